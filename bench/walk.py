@@ -5,7 +5,8 @@ nothing attached, after some steps in which caches fill: two layers of torch, Ad
 
 A call is a ``call`` event of :func:`sys.setprofile` for a Python function of the package. Such an event is also sent
 each time that a generator is resumed, and that counts, once for each event of training and for each generator that the
-event passes through on its way: a driver that runs a script in a script of its own pays for both. Functions of
+event passes through on its way: a driver that runs a script in a script of its own pays for both. How many calls are
+such resumptions, of functions that were called before, is counted besides. Functions of
 generated code (records' copiers, attrs' methods) count as calls, and all of them together as one file. Comprehensions
 do not count: since Python 3.12 they are no functions. Neither do torch's functions, nor those of the loop's body.
 """
@@ -46,9 +47,11 @@ class Walk:
 
     Attributes:
         calls: how many of each function, ``(place, name)``, in the order in which they are first called.
+        resumptions: how many of the calls go on with a generator that has begun.
     """
 
     calls: Counter[tuple[str, str]]
+    resumptions: int = 0
 
     @property
     def total(self) -> int:
@@ -86,11 +89,13 @@ def walk(**options: Any) -> Walk:
     data = [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(_WARM_STEPS + 3)]
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     options = {"optimizer": pl.optim.adamw(lr=1e-3), "max_duration": "1ep", **options}
-    called: list[tuple[CodeType, str | None]] = []
+    called: list[tuple[CodeType, str | None, bool]] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            called.append((frame.f_code, frame.f_globals.get("__name__")))
+            # The argument of the instruction RESUME, of which the lowest bits are 0 at the start of a function.
+            resumed = frame.f_code.co_code[frame.f_lasti + 1] & 3 != 0
+            called.append((frame.f_code, frame.f_globals.get("__name__"), resumed))
 
     count, before = 0, sys.getprofile()
     with patch.object(ownership, "getprofile", lambda: None):  # else a step with a profiler is walked
@@ -105,8 +110,13 @@ def walk(**options: Any) -> Walk:
                         break
         finally:
             sys.setprofile(before)
-    places = ((place_of(code, module), code.co_qualname) for code, module in called)
-    return Walk(Counter((place, name) for place, name in places if place is not None))
+    calls, resumptions = Counter[tuple[str, str]](), 0
+    for code, module, resumed in called:
+        place = place_of(code, module)
+        if place is not None:
+            calls[place, code.co_qualname] += 1
+            resumptions += resumed
+    return Walk(calls, resumptions)
 
 
 def exceeded(found: Walk) -> list[str]:
@@ -127,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     print()
     for place, count in found.files.items():
         print(f"{count:4}  {place}")
-    print(f"\n{found.total} calls of functions in {len(found.files)} files")
+    print(f"\n{found.total} calls of functions in {len(found.files)} files, {found.resumptions} of them resumptions")
     failed = exceeded(found)
     for line in failed:
         print("above the limit:", line)

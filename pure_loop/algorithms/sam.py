@@ -178,7 +178,7 @@ def sam(
             return stages.gradients(nearby(state, state.grads))
         groups, task = stages.microbatches(state.batch, m), stages.task
         weights = task.weigh_parts(state.batch, groups)
-        if stages.engine.ranks > 1:
+        if stages.engine.exchanges:
             _refuse_uneven(groups, weights, m, state, stages)
         total = 1 if task.summed else sum(weights)
         sums: dict[str, Tensor | None] = dict.fromkeys(state.grads)

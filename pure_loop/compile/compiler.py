@@ -20,7 +20,7 @@ from pure_loop.data.source import END
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.training import Fit, LoopStages, Script, current, gradients, train_batch
+from pure_loop.loop.training import Eager, Fit, LoopStages, Script, Stopwatch, current, gradients, train_batch
 from pure_loop.stages.ownership import Ownership, Request
 from pure_loop.state import NON_FINITE_ADVICE, State, outside_batch, with_fields
 from pure_loop.time import Time, Timestamp, TimeUnit, due
@@ -103,7 +103,7 @@ class Compiler:
     ) -> None:
         self.stages = stages
         # What ranks exchange is no part of a graph: the batch ends before, and what follows begins anew.
-        together = stages.engine.ranks > 1
+        together = stages.engine.exchanges
         self.observed = observed | _AROUND_EXCHANGES | _calling_stages(stages) if together else observed
         self.alone = attrs.evolve(stages, engine=stages.engine.single_rank()) if together else stages
         self.eager: set[str] = set()
@@ -141,6 +141,14 @@ class Compiler:
                 connected=connected,
             )
         return result
+
+    @property
+    def graphs(self) -> Compiler:
+        return self
+
+    @property
+    def uncompiled(self) -> Eager:
+        return Eager()
 
     def close(self) -> None:
         """Let go of what was compiled, which refers to this in turn, and on a GPU holds the memory of recordings."""
@@ -180,11 +188,11 @@ class Compiler:
     def batch(
         self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]
     ) -> Generator[tuple[Event | Request, State], State, State]:
-        """One batch, as :func:`pure_loop.loop.training.fit` does it."""
+        """One batch, as :class:`pure_loop.loop.training.Eager` computes it."""
         engine, before = self.stages.engine, state.timestamp
         # An input of the graphs, so that it is known before them; a batch's seconds are counted with the next batch.
         # Several ranks know what they have when they have exchanged it.
-        now = before.next_batch(*engine.counts(samples, tokens, seconds)) if engine.ranks == 1 else before
+        now = before.next_batch(*engine.counts(samples, tokens, seconds)) if not engine.exchanges else before
         timestamps = (state.previous_timestamp, before, now)
         asks = self.ownership is not None and Event.BATCH_END in self.observed
         while not (self.observed & _OF_A_BATCH or self.eager):
@@ -203,7 +211,7 @@ class Compiler:
                 return (yield from self._end(state, fit, run, now))
         buffers, model = state.buffers, state.model
         state = yield from self._gradients(state, timestamps[:2])
-        if engine.ranks > 1:
+        if engine.exchanges:
             state = engine.sync_buffers(state, buffers)
             now = before.next_batch(*engine.counts(samples, tokens, seconds))
             timestamps = (*timestamps[:2], now)
@@ -236,7 +244,7 @@ class Compiler:
         return (yield Event.BATCH_END, current(with_fields(ended, **fields), fit, Event.BATCH_END))
 
     def feed(self, batches: Any) -> Any:
-        """Batches as :meth:`several` takes them."""
+        """Batches as :meth:`ahead` takes them."""
         return Pushback(batches) if self.steps > 1 else batches
 
     def goes_on(self, fit: Fit) -> bool:
@@ -246,14 +254,14 @@ class Compiler:
             self.steps > 1
             and not self.observed & events
             and not self.eager
-            and self.stages.engine.ranks == 1
+            and not self.stages.engine.exchanges
             and not self.stages.handlers.keys() & _BETWEEN
             and fit.iteration_length is None
             and not fit.counts_tokens
             and _counted(fit)
         )
 
-    def several(self, state: State, fit: Fit, batches: Any, stopwatch: Any) -> State:
+    def ahead(self, state: State, fit: Fit, batches: Any, stopwatch: Stopwatch) -> State:
         """Batches at which the loop has nothing to do, ``steps`` of them loaded, and then gone through, at a time.
 
         The batch after which an evaluator is due or training ends is left to the loop, and so is one that needs another
@@ -319,7 +327,7 @@ class Compiler:
             run = self.attempt("gradients", self._gradients_alone, state, timestamps, (state.batch,))
             if run is not None:
                 return put_in(state, run, _OF_GRADIENTS)
-        if "forward" in self.eager and self.stages.engine.ranks == 1:
+        if "forward" in self.eager and not self.stages.engine.exchanges:
             return (yield from gradients(state, self.stages))
         return (yield from gradients(state, self.stages, partial(microbatch, self, timestamps)))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pure_loop._internal.dtensor import full_tensor, is_sharded
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
-from pure_loop.data.batch import map_tensors
+from pure_loop.data.batch import map_tensors, to_device
 from pure_loop.data.source import END, Part, Source
 from pure_loop.distributed._meshes import on_usable_mesh
 from pure_loop.distributed._rendezvous import named
@@ -28,7 +28,9 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
 from pure_loop.stages.engine import Engine
+from pure_loop.stages.loss import map_loss
 from pure_loop.state import State, device_of, raw_params
+from pure_loop.task import Task
 
 __all__ = ["MultiRankEngine", "no_parameters"]
 
@@ -86,6 +88,8 @@ class MultiRankEngine(Engine):
         self._seen = [0, 0]
         self._written: frozenset[str] | None = None
         self._epoch: int | None = None
+
+    exchanges = True
 
     # Whether ranks exchange in every forward, so that one without a batch would let the others wait.
     _meets_before_forwards = False
@@ -195,16 +199,11 @@ class MultiRankEngine(Engine):
     # Data.
 
     def next_batch(
-        self,
-        state: State,
-        part: Part,
-        samples: int,
-        tokens: int,
-        seconds: Callable[[], float],
-        event: Event,
-        source: Source,
-    ) -> Any:
+        self, state: State, task: Task, source: Source, loaded: Any, seconds: Callable[[], float], event: Event
+    ) -> tuple[Any, int, int] | None:
+        part = loaded if type(loaded) is Part else Part(loaded, loaded is not END)
         batch, counted = part.batch, part.counts
+        samples, tokens = (task.samples(batch), task.tokens(batch)) if counted else (0, 0)
         self._mine = (samples, tokens, 0.0 if batch is END else seconds())
         self._whole = part.samples, part.order
         if source.uneven is not None:
@@ -216,14 +215,19 @@ class MultiRankEngine(Engine):
             # Of an evaluation these are sums: its batches are not compared one by one.
             by_rank = self.talk.exchange(_ENDS[event], state.timestamp.batch, *seen)
             self._refuse_other_data(by_rank, f"before {_ENDS[event].name}", "{} batches")
-            return END
+            return None
         if outside:
             self._given += 1
             self._seen = [self._seen[0] + part.samples, (self._seen[1] + part.order) % _CHECKSUMS]
             if self._meets_before_forwards:
                 self.barrier(state, event)
         self.padding = not counted
-        return batch
+        return to_device(batch, state.device, stays=source.keeps_pinned), samples, tokens
+
+    def counts_microbatch(self, index: int, pieces: int) -> bool:
+        # A rank with fewer microbatches repeats its last one, and one without samples has padding.
+        self.repeats = index >= pieces
+        return not (self.padding or self.repeats)
 
     def _refuse_other_data(self, by_rank: list[tuple[float, ...]], where: str, *counted: str) -> None:
         """Refuse unequal data on ranks that each take their part of it.
@@ -334,6 +338,10 @@ class MultiRankEngine(Engine):
             raise DataError(f"batch {self._batch} weighs {self._weights}, rank by rank: {WEIGHTS_ARE}")
         self._divisor = 1.0 if self._summed else self._total / self._power
         return self._divisor
+
+    def mean_loss(self, weights: Weights, losses: list[Any]) -> Any:
+        mean = weights.mean_of(losses, always=True)
+        return map_loss(lambda part: torch.zeros_like(torch.as_tensor(part)), losses[-1]) if mean is None else mean
 
     def num_microbatches(self, pieces: int, state: State) -> int:
         return int(max(row[0] for row in self.talk.exchange(Event.EVAL_BEFORE_FORWARD, state.timestamp.batch, pieces)))

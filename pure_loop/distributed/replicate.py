@@ -54,6 +54,8 @@ def _exchange_at_once(group: Any, bucket: Any) -> Any:
 class ReplicateEngine(MultiRankEngine):
     """Gradients averaged by DistributedDataParallel."""
 
+    replicates = True
+
     _model: ModelDef | None = None
     _frozen: frozenset[str] = frozenset()
     # What DistributedDataParallel knows, by name, and the same with the parameters that are not trained.

@@ -32,9 +32,10 @@ from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, w
 from pure_loop.event import Event
 from pure_loop.loop import training as loop
 from pure_loop.loop.driver import drive
+from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
-from pure_loop.loop.training import LoopStages
+from pure_loop.loop.training import Eager, LoopStages, Strategy
 from pure_loop.random.guards import guard, is_users
 from pure_loop.recorder import Recorder
 from pure_loop.stages.engine import Engine
@@ -47,7 +48,6 @@ from pure_loop.time import TimestampFields, TimeUnit
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
-    from pure_loop.verify.verify import Verification
 
 __all__ = ["Assembly", "assemble", "start"]
 
@@ -114,7 +114,7 @@ def assemble(settings: Settings) -> Assembly:
     engine = together.engine(state)
     measures_norm = any(callback.needs_grad_norm for callback in callbacks)
     stages = _stages(settings, state, engine, observed, measures_norm=measures_norm)
-    stages, verify = _verified(settings, stages)
+    stages, strategy = _strategy(settings, stages)
     open_source = together.sources(stages.task)
     data = _training_data(settings, open_source, state.seed)
     known = _Start(settings, engine, data, stages.task)
@@ -171,6 +171,8 @@ def assemble(settings: Settings) -> Assembly:
     def described() -> dict[str, Any]:
         return _described(settings, state, stages, data, evaluators, checkpoint)
 
+    compiled = compiler(settings, stages, observed, evaluators)
+    strategy = strategy if compiled is None else compiled
     prepare = known.preparation(described, fresh=fresh)
     resume = known.preparation(described, fresh=False)
     units = {time.unit for time in (settings.max_duration, settings.iteration_length) if time is not None}
@@ -191,9 +193,8 @@ def assemble(settings: Settings) -> Assembly:
             needs_tokens=counted_in(TimeUnit.TOKEN, counted) if stages.task.tokens is num_tokens else None,
             order=settings.order,
             boundary=boundary,
-            compiled=compiler(settings, stages, observed, evaluators),
-            auto_size=None if stages.found is None else AutoSize(stages),
-            verify=verify,
+            strategy=strategy if stages.found is None else AutoSize(stages, strategy),
+            evaluating=stages if compiled is None else compiled.evaluating,
             load=loading(
                 checkpoint,
                 None if Event.INIT in stages.handlers else state,
@@ -220,14 +221,15 @@ def start(assembly: Assembly) -> Stream:
         loaded=fit.load is not None,
         batches=2,
     )
+    script, events = script_of(assembly.state, fit)
     pairs = drive(
-        loop.fit(assembly.state, fit),
+        script,
         handlers,
         observed,
         stages=stages,
         strict=strict,
         watch=settings.watch,
-        events=loop.EVENTS_OF_2021 if fit.order == "2021" else None,
+        events=events,
         ownership=stages.workspace.ownership,
         closing=_closing(assembly),
         failed=stages.engine.failed,
@@ -264,8 +266,7 @@ def _run_name(
 def _closing(assembly: Assembly) -> list[Callable[[], None]]:
     """What is called when the stream ends, the last one first."""
     fit, run = assembly.fit, assembly.run
-    compiled = [] if fit.compiled is None else [fit.compiled]
-    to_close: list[Any] = [*run.callbacks, *run.sources, *compiled, fit.stages.engine]
+    to_close: list[Any] = [*run.callbacks, *run.sources, fit.strategy, fit.stages.engine]
     return [*(closed.close for closed in to_close), *run.at_end]
 
 
@@ -291,15 +292,15 @@ def _stages(
     )
 
 
-def _verified(settings: Settings, stages: LoopStages) -> tuple[LoopStages, Verification | None]:
-    """What runs due batches twice, and stages whose handlers it sees; None: ``verify`` was not passed."""
+def _strategy(settings: Settings, stages: LoopStages) -> tuple[LoopStages, Strategy]:
+    """How batches are computed stage by stage, and stages whose handlers a verified batch sees."""
     if settings.verify is None:
-        return stages, None
-    from pure_loop.verify.verify import Recorder, Verification, recorded  # no other run needs it
+        return stages, Eager()
+    from pure_loop.verify.verify import Recorder, Verified, recorded  # no other run needs it
 
     recorder = Recorder()
     stages = attrs.evolve(stages, handlers=recorded(stages.handlers, recorder))
-    return stages, Verification(int(settings.verify.value), stages, recorder)
+    return stages, Verified(int(settings.verify.value), stages, recorder)
 
 
 def _task(settings: Settings, state: State) -> Task:
@@ -320,7 +321,7 @@ def _ownership(settings: Settings, engine: Engine, attached: Collection[Event]) 
     if settings.donate == "auto" and not can_count():
         return None
     ownership = Ownership(always=settings.donate is True, watch=settings.watch, attached=attached, compiled=compiled)
-    ownership.shares_storage, ownership.is_of_ranks = engine.shares_storage, engine.ranks > 1
+    ownership.shares_storage, ownership.is_of_ranks = engine.shares_storage, engine.exchanges
     return ownership
 
 

@@ -11,18 +11,19 @@ A batch that is no larger than one that was tried, in any dimension of its tenso
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._internal.closing import closing
 from pure_loop.data.batch import tensors_in
 from pure_loop.data.group import parts_of
 from pure_loop.event import Event
-from pure_loop.frozendict import FrozenDict
-from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.training import LoopStages, Script, gradients
+from pure_loop.loop.driver import drive
+from pure_loop.loop.training import Eager, Fit, Graphs, LoopStages, Script, Stopwatch, Strategy
 from pure_loop.stages.sizes import NAME, found_size
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
@@ -56,27 +57,43 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_MEMORY)
 
 
-def _batch(state: State, stages: LoopStages) -> Script:
-    """A batch as :func:`pure_loop.loop.training.fit` does it, up to its gradients."""
-    state = yield Event.BATCH_START, state
-    state = yield Event.BEFORE_TRAIN_BATCH, state
-    state = yield from gradients(state, stages)
-    return (yield Event.AFTER_TRAIN_BATCH, state)
-
-
 @attrs.define
 class AutoSize:
-    """The sizes that one call of ``fit`` has tried.
+    """Batches that are tried first, and then computed in microbatches of a size that fits.
 
     Attributes:
         stages: those of the loop; their ``found`` is written to.
+        strategy: how batches are computed.
         survived: the extents of batches that were tried.
     """
 
     stages: LoopStages
+    strategy: Strategy
     survived: list[Extent] = attrs.field(factory=list)
 
-    def changes(self, state: State) -> bool:
+    @property
+    def graphs(self) -> Graphs | None:
+        return self.strategy.graphs
+
+    @property
+    def uncompiled(self) -> AutoSize:
+        return attrs.evolve(self, strategy=self.strategy.uncompiled)
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return self.strategy.feed(batches)
+
+    def ahead(self, state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> State:
+        return self.strategy.ahead(state, fit, batches, stopwatch)
+
+    def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
+        if self.changes(state, fit):
+            state = state.replace(algorithm_state={**state.algorithm_state, NAME: self.stages.size})
+        return self.strategy.batch(state, fit, samples, tokens, seconds)
+
+    def close(self) -> None:
+        self.strategy.close()
+
+    def changes(self, state: State, fit: Fit) -> bool:
         """Find the size for the batch of a State; whether it is another one than the State keeps.
 
         Raises:
@@ -88,28 +105,21 @@ class AutoSize:
         extents = [(stages.task.samples(part), *_sizes(part)) for part in parts_of(state.batch)]
         samples = max(extent[0] for extent in extents)
         unknown: float = not all(any(_covers(known, extent) for known in self.survived) for extent in extents)
-        if stages.engine.ranks > 1:
-            # A rank that tries its part may fail, and all have to halve.
-            unknown, samples = map(int, stages.engine.largest((unknown, samples), state))
+        # A rank that tries its part may fail, and all have to halve.
+        unknown, samples = map(int, stages.engine.largest((unknown, samples), state))
         if not unknown:
             return False
-        found.size = self._halved(state, samples, size)
+        found.size = self._halved(state, fit, samples, size)
         for extent in extents:
             self.survived = [*[known for known in self.survived if not _covers(extent, known)][1 - _KEPT :], extent]
         return found.size != size
 
-    def kept_by(self, state: State) -> FrozenDict[str, Any]:
-        """The algorithm state of a State, with the size."""
-        return FrozenDict({**state.algorithm_state, NAME: self.stages.size})
-
-    def _halved(self, state: State, samples: int, size: int | None) -> int | None:
+    def _halved(self, state: State, fit: Fit, samples: int, size: int | None) -> int | None:
         """The size, halved as often as the batch does not fit."""
         engine, tried = self.stages.engine, list[int]()
         while True:
-            error = self.out_of_memory(state, size)
-            failed: float = error is not None
-            if engine.ranks > 1:
-                (failed,) = engine.largest((failed,), state)
+            error = self.out_of_memory(state, fit, size)
+            (failed,) = engine.largest((error is not None,), state)
             if not failed:
                 return size
             number = samples if size is None else min(size, samples)
@@ -119,25 +129,27 @@ class AutoSize:
                 return size  # another rank has the error, and tells this one
             size = -(-number // 2)
 
-    def out_of_memory(self, state: State, size: int | None) -> Exception | None:
+    def out_of_memory(self, state: State, fit: Fit, size: int | None) -> Exception | None:
         """The error of a batch that does not fit in microbatches of this size, without its frames; None: it fits.
 
         Args:
             state: the State of AFTER_DATALOADER.
+            fit: the call.
             size: samples of a forward, at most; None: the whole batch.
         """
-        engine = self.stages.engine
         # By itself: a rank that fails must not leave another one waiting for its gradients.
-        alone = attrs.evolve(
+        stages = attrs.evolve(
             self.stages,
             microbatch_size=size,
             found=None,
-            engine=engine if engine.ranks == 1 else engine.single_rank(),
+            engine=self.stages.engine.single_rank(),
             workspace=Workspace(),
         )
+        script = Eager().batch(state, attrs.evolve(fit, stages=stages), 0, 0, lambda: 0.0)
         result: Exception | None = None
         try:
-            run_to_end(_batch(state, alone), alone.handlers, alone)
+            with closing(drive(script, stages.handlers, stages=stages, watch={Event.AFTER_TRAIN_BATCH})) as pairs:
+                next(pairs)
         except Exception as error:
             # Any other error comes again when the batch is run, after the events before it.
             if is_out_of_memory(error):
@@ -167,13 +179,13 @@ class AutoSize:
 class LargestSize(AutoSize):
     """Finds the largest size instead of the first that fits, by bisection."""
 
-    def changes(self, state: State) -> bool:
+    def changes(self, state: State, fit: Fit) -> bool:
         engine, found = self.stages.engine, self.stages.found
         assert found is not None
         (most,) = map(int, engine.largest((self.stages.task.samples(state.batch),), state))
         fits, fails, size, tried = 0, most + 1, most, list[int]()
         while fits + 1 < fails:
-            error = self.out_of_memory(state, size)
+            error = self.out_of_memory(state, fit, size)
             tried.append(size)
             (failed,) = engine.largest((error is not None,), state)
             fits, fails = (fits, size) if failed else (size, fails)

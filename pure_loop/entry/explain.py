@@ -169,7 +169,7 @@ def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
     everywhere = _everywhere(assembly)
     if everywhere:
         yield "at every event", ", ".join(everywhere)
-    if assembly.fit.compiled is not None:
+    if assembly.fit.strategy.graphs is not None:
         yield "compiled", _compiled(assembly, settings.compile)
     yield "donate", _donate(assembly)
     if settings.strict:
@@ -211,7 +211,8 @@ def _donate(assembly: Assembly) -> str:
 def _compiled(assembly: Assembly, compile: Any) -> str:
     from pure_loop.compile.recurrent import recurrent_layer
 
-    compiler = assembly.fit.compiled
+    compiler = assembly.fit.strategy.graphs
+    assert compiler is not None
     seen = [event.name for event in Event if event in compiler.observed]
     looked_at = "at all events" if len(seen) == len(Event) else f"at {', '.join(seen)}" if seen else "nowhere"
     how = "" if compile is True else "where possible, "

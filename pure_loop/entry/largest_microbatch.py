@@ -109,7 +109,8 @@ def largest_microbatch(
     )
     arguments.apply_defaults()
     assembly = assemble(Settings(**arguments.arguments))
-    searching = attrs.evolve(assembly.fit, auto_size=LargestSize(assembly.fit.stages))
+    strategy = LargestSize(assembly.fit.stages, assembly.fit.strategy.uncompiled)
+    searching = attrs.evolve(assembly.fit, strategy=strategy)
     with closing(start(attrs.evolve(assembly, fit=searching))) as stream:
         size = next((found_size(state) for _, state in stream), None)
     if size is None:

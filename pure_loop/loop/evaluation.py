@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
@@ -15,8 +15,8 @@ from torch import Tensor
 from pure_loop._internal.bits import Digest, digest
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.data.batch import beside, map_tensors, to_device
-from pure_loop.data.source import END, Part, Source
+from pure_loop.data.batch import map_tensors
+from pure_loop.data.source import END, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
@@ -28,39 +28,11 @@ from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
-from pure_loop.state import State, outside_batch, raw_params
+from pure_loop.state import State, outside_batch
 
-__all__ = ["Script", "evaluate", "evaluation", "next_batch", "predict", "refuse_misfit", "without_metrics"]
+__all__ = ["Script", "evaluate", "evaluation", "predict", "refuse_misfit", "without_metrics"]
 
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
-
-
-def next_batch(
-    state: State, stages: Stages, source: Source, loaded: Any, seconds: Callable[[], float], event: Event
-) -> tuple[Any, int, int] | None:
-    """The batch on the device, and its samples and tokens; None at the end of the data.
-
-    Args:
-        state: the State before it.
-        stages: what counts, and what asks the other ranks.
-        source: where it comes from.
-        loaded: what it gave: a batch, or END.
-        seconds: how long it is since this was asked last.
-        event: which comes next if there is a batch.
-    """
-    engine, task = stages.engine, stages.task
-    if engine.ranks == 1:
-        if loaded is END:
-            return None
-        whole = beside(loaded, next(iter(raw_params(state).values())), source)
-        return whole, task.samples(whole), task.tokens(whole)
-    part = loaded if type(loaded) is Part else Part(loaded, loaded is not END)
-    batch = part.batch
-    samples, tokens = (task.samples(batch), task.tokens(batch)) if part.counts else (0, 0)
-    batch = engine.next_batch(state, part, samples, tokens, seconds, event, source)
-    if batch is END:
-        return None
-    return to_device(batch, state.device, stays=source.keeps_pinned), samples, tokens
 
 
 def _no_rows(tensor: Tensor) -> Tensor:
@@ -103,7 +75,8 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
     about = noting(lambda: f"raised in evaluator {label!r}, batch {number}")
     with closing(evaluator.source.epoch(0)) as batches, about:
         for number in count():
-            ready = next_batch(branch, stages, evaluator.source, next(batches, END), _untimed, Event.EVAL_BATCH_START)
+            loaded = next(batches, END)
+            ready = engine.next_batch(branch, stages.task, evaluator.source, loaded, _untimed, Event.EVAL_BATCH_START)
             if ready is None:
                 break
             branch = branch.replace(batch=ready[0], microbatch=None, outputs=None, event=None)
@@ -119,14 +92,14 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
                 branch = yield Event.EVAL_AFTER_FORWARD, branch
                 if metrics is None:
                     metrics = default_metrics(branch.outputs, branch.microbatch, stages.task)
-                if not (engine.padding or index >= len(pieces)):
+                if engine.counts_microbatch(index, len(pieces)):
                     accumulated = _measure(accumulated, metrics, branch, stages, gradients)
                 if gradients:
                     branch = branch.replace(outputs=detached(branch.outputs))
             stages.place.microbatch = 0
             branch = yield Event.EVAL_BATCH_END, branch
     stages.place.clear()
-    with stages.guard(branch, ("merge",)) if is_users(list(metrics or ())) and engine.ranks > 1 else nullcontext():
+    with stages.guard(branch, ("merge",)) if is_users(list(metrics or ())) else nullcontext():
         accumulated = engine.merge_metrics(metrics or (), accumulated, branch)
     measured = _with_metrics(branch.metrics, label, _values(metrics or (), accumulated, branch, stages), labels)
     branch = branch.replace(metrics=measured, batch=None, microbatch=None, outputs=None, event=None)
@@ -257,7 +230,8 @@ def predict(
     number = 0
     with closing(source.epoch(0)) as batches, noting(lambda: f"raised in prediction, batch {number}"):
         for number in count():
-            ready = next_batch(state, stages, source, next(batches, END), _untimed, Event.PREDICT_BATCH_START)
+            loaded = next(batches, END)
+            ready = stages.engine.next_batch(state, stages.task, source, loaded, _untimed, Event.PREDICT_BATCH_START)
             if ready is None:
                 break
             state = state.replace(batch=ready[0], microbatch=None, outputs=None, event=None)

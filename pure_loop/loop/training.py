@@ -9,12 +9,11 @@ the consumer, and sends it back. The scripts here read as the specification in :
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import attrs
-import torch
 
 from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
@@ -24,27 +23,20 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event, events_between
 from pure_loop.loop.driver import drive, run_to_end
-from pure_loop.loop.evaluation import Script, evaluation, next_batch, refuse_misfit, without_metrics
+from pure_loop.loop.evaluation import Script, evaluation, refuse_misfit, without_metrics
 from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
-from pure_loop.stages.loss import map_loss
 from pure_loop.stages.notes import noting
 from pure_loop.state import State, outside_batch, raw_loss, setter, with_fields
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["EVENTS_OF_2021", "Fit", "LoopStages", "Script", "fit", "gradients"]
+__all__ = ["Eager", "Fit", "LoopStages", "Script", "Strategy", "fit", "gradients"]
 
 # (state, number of the microbatch, whether it is the last, its weight)
 Between: TypeAlias = Callable[[State, int, bool, Any], Script]
+# Returns the State after an epoch's batches, and whether its data ended.
+EpochScript: TypeAlias = Generator[tuple[Event, State], State, tuple[State, bool]]
 
-# The events of the older documents. Others of the script are passed over in that order.
-EVENTS_OF_2021 = frozenset(
-    {
-        *(Event.INIT, Event.FIT_START, Event.EPOCH_START, Event.AFTER_DATALOADER, Event.EPOCH_END, Event.FIT_END),
-        *events_between(Event.BATCH_START, Event.BATCH_END),
-        *events_between(Event.EVAL_START, Event.EVAL_END),
-    }
-)
 _OF_A_MICROBATCH = events_between(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
 
 
@@ -136,6 +128,52 @@ class LastBoundary:
     evaluated: dict[str, State] = attrs.field(factory=dict)
 
 
+class Graphs(Protocol):
+    """What computes batches as graphs.
+
+    Attributes:
+        observed: the events at which graphs end.
+        steps: how many batches are loaded at a time.
+    """
+
+    observed: frozenset[Event]
+    steps: int
+
+
+class Strategy(Protocol):
+    """How the batches of a call of ``fit`` are computed: :class:`Eager`, compiled, verified, of a size that is tried.
+
+    Attributes:
+        graphs: what makes graphs of batches, inside of which no stage can be looked at; None: there are none.
+        uncompiled: the strategy without graphs.
+    """
+
+    @property
+    def graphs(self) -> Graphs | None: ...
+
+    @property
+    def uncompiled(self) -> Strategy: ...
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of an epoch, as :meth:`ahead` takes them."""
+
+    def ahead(self, state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> State:
+        """The State after batches that are gone through at once, before the next one is loaded."""
+
+    def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
+        """The script of a batch, from the State of AFTER_DATALOADER to that of BATCH_END.
+
+        Args:
+            state: with the batch.
+            fit: the call.
+            samples, tokens: of this rank's part of it.
+            seconds: returns the seconds since its last call.
+        """
+
+    def close(self) -> None:
+        """Release what batches need."""
+
+
 @attrs.frozen(kw_only=True)
 class Fit:
     """One call of ``fit``: what its script needs besides a State."""
@@ -152,9 +190,9 @@ class Fit:
     # What never moves as long as no batch has tokens, for errors.
     needs_tokens: str | None = None
     order: Literal["current", "2021"] = "current"
-    compiled: Any = None
-    auto_size: Any = None
-    verify: Any = None
+    strategy: Strategy
+    # The stages of evaluations.
+    evaluating: Stages
     load: Callable[[State], State] | None = None
     boundary: LastBoundary = attrs.field(factory=LastBoundary)
 
@@ -183,21 +221,49 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
             state = yield Event.BEFORE_BACKWARD, state
             # Not in one line: while it waited, the script would keep the graph alive in the State before.
             state = stages.backward(state, weight=weight)
-        if engine.ranks > 1:
-            engine.repeats = index >= len(pieces)
-        if engine.padding or index >= len(pieces):
-            # A rank with fewer microbatches repeats its last one, which counts for nothing.
+        if not engine.counts_microbatch(index, len(pieces)):
             state = state.replace(buffers=buffers, model=model)
         state = yield Event.AFTER_BACKWARD, state
         losses.append(raw_loss(state))
     stages.place.microbatch = 0
-    mean = weights.mean_of(losses, always=engine.ranks > 1)
-    if mean is None and engine.ranks > 1:
-        mean = map_loss(lambda part: torch.zeros_like(torch.as_tensor(part)), raw_loss(state))
+    mean = engine.mean_loss(weights, losses)
     return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean)
 
 
-_INSIDE_BATCH = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
+class Eager:
+    """Batches computed one by one, stage by stage: each event is one line."""
+
+    graphs = None
+
+    @property
+    def uncompiled(self) -> Eager:
+        return self
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
+    def ahead(self, state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> State:
+        return state
+
+    def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
+        stages = fit.stages
+        state = yield Event.BATCH_START, state
+        state = yield Event.BEFORE_TRAIN_BATCH, state
+        buffers, model = state.buffers, state.model
+        state = yield from gradients(state, stages)
+        state = stages.engine.sync_buffers(state, buffers)
+        state = yield Event.AFTER_TRAIN_BATCH, state
+        before = state.timestamp
+        now = before.next_batch(*stages.engine.counts(samples, tokens, seconds))
+        state = stages.update(state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before)
+        state = current(state, fit, Event.BATCH_END)
+        return (yield Event.BATCH_END, state)
+
+    def close(self) -> None:
+        pass
+
+
+INSIDE_EPOCH = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
 
 
 def epoch_end(state: State, fit: Fit, at: Event | None) -> Script:
@@ -226,105 +292,91 @@ def iteration_end(state: State, fit: Fit, unit: TimeUnit, at: Event | None) -> S
     return state
 
 
-def fit(state: State, fit: Fit) -> Script:
-    """Training, from a fresh State or from the boundary at which a State was kept.
+def begin(state: State, fit: Fit) -> Script:
+    """What comes before the first batch, up to FIT_START: a State that fits the call, loaded where it is to be."""
+    if not fit.fresh:
+        return (yield Event.FIT_START, fit.prepare(outside_batch(state)))
+    state = yield Event.INIT, fit.meet(state)
+    state = yield Event.BEFORE_LOAD, fit.prepare(state)
+    # From a checkpoint, or the State itself; the first step may write where that is.
+    state = fit.stages.workspace.begins_with(state if fit.load is None else fit.load(state))
+    state = yield Event.AFTER_LOAD, state
+    return (yield Event.FIT_START, state)
 
-    The specification in one function: every event is one line. The State is in one variable, and in none of an outer
-    script, so that an update may write to the memory of the State before it.
-    """
-    stages = fit.stages
-    if fit.fresh:
-        state = yield Event.INIT, fit.meet(state)
-        state = yield Event.BEFORE_LOAD, fit.prepare(state)
-        # From a checkpoint, or the State itself; the first step may write where that is.
-        state = stages.workspace.begins_with(state if fit.load is None else fit.load(state))
-        state = yield Event.AFTER_LOAD, state
-    else:
-        state = fit.prepare(outside_batch(state))
+
+def fit(state: State, fit: Fit) -> Script:
+    """Training, from a new State or from the boundary at which a State was kept."""
+    state = yield from begin(state, fit)
     at = state.position  # the boundary from which training resumes
-    state = yield Event.FIT_START, state
-    over = already_finished(state, at)
-    if fit.evaluators and not over:
-        refuse_misfits(state, fit.stages, fit.evaluators)
+    if already_finished(state, at):
+        return (yield from end(state, fit))
+    refuse_misfits(state, fit.stages, fit.evaluators)
     stopwatch = Stopwatch(fit.clock)
-    if not over and at in _BEFORE_FIRST_ITERATION and _begins_iteration(state, fit):
+    if at in _BEFORE_FIRST_ITERATION and _begins_iteration(state, fit):
         state = yield Event.ITERATION_START, state
-    if not over and at in _AFTER_EPOCH and state.timestamp.batch_in_epoch == 0 and fit.order == "current":
+    if at in _AFTER_EPOCH and state.timestamp.batch_in_epoch == 0:
         state = yield from epoch_end(state, fit, at)
         at = None
-
-    while not over and (at in _INSIDE_BATCH or not state.has_ended()):
+    while at in INSIDE_EPOCH or not state.has_ended():
         if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
             state = yield Event.EPOCH_START, state
-        t = state.timestamp
-        first, data = t.batch_in_epoch, fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
-        with closing(data if fit.compiled is None else fit.compiled.feed(data)) as batches:
-            while True:
-                if at not in _INSIDE_BATCH:
-                    if fit.compiled is not None:
-                        state = fit.compiled.several(state, fit, batches, stopwatch)
-                    state = yield Event.BEFORE_DATALOADER, state
-                    state, samples, tokens = _load(state, fit, batches, stopwatch)
-                    if samples is None:
-                        exhausted = True
-                        break
-                    state = yield Event.AFTER_DATALOADER, state
-                    if fit.auto_size is not None and fit.auto_size.changes(state):
-                        state = state.replace(algorithm_state=fit.auto_size.kept_by(state))
-                    if fit.compiled is not None:
-                        script = fit.compiled.batch(state, fit, samples, tokens, stopwatch.lap)
-                        state = None  # type: ignore[assignment]  # so that only that script has it, and may write to it
-                        state = yield from script
-                    else:
-                        if fit.verify is not None and fit.verify.is_due(state):
-                            state = yield from fit.verify.run(state, samples, tokens, stopwatch.lap)
-                        else:
-                            state = yield Event.BATCH_START, state
-                            state = yield Event.BEFORE_TRAIN_BATCH, state
-                            buffers, model = state.buffers, state.model
-                            state = yield from gradients(state, stages)
-                            if stages.engine.ranks > 1:
-                                state = stages.engine.sync_buffers(state, buffers)
-                            state = yield Event.AFTER_TRAIN_BATCH, state
-                            before = state.timestamp
-                            now = before.next_batch(*stages.engine.counts(samples, tokens, stopwatch.lap))
-                            state = stages.update(
-                                state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
-                            )
-                        if state.metrics:
-                            state = current(state, fit, Event.BATCH_END)
-                        state = yield Event.BATCH_END, state
-                    at = Event.BATCH_END
-                if at is Event.BATCH_END:
-                    state = outside_batch(state)
-                    if fit.evaluators:
-                        state = yield from evaluations(state, fit, Event.BATCH_END)
-                    state = yield Event.BATCH_CHECKPOINT, state
-                if fit.iteration_length is not None:
-                    state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
-                at = None
-                if state.has_ended():
-                    exhausted = state.timestamp.batch_in_epoch == fit.source.length
-                    if exhausted and state.timestamp.batch_in_epoch > first and fit.source.uneven is None:
-                        next(batches, END)  # the source raises if there is one more than its length says
-                    break
-        if exhausted or fit.order == "2021":  # which closes an epoch that is cut short, too
-            _check_finite(state)
-            state = state.replace(timestamp=state.timestamp.next_epoch(), event=None)
-        if fit.order == "2021":
-            ended = [Event.EPOCH_END, Event.FIT_END] if state.has_ended() else [Event.EPOCH_END]
-            state = yield from evaluations(state, fit, *ended)
-            state = yield Event.EPOCH_END, state
-        elif exhausted:
-            state = current(state, fit, Event.EPOCH_END)
+        script, at = batches_of_epoch(state, fit, at, stopwatch), None
+        state = None  # type: ignore[assignment]  # that script alone has it, so that a step may write to it
+        state, exhausted = yield from script
+        if exhausted:
+            state = current(next_epoch(state), fit, Event.EPOCH_END)
             state = yield Event.EPOCH_END, state
             state = yield from epoch_end(state, fit, Event.EPOCH_END)
+    check_finite(state)
+    state = yield from evaluations(state, fit, Event.FIT_END)
+    return (yield from end(state, fit))
 
-    if not over:
-        _check_finite(state)
-        if fit.order == "current":
-            state = yield from evaluations(state, fit, Event.FIT_END)
-    stages.engine.barrier(state, Event.FIT_END)
+
+def batches_of_epoch(state: State, fit: Fit, at: Event | None, stopwatch: Stopwatch) -> EpochScript:
+    """The batches of an epoch, from the boundary ``at`` on; returns the State after them, and whether the data ended.
+
+    In a script that runs batches the State is in one variable, and in none of a script around it: what is referred to
+    nowhere else may be written to by the next step.
+    """
+    t = state.timestamp
+    data = fit.source.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch)
+    with closing(fit.strategy.feed(data)) as batches:
+        while True:
+            if at not in INSIDE_EPOCH:
+                state = fit.strategy.ahead(state, fit, batches, stopwatch)
+                state = yield Event.BEFORE_DATALOADER, state
+                state, samples, tokens = _load(state, fit, batches, stopwatch)
+                if samples is None:
+                    return state, True
+                state = yield Event.AFTER_DATALOADER, state
+                script = fit.strategy.batch(state, fit, samples, tokens, stopwatch.lap)
+                state = None  # type: ignore[assignment]
+                state = yield from script
+                at = Event.BATCH_END
+            if at is Event.BATCH_END:
+                state = outside_batch(state)
+                if fit.evaluators:
+                    state = yield from evaluations(state, fit, Event.BATCH_END)
+                state = yield Event.BATCH_CHECKPOINT, state
+            if fit.iteration_length is not None:
+                state = yield from iteration_end(state, fit, TimeUnit.TOKEN, at)
+            at = None
+            if state.has_ended():
+                count = state.timestamp.batch_in_epoch
+                if count == fit.source.length and count > t.batch_in_epoch and fit.source.uneven is None:
+                    next(batches, END)  # the source raises if there is one more than its length says
+                return state, count == fit.source.length
+
+
+def next_epoch(state: State) -> State:
+    """The State with its epoch counted."""
+    check_finite(state)
+    return state.replace(timestamp=state.timestamp.next_epoch(), event=None)
+
+
+def end(state: State, fit: Fit) -> Script:
+    """The last event, once all ranks have come to it."""
+    fit.stages.engine.barrier(state, Event.FIT_END)
     return (yield Event.FIT_END, state)
 
 
@@ -334,7 +386,7 @@ def refuse_misfits(state: State, stages: LoopStages, evaluators: Sequence[BoundE
     Each evaluator with metrics that were passed measures one microbatch of its data, on a branch that is dropped. Left
     out is data that can't be begun again, or has workers to start, and what several ranks would have to do together.
     """
-    if stages.engine.ranks > 1:
+    if stages.engine.exchanges:
         return
     for evaluator in evaluators:
         never = isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
@@ -390,16 +442,15 @@ def evaluations(state: State, fit: Fit, *events: Event) -> Script:
     state = without_metrics(state, {item.label for item in due_now})
     fit.boundary.state = state if state.event is not None else state.replace(event=state.position)
     state = yield Event.EVAL_BEFORE_ALL, state
-    stages = fit.stages if fit.compiled is None else fit.compiled.evaluating
     labels = [item.label for item in fit.evaluators]
     for evaluator in due_now:
-        state = yield from evaluation(state, stages, evaluator, labels)
+        state = yield from evaluation(state, fit.evaluating, evaluator, labels)
     state = yield Event.EVAL_AFTER_ALL, state
     fit.boundary.state = None
     return state
 
 
-def _check_finite(state: State) -> None:
+def check_finite(state: State) -> None:
     """Raise if a batch was not finite, at the few places where waiting for a device costs nothing that counts."""
     if state.device.type not in ("cpu", "meta"):  # where it was raised at once, and where there are no numbers
         state.check_finite()
@@ -424,17 +475,17 @@ def _begins_iteration(state: State, fit: Fit) -> bool:
 def train_batch(
     state: State, fit: Fit, loaded: Any, seconds: Callable[[], float], number: int | None = None
 ) -> tuple[Any, int, int] | None:
-    """:func:`next_batch` of ``fit``'s own data, with its errors; ``number`` is the batch's, if not the State's next."""
+    """The next batch of ``fit``'s own data, with its errors; ``number`` is the batch's, if not the State's next."""
     engine, batch = fit.stages.engine, state.timestamp.batch
     try:
-        ready = next_batch(state, fit.stages, fit.source, loaded, seconds, Event.AFTER_DATALOADER)
+        ready = engine.next_batch(state, fit.stages.task, fit.source, loaded, seconds, Event.AFTER_DATALOADER)
     except DataError as error:
         error.add_note(f"raised by batch {batch if number is None else number} of train_dataloader")
         raise
     if ready is None or ready[2] or engine.padding:
         return ready
     # What all ranks have counted is known one batch later.
-    if fit.needs_tokens is not None and not state.timestamp.token and (engine.ranks == 1 or batch):
+    if fit.needs_tokens is not None and not state.timestamp.token and not (engine.exchanges and batch == 0):
         raise DataError(
             f"{fit.needs_tokens} counts tokens, and batch {batch} has none by the default count, so it would never "
             "move: count them with task=pl.Task(tokens=lambda batch: batch['input_ids'].numel()), or write it in "

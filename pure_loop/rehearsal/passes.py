@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pure_loop.event import Event
 from pure_loop.loop import training as loop
 from pure_loop.loop.driver import drive
 from pure_loop.loop.evaluation import Script, evaluation
+from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.strict import Strict
 from pure_loop.recorder import Recorder
 from pure_loop.rehearsal.batches import Held
@@ -74,7 +75,7 @@ class Passes:
     def start(self) -> State | None:
         """INIT, loading and FIT_START alone: the State that evaluators are tried on."""
         fit, handlers = self._fit(())
-        pairs = self._run(loop.fit(self.assembly.state, fit), handlers, {}, (), fit)
+        pairs = self._run(script_of(self.assembly.state, fit), handlers, {}, (), fit)
         with closing(pairs):
             for event, state in pairs:
                 if event is Event.FIT_START:
@@ -85,7 +86,8 @@ class Passes:
     def evaluate(self, state: State, evaluator: BoundEvaluator, batch: Any) -> State:
         """One evaluator on its first batch."""
         fit, handlers = self._fit(())
-        pairs = self._run(evaluation(state, fit.stages, self._held(evaluator, batch)), handlers, {}, (), fit)
+        script = evaluation(state, fit.stages, self._held(evaluator, batch))
+        pairs = self._run((script, None), handlers, {}, (), fit)
         with closing(pairs):
             for _, after in pairs:
                 state = after
@@ -100,7 +102,7 @@ class Passes:
         """
         fit, handlers = self._fit([self._held(*pair) for pair in evaluators])
         observed, closers, fit = self._observers(fit, called=whole and self.call_callbacks)
-        pairs = self._run(loop.fit(self.assembly.state, fit), handlers, observed, closers, fit)
+        pairs = self._run(script_of(self.assembly.state, fit), handlers, observed, closers, fit)
         end = Event.EPOCH_CHECKPOINT if fit.order == "current" else Event.EPOCH_END
         with closing(pairs):
             for event, state in pairs:
@@ -123,7 +125,7 @@ class Passes:
             stop = Handler("rehearse", lambda state: state.replace(stop=True), None, False)
             handlers[Event.EPOCH_END] = (*handlers.get(Event.EPOCH_END, ()), stop)
         start, described = self._late(state)
-        pairs = self._run(loop.fit(start, fit), handlers, observed, closers, fit)
+        pairs = self._run(script_of(start, fit), handlers, observed, closers, fit)
         with closing(pairs):
             for _ in pairs:
                 pass
@@ -174,7 +176,8 @@ class Passes:
             source=Held(self.batch, _STEPS, fit.source.length, "train"),
             evaluators=evaluators,
             iteration_length=iteration,
-            compiled=None,
+            strategy=fit.strategy.uncompiled,
+            evaluating=stages,
             load=None if fit.load is None else self._loaded,
             boundary=loop.LastBoundary(),
         )
@@ -216,16 +219,16 @@ class Passes:
 
     def _run(
         self,
-        script: Script,
+        run: tuple[Script, Collection[Event] | None],
         handlers: Mapping[Event, tuple[Handler, ...]],
         observed: Mapping[Event, tuple[Observer, ...]],
         closers: Sequence[Callable[[], None]],
         fit: loop.Fit,
     ) -> Pairs:
-        """The stream of a script, each of whose errors finds the name of its computation in ``place``."""
+        """The stream of a script and its events; ``place`` has the name of the computation that raises an error."""
         last = marker(self.place)
         table = {event: (*observed.get(event, ()), last) for event in Event}
-        events = loop.EVENTS_OF_2021 if fit.order == "2021" else None
+        script, events = run
         strict = None if self.place.fake else Strict()
         pairs = drive(script, handlers, table, stages=fit.stages, strict=strict, events=events, closing=closers)
         return stream_of(pairs, self.assembly.settings.deterministic)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from pure_loop._internal.autograd import add_gradient, gradient_of, zero_unless
 from pure_loop._internal.weights import Weights
+from pure_loop.data.batch import beside
+from pure_loop.data.source import END
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import time_of_step
@@ -23,10 +25,11 @@ from pure_loop.stages.ownership import LARGE, are_unaliased
 from pure_loop.state import State, raw_opt_state, raw_params
 
 if TYPE_CHECKING:
-    from pure_loop.data.source import Part, Source
+    from pure_loop.data.source import Source
     from pure_loop.metrics import Metric
     from pure_loop.model.model import ModelDef
     from pure_loop.optim import Optimizer
+    from pure_loop.task import Task
 
 __all__ = ["ONE_RANK", "Engine"]
 
@@ -43,6 +46,9 @@ class Engine:
         in_parts: the fields of a State, besides its parameters, of which a rank holds shards. No graph takes them.
         rank: of this process; part of every seed that must differ between ranks.
         ranks: the number of ranks.
+        exchanges: whether batches, forwards, gradients and looks for NaN may wait for other ranks, so that all have to
+            ask for them together.
+        replicates: whether other ranks have the same parameters.
     """
 
     padding = False
@@ -50,30 +56,28 @@ class Engine:
     in_parts: tuple[str, ...] = ()
     rank = 0
     ranks = 1
+    exchanges = False
+    replicates = False
 
     # Data: the batches of a rank, and their counts over all ranks.
 
     def next_batch(
-        self,
-        state: State,
-        part: Part,
-        samples: int,
-        tokens: int,
-        seconds: Callable[[], float],
-        event: Event,
-        source: Source,
-    ) -> Any:
-        """The batch that this rank trains on; END comes for all ranks at once.
+        self, state: State, task: Task, source: Source, loaded: Any, seconds: Callable[[], float], event: Event
+    ) -> tuple[Any, int, int] | None:
+        """The batch of this rank on the device, and its samples and tokens; None at the end of the data, for all ranks.
 
         Args:
             state: the State before it.
-            part: from this rank's data: its part of a batch, or END, which doesn't count.
-            samples, tokens: of the part.
+            task: counts samples and tokens.
+            source: of the batches.
+            loaded: what it gave: a batch, this rank's part of one, or END.
             seconds: returns the seconds since its last call.
             event: the next event if there is a batch.
-            source: of the batches.
         """
-        return part.batch
+        if loaded is END:
+            return None
+        batch = beside(loaded, next(iter(raw_params(state).values())), source)
+        return batch, task.samples(batch), task.tokens(batch)
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         """The number of batches of an epoch on all ranks, where this rank's data has ``length``."""
@@ -102,9 +106,22 @@ class Engine:
         result = Weights.of_sum(len(weights)) if summed else Weights.of(weights, state.timestamp.batch)
         return result, len(weights)
 
+    def counts_microbatch(self, index: int, pieces: int) -> bool:
+        """Whether a microbatch counts, which is about to begin; if not, others wait for its forward.
+
+        Args:
+            index: its number.
+            pieces: how many of the batch this rank has.
+        """
+        return True
+
     def divisor(self, weights: Weights) -> Any:
         """The divisor of the sum of gradients."""
         return weights.divisor
+
+    def mean_loss(self, weights: Weights, losses: list[Any]) -> Any:
+        """The loss of a batch from those of its microbatches; None: it is that of the last one, as it stands."""
+        return weights.mean_of(losses)
 
     def num_microbatches(self, pieces: int, state: State) -> int:
         """The number of microbatches of an evaluation that every rank runs, where this one has ``pieces``."""

@@ -196,7 +196,7 @@ def nonfinite_error(state: State, stages: StageSettings, *, overwritten: bool) -
         overwritten: whether the step has written to the parameters, with which the forward can't be repeated.
     """
     t, loss = state.timestamp, total_loss(state.loss).item()
-    finite, repeats = math.isfinite(loss), not overwritten and stages.engine.ranks == 1
+    finite, repeats = math.isfinite(loss), not overwritten and not stages.engine.exchanges
     origin, failure = None, ""
     if finite:
         origin = origin_in_gradients(state._grads or {}) or _STEP
@@ -211,7 +211,7 @@ def nonfinite_error(state: State, stages: StageSettings, *, overwritten: bool) -
         except Exception as error:  # of the model's own code: what is raised here is that something is not finite
             again = "backward" if finite else "forward"
             failure = f"The {again} can't be repeated to find its origin: {type(error).__name__}: {error}. "
-    elif not finite and stages.engine.ranks > 1:
+    elif not finite and stages.engine.exchanges:
         failure = "Each rank searches its part of the batch alone, and rows are counted in it. "
     what = ([] if finite else [f"the loss is {loss}"]) + ([] if origin is None else [origin.words])
     result = NonFiniteError(

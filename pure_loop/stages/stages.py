@@ -59,7 +59,7 @@ class Stages(UpdateStage):
     def weights(self, pieces: list[Any], state: State) -> tuple[Weights, int]:
         """The weight of each microbatch of a batch, and how many microbatches every rank runs."""
         task, engine = self.task, self.engine
-        if len(pieces) == 1 and engine.ranks == 1 and task.by_samples and not task.summed:
+        if len(pieces) == 1 and not engine.exchanges and task.by_samples and not task.summed:
             whole = of_numbers((task.samples(pieces[0]),))  # so targets need not be counted
             if whole is not None:
                 return whole, 1
@@ -122,7 +122,7 @@ class Stages(UpdateStage):
         Raises:
             ArgumentError: an algorithm replaced the indices.
         """
-        if not self.splits and self.engine.ranks == 1 and type(state.batch) is not Batches:
+        if not self.splits and not self.engine.exchanges and type(state.batch) is not Batches:
             return
         try:
             before, now = parts_of(state.batch)[0][1], state.microbatch[1]

@@ -82,7 +82,7 @@ class UpdateStage(StageSettings):
                             raise self._nonfinite_error(state, before)
                         return with_fields(state, **counted, **self._left_out(state, found_inf, before))
                     found_inf = None  # a step like any other
-            elif engine.ranks == 1:
+            elif not engine.exchanges:
                 # What is known without waiting, before anything is written to. The norm is that of the gradients that
                 # were measured, which an algorithm may have replaced since.
                 known = [number.item() for number in (loss, state.grad_norm) if number is not None and number.is_cpu]

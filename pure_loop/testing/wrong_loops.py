@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
+from textwrap import dedent
 from typing import Any
 from unittest.mock import patch
 
@@ -63,7 +64,7 @@ def while_patched(*replacements: Callable[[], AbstractContextManager[Any]]) -> F
 
 def edited(script: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
     """A script of the loop with some lines of its source replaced."""
-    source = inspect.getsource(script)
+    source = dedent(inspect.getsource(script))
     if source.count(before) != 1:
         raise ValueError(f"the source of {script.__name__} has {source.count(before)} times {before!r}, not once")
     source = source.replace(before, after)
@@ -340,8 +341,8 @@ def trains_the_users_module() -> Fit:
 def ignores_the_batch_of_algorithms() -> Fit:
     """What an algorithm puts in at BEFORE_TRAIN_BATCH is shown, and not trained on."""
     event = "state = yield Event.BEFORE_TRAIN_BATCH, state"
-    script = edited(loop.fit, event, f"loaded = state.batch; {event}; state = state.replace(batch=loaded)")
-    return while_patched(lambda: patch.object(loop, "fit", script))
+    script = edited(loop.Eager.batch, event, f"loaded = state.batch; {event}; state = state.replace(batch=loaded)")
+    return while_patched(lambda: patch.object(loop.Eager, "batch", script))
 
 
 def evaluates_the_weights_of_training() -> Fit:

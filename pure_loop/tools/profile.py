@@ -111,7 +111,7 @@ def profile(
             f"profile: the stream ended after {recorder.finished} batches, within the warmup of {warmup}: write a "
             f"smaller warmup=, or a longer max_duration."
         )
-    report = Profile.of(recorder, device, compiled=parts.fit.compiled is not None)
+    report = Profile.of(recorder, device, compiled=parts.fit.strategy.graphs is not None)
     if trace is not None:
         if recorder.torch_profiler is not None:
             recorder.torch_profiler.export_chrome_trace(str(trace))
@@ -145,7 +145,7 @@ def _torch_profiler(device: torch.device) -> Any:
 
 def _time(parts: Parts, recorder: Recorder, restoring: ExitStack) -> None:
     """Replace what is timed, until ``restoring`` ends."""
-    stages, compiled = parts.fit.stages, parts.fit.compiled
+    stages, compiled = parts.fit.stages, parts.fit.strategy.graphs
     timed = _timed_stages(type(stages), recorder, ends_batches=compiled is None)
     set_attribute(restoring, stages, "__class__", timed)
     _time_batches(restoring, recorder, parts.fit.source, "train data")
@@ -205,22 +205,22 @@ def _time_batches(restoring: ExitStack, recorder: Recorder, source: Any, name: s
 def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> None:
     """A compiled batch is a row: what algorithms and stages do is in its graphs."""
     key = Key("stage", "compiled step")
-    batch, several = recorder.timed_script(key, compiled.batch), recorder.timed(key, compiled.several)
+    batch, ahead = recorder.timed_script(key, compiled.batch), recorder.timed(key, compiled.ahead)
 
     def counted_batch(*args: Any) -> Generator[Any, Any, Any]:
         result = yield from batch(*args)
         recorder.count_batches()
         return result
 
-    def counted_several(state: Any, *args: Any) -> Any:
+    def counted_ahead(state: Any, *args: Any) -> Any:
         before = state.timestamp.batch
-        result = several(state, *args)
+        result = ahead(state, *args)
         if result.timestamp.batch > before:
             recorder.count_batches(result.timestamp.batch - before)
         return result
 
     set_method(restoring, compiled, "batch", counted_batch)
-    set_method(restoring, compiled, "several", counted_several)
+    set_method(restoring, compiled, "ahead", counted_ahead)
 
 
 def _timed_stages(cls: type[Any], recorder: Recorder, *, ends_batches: bool) -> type[Any]:

@@ -67,7 +67,7 @@ def steps(
 def refuse_stepless(stream: Any, function: str) -> Parts:
     """The parts of a stream whose steps can be looked at; raises as :func:`steps` does."""
     parts = Parts.of(stream, function)
-    if parts.fit.compiled is not None:
+    if parts.fit.strategy.graphs is not None:
         raise ArgumentError(
             f"{function}: the stream is compiled, and a graph has no steps between events: leave out compile=, which "
             "trains the same up to rounding."

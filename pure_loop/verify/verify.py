@@ -10,6 +10,7 @@ one of any other batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping
+from functools import cache
 from typing import Any, TypeAlias
 
 import attrs
@@ -19,7 +20,7 @@ from pure_loop.algorithm import Handler
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.training import LoopStages, Script, gradients
+from pure_loop.loop.training import Eager, Fit, LoopStages, Script, current
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Timestamp
@@ -27,7 +28,7 @@ from pure_loop.verify.comparison import Pair, unequal_leaves
 from pure_loop.verify.difference import Difference, Found, other_parameters_error, verification_error
 from pure_loop.verify.leaves import LOOP
 
-__all__ = ["Recorder", "Verification", "recorded"]
+__all__ = ["Recorder", "Verified", "recorded"]
 
 Handlers: TypeAlias = Mapping[Event, tuple[Handler, ...]]
 # (event, the algorithm or LOOP's word, the State that it returned)
@@ -114,22 +115,8 @@ class _Comparison:
             self.found = Found(self._index, record.by, record.event, None)
 
 
-def _batch(state: State, stages: LoopStages, count: Callable[[Timestamp], Timestamp]) -> Script:
-    """A batch as :func:`pure_loop.loop.training.fit` does it, up to its BATCH_END."""
-    state = yield Event.BATCH_START, state
-    state = yield Event.BEFORE_TRAIN_BATCH, state
-    buffers, model = state.buffers, state.model
-    state = yield from gradients(state, stages)
-    if stages.engine.ranks > 1:
-        state = stages.engine.sync_buffers(state, buffers)
-    state = yield Event.AFTER_TRAIN_BATCH, state
-    before = state.timestamp
-    now = count(before)
-    return stages.update(state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before)
-
-
-class Verification:
-    """The due batches of one call of ``fit``.
+class Verified(Eager):
+    """Batches computed one by one, of which those that are due are computed twice and compared.
 
     Args:
         every: how many batches come to one that is verified.
@@ -143,61 +130,59 @@ class Verification:
         self._handlers = dict(stages.handlers)
         self._stages = attrs.evolve(stages, workspace=Workspace(), handlers=self._handlers)
 
-    def is_due(self, state: State) -> bool:
-        """Whether the batch of a State is verified, before it is counted."""
-        return (state.timestamp.batch + 1) % self._every == 0
+    def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
+        due = (state.timestamp.batch + 1) % self._every == 0
+        return (self._verified if due else super().batch)(state, fit, samples, tokens, seconds)
 
-    def run(self, state: State, samples: int, tokens: int, lap: Callable[[], float]) -> Script:
-        """A batch from its AFTER_DATALOADER up to its BATCH_END.
-
+    def _verified(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
+        """
         Raises:
             VerificationError: the second run gave another State, or the ranks have other parameters.
             NonFiniteError: both runs raised it.
         """
-        counted = list[Timestamp]()
         if self._ownership is not None:
             self._ownership.forget()
+        lap = cache(seconds)  # all runs take as long as the first
+        unevaluated = attrs.evolve(fit, stages=self._stages, evaluators=())
 
-        def count(before: Timestamp) -> Timestamp:
-            counted.append(before.next_batch(*self._stages.engine.counts(samples, tokens, lap)))
-            return counted[0]
+        def script() -> Script:
+            return super(Verified, self).batch(state, unevaluated, samples, tokens, lap)
 
         records: list[_Record] = []
 
         def take(event: Event, by: str, state: State) -> None:
             records.append(_Record(event, by, state))
 
-        first = yield from self._noted(_batch(state, self._stages, count), take)
+        first = yield from self._noted(script(), take)
         comparison = _Comparison(records)
-        second = self._again(state, counted[0], comparison)
-        self._compare(state, counted[0], comparison, first, second)
+        second = self._again(state, script(), comparison)
+        now = state.timestamp.next_batch(*self._stages.engine.counts(samples, tokens, lap))
+        self._compare(state, script, now, comparison, first, second)
         if isinstance(first, NonFiniteError):
             raise first
-        return first
+        return (yield Event.BATCH_END, current(first, fit, Event.BATCH_END))
 
     def _noted(self, script: Script, take: Take) -> Generator[tuple[Event, State], State, Outcome]:
-        """A script whose States, and those that its algorithms return, are taken."""
+        """A batch's script up to its BATCH_END, whose States, and those that its algorithms return, are taken."""
         answer: Any = None
         self._recorder.take = take
         try:
             while True:
                 try:
                     event, state = script.send(answer)
-                except StopIteration as stop:
-                    take(Event.BATCH_END, LOOP[Event.BATCH_END], stop.value)
-                    return stop.value  # type: ignore[no-any-return]
                 except NonFiniteError as error:  # of the update: of one run alone it is a difference
                     return error
                 if event in LOOP:
                     take(event, LOOP[event], state)
+                if event is Event.BATCH_END:
+                    return state
                 answer = yield event, state
         finally:
             self._recorder.take = None
             script.close()
 
-    def _again(self, state: State, now: Timestamp, comparison: _Comparison | None) -> Outcome:
-        """The batch once more, with its algorithms and nothing else."""
-        script = _batch(state, self._stages, lambda before: now)
+    def _again(self, state: State, script: Script, comparison: _Comparison | None) -> Outcome:
+        """The batch of a State once more, with its algorithms and nothing else."""
         take = (lambda event, by, state: None) if comparison is None else comparison.take
         try:
             outcome: Outcome = run_to_end(self._noted(script, take), self._handlers, self._stages)
@@ -209,7 +194,15 @@ class Verification:
                 comparison.end()
         return outcome
 
-    def _compare(self, state: State, now: Timestamp, comparison: _Comparison, first: Outcome, second: Outcome) -> None:
+    def _compare(
+        self,
+        state: State,
+        script: Callable[[], Script],
+        now: Timestamp,
+        comparison: _Comparison,
+        first: Outcome,
+        second: Outcome,
+    ) -> None:
         """
         Raises:
             VerificationError: the outcomes differ on a rank, or the parameters of the ranks do.
@@ -220,17 +213,17 @@ class Verification:
         if found is not None and _are_equal(first, second):
             found = None
         sums: dict[str, int] = {}
-        if engine.ranks > 1 and not engine.in_parts and isinstance(first, State):
+        if engine.replicates and isinstance(first, State):
             sums = checksums(first.params)
         place = -1 if found is None else found.index
-        rows = engine.by_rank((place, combined(sums.values())), state) if engine.ranks > 1 else [(place, 0)]
+        rows = engine.by_rank((place, combined(sums.values())), state)
         if max(row[0] for row in rows) < 0:
             if len({row[1] for row in rows}) > 1:
                 raise other_parameters_error(engine.gather(sums), now)
             return
-        third = self._again(state, now, None)
+        third = self._again(state, script(), None)
         agrees: tuple[bool, bool] = (_are_equal(first, third), _are_equal(second, third))
-        answers = engine.gather((found, agrees)) if engine.ranks > 1 else [(found, agrees)]
+        answers = engine.gather((found, agrees))
         raise verification_error(answers, now, engine.rank)
 
 

@@ -24,8 +24,8 @@ SCRIPTS = {
     "loop/training.py": "the script of training",
     "loop/evaluation.py": "the scripts of evaluation and prediction",
     "loop/driver.py": "an update that writes nothing: what is counted where nothing is kept",
-    "entry/auto_size.py": "a batch that is tried before training, to find a size that fits",
-    "verify/verify.py": "a batch that is computed twice",
+    "loop/order_2021.py": "the script of training in the order of older documents",
+    "verify/verify.py": "the end of a batch that is computed twice",
     "compile/compiler.py": "a batch of which parts are graphs",
     "testing/wrong_loops.py": "loops that the laws must refuse",
 }
@@ -33,7 +33,7 @@ SCRIPTS = {
 # Who refers to a method ``send``: (module, function, what is sent to).
 SENDS = {
     ("loop/driver.py", "drive", "script"): "the driver",
-    ("verify/verify.py", "Verification._noted", "script"): "a batch that is recorded; passes on, and seals nothing",
+    ("verify/verify.py", "Verified._noted", "script"): "a batch that is recorded; passes on, and seals nothing",
     ("entry/deterministic.py", "_Switching.send", "self._pairs"): "the stream of a run in torch's deterministic mode",
     ("entry/drive.py", "_with_memory", "script"): "a user's script, before the driver; passes on, and seals nothing",
     ("tools/spans.py", "Recorder.timed_script.called", "pairs"): "a script that is timed; passes on, and seals nothing",
@@ -517,3 +517,36 @@ def test_what_is_new_and_what_is_gone_is_named() -> None:
     assert differences({("a", "b")}, {("a", "c"): "a reason"}) == ["new: ('a', 'b')", "gone: ('a', 'c')"]
     table: dict[str, Callable[[Modules], set[Place]]] = {"sends": sends, "class": sets_class, "mutable": mutable}
     assert all(find(parsed("")) == set() for find in table.values())
+
+
+# R4. Engines are asked what a computation needs, and not how many ranks they are of, or of which class.
+
+# Where a call of the user's is read, and where engines are.
+ASKS_FOR_RANKS = ("distributed/", "entry/")
+
+
+def asks_for_ranks(modules: Modules) -> set[Place]:
+    """Who asks an engine for the number of its ranks, or for its class: (module, function)."""
+    found: set[Place] = set()
+    for module, tree in modules.items():
+        for name, node in walk(tree):
+            of_ranks = isinstance(node, ast.Attribute) and node.attr in ("ranks", "single")
+            called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("type", "isinstance")
+            asked = ast.unparse(node.value) if of_ranks else ast.unparse(node.args[0]) if called else ""
+            if asked.rpartition(".")[2] in ("engine", "_engine"):
+                found.add((module, name))
+    return found
+
+
+def test_engines_are_asked() -> None:
+    outside = {module: tree for module, tree in modules().items() if not module.startswith(ASKS_FOR_RANKS)}
+    assert asks_for_ranks(outside) == set()
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["stages.engine.ranks > 1", "self._engine.ranks", "type(engine) is Engine", "isinstance(stages.engine, Engine)"],
+)
+def test_a_question_for_ranks_is_found(question: str) -> None:
+    assert asks_for_ranks({"loop/training.py": ast.parse(f"def fit(stages):\n    return {question}")})
+    assert not asks_for_ranks({"loop/training.py": ast.parse("def fit(stages):\n    return stages.engine.exchanges")})
