@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -172,7 +172,8 @@ def assemble(settings: Settings) -> Assembly:
         return _described(settings, state, stages, data, evaluators, checkpoint)
 
     compiled = compiler(settings, stages, observed, evaluators)
-    strategy = strategy if compiled is None else compiled
+    if compiled is not None:
+        strategy = cast("Strategy", compiled)  # whose script asks the driver for counts, too
     prepare = known.preparation(described, fresh=fresh)
     resume = known.preparation(described, fresh=False)
     units = {time.unit for time in (settings.max_duration, settings.iteration_length) if time is not None}

@@ -11,7 +11,7 @@ A batch that is no larger than one that was tried, in any dimension of its tenso
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -23,7 +23,7 @@ from pure_loop.data.batch import tensors_in
 from pure_loop.data.group import parts_of
 from pure_loop.event import Event
 from pure_loop.loop.driver import drive
-from pure_loop.loop.training import Eager, Fit, Graphs, LoopStages, Script, Stopwatch, Strategy
+from pure_loop.loop.training import Eager, Feed, Fit, Graphs, LoopStages, Script, Stopwatch, Strategy
 from pure_loop.stages.sizes import NAME, found_size
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
@@ -79,10 +79,10 @@ class AutoSize:
     def uncompiled(self) -> AutoSize:
         return attrs.evolve(self, strategy=self.strategy.uncompiled)
 
-    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def feed(self, batches: Feed) -> Feed:
         return self.strategy.feed(batches)
 
-    def ahead(self, state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> State:
+    def ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
         return self.strategy.ahead(state, fit, batches, stopwatch)
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:

@@ -128,6 +128,14 @@ class LastBoundary:
     evaluated: dict[str, State] = attrs.field(factory=dict)
 
 
+class Feed(Protocol):
+    """The batches of an epoch: those of a source, or some that a strategy looks at before they are taken."""
+
+    def __next__(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
 class Graphs(Protocol):
     """What computes batches as graphs.
 
@@ -154,10 +162,10 @@ class Strategy(Protocol):
     @property
     def uncompiled(self) -> Strategy: ...
 
-    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def feed(self, batches: Feed) -> Feed:
         """The batches of an epoch, as :meth:`ahead` takes them."""
 
-    def ahead(self, state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> State:
+    def ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
         """The State after batches that are gone through at once, before the next one is loaded."""
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
@@ -239,10 +247,10 @@ class Eager:
     def uncompiled(self) -> Eager:
         return self
 
-    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def feed(self, batches: Feed) -> Feed:
         return batches
 
-    def ahead(self, state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> State:
+    def ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
         return state
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
@@ -499,7 +507,7 @@ def train_batch(
     return ready
 
 
-def _load(state: State, fit: Fit, batches: Iterator[Any], stopwatch: Stopwatch) -> tuple[State, int | None, int]:
+def _load(state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> tuple[State, int | None, int]:
     """The State with the next batch, its samples and its tokens; ``(state, None, 0)`` at the end of the data."""
     ready = train_batch(state, fit, next(batches, END), stopwatch.lap)
     if ready is None:
