@@ -9,7 +9,7 @@ the consumer, and sends it back. The scripts here read as the specification in :
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, Protocol, TypeAlias
 
