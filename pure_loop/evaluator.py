@@ -256,7 +256,7 @@ def _counts_iterations(interval: Time, max_duration: Time | None) -> bool:
     return interval.unit is TimeUnit.ITERATION
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: object) -> bool:
     """Whether something in a list is an evaluator or a DataLoader, not a batch; without importing DataLoader."""
     module = sys.modules.get("torch.utils.data")
     return isinstance(value, Evaluator) or (module is not None and isinstance(value, module.DataLoader))

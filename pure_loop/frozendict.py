@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.reprs import cell, shown, table
+from pure_loop._internal.types import PyTree
 from pure_loop.errors import DonatedStateError, FrozenDictError, MissingNameError
 
 __all__ = ["FrozenDict", "Overwritten", "OverwrittenValue"]
@@ -54,7 +55,7 @@ class FrozenDict(dict[K, V]):
     origin: FrozenDict[K, V]
     readers: set[object]
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise FrozenDictError(
             "this mapping belongs to a State and is read-only; build another one, "
             "FrozenDict({**old, key: value}), and give it back with state.replace(...)"
@@ -72,7 +73,7 @@ class FrozenDict(dict[K, V]):
         __setitem__ = __delitem__ = __ior__ = _refuse
         clear = pop = popitem = setdefault = _refuse
 
-    def __missing__(self, key: Any) -> NoReturn:
+    def __missing__(self, key: object) -> NoReturn:
         raise MissingNameError(_not_there(key, self))
 
     def update(self, *others: Any, **items: Any) -> None:
@@ -122,7 +123,7 @@ _ABOUT_FIELDS = (
 )
 
 
-def _not_there(key: Any, mapping: FrozenDict[Any, Any]) -> str:
+def _not_there(key: object, mapping: FrozenDict[Any, Any]) -> str:
     """What to write for a name that a mapping of a State lacks."""
     names = [str(name)[:_LONGEST] for name in mapping]  # those of a file may have any length
     if not names:
@@ -136,12 +137,12 @@ def _not_there(key: Any, mapping: FrozenDict[Any, Any]) -> str:
     return f"{key!r} is not here{meant}; there are {shown}." + (f" {_ABOUT_FIELDS}." if labels else "")
 
 
-def _flatten(value: FrozenDict[str, Any]) -> tuple[Sequence[Any], Any, Sequence[str]]:
+def _flatten(value: FrozenDict[str, Any]) -> tuple[Sequence[object], object, Sequence[str]]:
     names = tuple(value)
     return tuple(value.values()), names, names
 
 
-def _unflatten(names: tuple[str, ...], children: Iterable[Any]) -> FrozenDict[str, Any]:
+def _unflatten(names: tuple[str, ...], children: Iterable[PyTree]) -> FrozenDict[str, Any]:
     return FrozenDict(zip(names, children, strict=True))
 
 
@@ -155,7 +156,7 @@ class _Refusing:
 
     lent: Any  # the name of the field, and what became of it
 
-    def refuse_reading(self, *_: Any, **__: Any) -> NoReturn:
+    def refuse_reading(self, *_: object, **__: object) -> NoReturn:
         """
         Raises:
             DonatedStateError: always.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.torch_private import amp_update_scale
+from pure_loop._internal.types import PyTree
 from pure_loop.errors import ArgumentError
 
 __all__ = ["LossScale", "Precision", "PrecisionName"]
@@ -60,11 +61,11 @@ class LossScale:
         return float(self.scale)
 
 
-def _flatten(value: LossScale) -> tuple[Sequence[Any], Any, Sequence[str]]:
+def _flatten(value: LossScale) -> tuple[Sequence[object], object, Sequence[str]]:
     return (value.scale, value.growth_tracker), None, ("scale", "growth_tracker")
 
 
-def _unflatten(_: None, children: Iterable[Any]) -> LossScale:
+def _unflatten(_: None, children: Iterable[PyTree]) -> LossScale:
     value = object.__new__(LossScale)
     for name, child in zip(("scale", "growth_tracker"), children, strict=True):
         object.__setattr__(value, name, child)

@@ -24,6 +24,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.records import Record, copier
 from pure_loop._internal.reprs import cell, table
 from pure_loop._internal.state_hints import Elsewhere, hint, hints
+from pure_loop._internal.types import Batch, Outputs, PyTree
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -71,7 +72,7 @@ class StateFields(TypedDict, total=False):
     model: ModelDef
     params: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    opt_state: Any
+    opt_state: PyTree
     timestamp: Timestamp
     previous_timestamp: Timestamp
     seed: int
@@ -79,16 +80,16 @@ class StateFields(TypedDict, total=False):
     lr_scale: Tensor | None
     stop: bool
     frozen: frozenset[str]
-    algorithm_state: Mapping[str, Any]
-    metrics: Mapping[str, Mapping[str, Any]]
+    algorithm_state: Mapping[str, PyTree]
+    metrics: Mapping[str, Mapping[str, object]]
     event: Event | None
     position: Event | None
     skipped: Tensor | None
     nonfinite: Tensor | None
     evaluator: str | None
-    batch: Any
-    microbatch: Any
-    outputs: Any
+    batch: Batch
+    microbatch: Batch
+    outputs: Outputs
     loss: Loss | None
     grads: Mapping[str, Tensor | None] | None
     grad_norm: Tensor | None
@@ -116,7 +117,7 @@ def _names_of(value: Iterable[str]) -> frozenset[str]:
     return frozenset(value)
 
 
-def _frozen_if_mapping(value: Any) -> Any:
+def _frozen_if_mapping(value: object) -> object:
     return _frozen(value) if isinstance(value, Mapping) else value
 
 
@@ -185,7 +186,7 @@ class State(Record):
     model: ModelDef
     params: FrozenDict[str, Tensor] = attrs.field(converter=_frozen)
     buffers: FrozenDict[str, Tensor] = attrs.field(factory=FrozenDict, converter=_frozen)
-    opt_state: Any = None
+    opt_state: PyTree = None
     timestamp: Timestamp = attrs.field(factory=Timestamp)
     previous_timestamp: Timestamp = attrs.field(factory=Timestamp)
     seed: int = 0
@@ -193,16 +194,16 @@ class State(Record):
     lr_scale: Tensor | None = None
     stop: bool = False
     frozen: frozenset[str] = attrs.field(factory=frozenset, converter=_names_of)
-    algorithm_state: FrozenDict[str, Any] = attrs.field(factory=FrozenDict, converter=_frozen)
+    algorithm_state: FrozenDict[str, PyTree] = attrs.field(factory=FrozenDict, converter=_frozen)
     metrics: FrozenDict[str, FrozenDict[str, MetricValue]] = attrs.field(factory=FrozenDict, converter=_frozen)
     event: Event | None = None
     position: Event | None = None
     skipped: Tensor | None = None
     nonfinite: Tensor | None = None
     evaluator: str | None = None
-    batch: Any = None  # as the dataloader and the module give them: no type is known
-    microbatch: Any = None
-    outputs: Any = None
+    batch: Batch = None  # as the dataloader and the module give them: no type is known
+    microbatch: Batch = None
+    outputs: Outputs = None
     loss: Loss | None = None
     _grads: Any = attrs.field(default=None, alias="grads", converter=_frozen_if_mapping)
     grad_norm: Tensor | None = None
@@ -211,7 +212,7 @@ class State(Record):
         for field, mapping in _reordered(self).items():
             object.__setattr__(self, field, mapping)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         _teach(cls)
         _register(cls)
@@ -276,7 +277,7 @@ class State(Record):
             model: ModelDef = ...,
             params: Mapping[str, Tensor] = ...,
             buffers: Mapping[str, Tensor] = ...,
-            opt_state: Any = ...,
+            opt_state: PyTree = ...,
             timestamp: Timestamp = ...,
             previous_timestamp: Timestamp = ...,
             seed: int = ...,
@@ -284,16 +285,16 @@ class State(Record):
             lr_scale: Tensor | None = ...,
             stop: bool = ...,
             frozen: frozenset[str] = ...,
-            algorithm_state: Mapping[str, Any] = ...,
-            metrics: Mapping[str, Mapping[str, Any]] = ...,
+            algorithm_state: Mapping[str, PyTree] = ...,
+            metrics: Mapping[str, Mapping[str, object]] = ...,
             event: Event | None = ...,
             position: Event | None = ...,
             skipped: Tensor | None = ...,
             nonfinite: Tensor | None = ...,
             evaluator: str | None = ...,
-            batch: Any = ...,
-            microbatch: Any = ...,
-            outputs: Any = ...,
+            batch: Batch = ...,
+            microbatch: Batch = ...,
+            outputs: Outputs = ...,
             loss: Loss | None = ...,
             grads: Mapping[str, Tensor | None] | None = ...,
             grad_norm: Tensor | None = ...,
@@ -302,7 +303,7 @@ class State(Record):
 
     else:
 
-        def replace(self: S, **changes: Any) -> S:
+        def replace(self: S, **changes: object) -> S:
             """A State with some fields changed: ``state.replace(loss=2 * state.loss)``.
 
             Parameters, buffers and gradients are known by their names, and come in the order of the model's, whatever
@@ -314,7 +315,7 @@ class State(Record):
                 ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state,
                     or than a set of names for frozen.
             """
-            values: dict[str, Any] = {}
+            values: dict[str, object] = {}
             for name, value in changes.items():
                 if name in _MAPPINGS:
                     values["_grads" if name == "grads" else name] = _as_mapping(name, value)
@@ -333,7 +334,7 @@ class State(Record):
 
     __replace__ = replace
 
-    def remember(self: S, name: str, memory: Any) -> S:
+    def remember(self: S, name: str, memory: PyTree) -> S:
         """A State in which the algorithm ``name`` has this memory, any pytree."""
         return self.replace(algorithm_state={**self.algorithm_state, name: memory})
 
@@ -429,7 +430,7 @@ class State(Record):
 
     if not TYPE_CHECKING:  # to type checkers, too, a State has neither items nor an iterator
 
-        def __getitem__(self, key: Any) -> NoReturn:
+        def __getitem__(self, key: object) -> NoReturn:
             if key in _names[type(self)]:
                 what = f"state.{key}"
             elif key in self.metrics:
@@ -450,9 +451,9 @@ class State(Record):
                 if not tensor.is_leaf:  # a graph can't be copied
                     memo[id(tensor)] = tensor.detach().clone()
         cls, fields = self.__reduce__()[1]
-        return cast("S", cls(**copy.deepcopy(fields, memo)))
+        return cast("S", cls(**cast("dict[str, Any]", copy.deepcopy(fields, memo))))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[..., State], tuple[type[State], dict[str, object]]]:
         # By names, so that fields of subclasses are never lost, nor tied to the order of others.
         fields = {public: getattr(self, attribute) for attribute, public in _fields[type(self)]}
         return _rebuild, (type(self), {name: None if value is NOT_READY else value for name, value in fields.items()})
@@ -493,7 +494,7 @@ class State(Record):
         return table(rows, caption=type(self).__name__)
 
 
-def lend(mapping: Any) -> None:
+def lend(mapping: object) -> None:
     """Note on a mapping of a State, and on that whose memory it shares, that code outside of the loop has read it.
 
     That code may keep what is in it.
@@ -508,17 +509,17 @@ def lend(mapping: Any) -> None:
 # graph that goes through the parameters is noted on theirs. Code of the loop, which keeps nothing of them, reads past
 # the note by these functions.
 raw_params: Callable[[State], FrozenDict[str, Tensor]] = vars(State)["params"].__get__
-raw_opt_state: Callable[[State], Any] = vars(State)["opt_state"].__get__
-raw_outputs: Callable[[State], Any] = vars(State)["outputs"].__get__
+raw_opt_state: Callable[[State], PyTree] = vars(State)["opt_state"].__get__
+raw_outputs: Callable[[State], Outputs] = vars(State)["outputs"].__get__
 raw_loss: Callable[[State], Any] = vars(State)["loss"].__get__
 _raw = {"params": raw_params, "opt_state": raw_opt_state, "outputs": raw_outputs, "loss": raw_loss}
 
 
-def _may_have_graph(value: Any) -> bool:
+def _may_have_graph(value: PyTree) -> bool:
     """Whether parameters may be reached from an output or a loss: by a graph, or by what can't be looked into."""
     if type(value) is Tensor:
         return value.requires_grad
-    leaves: list[Any] = optree.tree_leaves(value, namespace=NAMESPACE)
+    leaves: list[object] = optree.tree_leaves(value, namespace=NAMESPACE)
     return any(
         leaf.requires_grad if isinstance(leaf, Tensor) else not isinstance(leaf, _WITHOUT_GRAPH) for leaf in leaves
     )
@@ -558,7 +559,7 @@ NON_FINITE_ADVICE = (
 )
 
 
-def _rebuild(cls: type, fields: dict[str, Any]) -> Any:
+def _rebuild(cls: type[S], fields: dict[str, Any]) -> S:
     return cls(**fields)
 
 
@@ -583,7 +584,7 @@ def _teach(cls: type) -> None:
 _teach(State)
 
 
-def _as_mapping(name: str, value: Any) -> Any:
+def _as_mapping(name: str, value: object) -> object:
     if isinstance(value, Mapping) or (value is None and name == "grads"):
         return _frozen_if_mapping(value)
     raise ArgumentTypeError(
@@ -608,7 +609,7 @@ def _reordered(state: Any) -> dict[str, FrozenDict[str, Any]]:
     return result
 
 
-def _in_order(state: Any) -> Any:
+def _in_order(state: S) -> S:
     """The State with parameters, buffers and gradients in the order of the model's names."""
     values = _reordered(state)
     return with_fields(state, **values) if values else state
@@ -671,7 +672,7 @@ def position_at(event: Event, state: State) -> Event | None:
     return event if passed else state.position
 
 
-def setter(*fields: str, without: tuple[str, ...] = ()) -> Mapping[type, Callable[..., Any]]:
+def setter(*fields: str, without: tuple[str, ...] = ()) -> Mapping[type, Callable[..., State]]:
     """By class: a function ``(state, *values) -> State`` with new values of these fields, by the names of slots.
 
     ``without`` are fields that it leaves out: they are None.
@@ -679,14 +680,14 @@ def setter(*fields: str, without: tuple[str, ...] = ()) -> Mapping[type, Callabl
     return _OfClass(lambda cls: copier(cls, *fields, without=without))
 
 
-def device_of(state: Any) -> torch.device:
+def device_of(state: State) -> torch.device:
     """Where the parameters of a State are."""
     params: Any = raw_params(state)
     # Leaves are made at the first access, and this is none.
     return next(iter(getattr(params, "origin", params).values())).device  # type: ignore[no-any-return]
 
 
-def with_fields(state: S, /, **fields: Any) -> S:
+def with_fields(state: S, /, **fields: object) -> S:
     """A State with these fields, by the names of slots: ``_grads``; nothing is converted or checked."""
     return copier(type(state), *fields)(state, *fields.values())  # type: ignore[arg-type, no-any-return]
 
@@ -708,7 +709,7 @@ def _no_field(cls: type, name: str) -> str:
 _STATIC = ("model", "frozen")
 
 
-def _flatten(state: State) -> tuple[Sequence[Any], Any, Sequence[str]]:
+def _flatten(state: State) -> tuple[Sequence[object], object, Sequence[str]]:
     names, children = [], []
     for attribute, public in _fields[type(state)]:
         if public not in _STATIC:
@@ -721,7 +722,7 @@ def _flatten(state: State) -> tuple[Sequence[Any], Any, Sequence[str]]:
 
 
 def _register(cls: type) -> None:
-    def unflatten(static: tuple[ModelDef, frozenset[str]], children: Iterable[Any]) -> Any:
+    def unflatten(static: tuple[ModelDef, frozenset[str]], children: Iterable[PyTree]) -> Any:
         state: Any = object.__new__(cls)
         for attribute, value in zip(_STATIC, static, strict=True):
             object.__setattr__(state, attribute, value)
@@ -771,7 +772,7 @@ def refuse_misfit(state: State) -> None:
         raise ResumeError(f"this State's frozen {problem}.")
 
 
-def frozen_problem(frozen: frozenset[Any], model: ModelDef) -> str | None:
+def frozen_problem(frozen: frozenset[str], model: ModelDef) -> str | None:
     """What is wrong with these names of frozen parameters of a model, if anything."""
     unknown = frozen - set(model.parameter_names)
     if unknown:

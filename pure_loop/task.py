@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pure_loop._internal.reprs import call, changed_fields
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop._internal.torch_losses import Implied, implied_by
+from pure_loop._internal.types import Batch, Outputs
 from pure_loop.data.batch import describe, num_samples, num_tokens, split
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
@@ -24,7 +25,7 @@ from pure_loop.random.guards import is_users
 __all__ = ["OnTargets", "Task", "check_loss_function", "has_loss_method", "make_task"]
 
 
-def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+def _inputs_and_targets(batch: Batch) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     size = f" of {len(batch)}" if hasattr(batch, "__len__") else ""
@@ -35,7 +36,7 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _first_of(batch: Any) -> str:
+def _first_of(batch: Batch) -> str:
     """How the inputs of such a batch might be written."""
     if isinstance(batch, Mapping) and batch:
         return f"batch[{next(iter(batch))!r}]"
@@ -45,7 +46,7 @@ def _first_of(batch: Any) -> str:
 _TORCH_LOSSES = frozenset({"torch.nn.functional", "torch.nn.modules.loss"})
 
 
-def default_forward(model: nn.Module, batch: Any) -> Any:
+def default_forward(model: nn.Module, batch: Batch) -> Any:
     return model(_inputs_and_targets(batch)[0])
 
 
@@ -140,7 +141,7 @@ class Task:
             return f"{name_of(self.loss.loss)}(outputs, targets)"
         return f"{name_of(self.loss)}(outputs, batch)"
 
-    def weigh(self, batch: Any) -> float | Tensor:
+    def weigh(self, batch: Batch) -> float | Tensor:
         """How much a microbatch counts."""
         if self.weight is not None:
             return self.weight(batch)
@@ -150,7 +151,7 @@ class Task:
         targets = batch[1]
         return implied.weigh(targets) if isinstance(targets, Tensor) else self.samples(batch)
 
-    def weigh_parts(self, batch: Any, parts: list[Any]) -> list[float | Tensor]:
+    def weigh_parts(self, batch: Batch, parts: list[Any]) -> list[float | Tensor]:
         """:meth:`weigh` of each part of a batch."""
         implied = self.implied
         if (
@@ -173,7 +174,7 @@ class Task:
             split=lambda batch, size: [piece for part in parts_of(batch) for piece in cut(part, size)],
         )
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+    def evaluate(self, model: nn.Module, batch: Batch) -> Any:
         """The forward in evaluation and prediction."""
         return (self.forward if self.validate is None else self.validate)(model, batch)
 
@@ -210,7 +211,7 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
         return Task(loss=OnTargets(loss))
     _require_loss_method(model)
 
-    def validate(module: Any, batch: Any) -> Any:
+    def validate(module: Any, batch: Batch) -> Any:
         return module.validate(batch)
 
     own = callable(getattr(model, "validate", None))
@@ -258,7 +259,7 @@ class OnTargets:
     def parts_of_code(self) -> tuple[Any, ...]:
         return (self.loss,)
 
-    def __call__(self, outputs: Any, batch: Any) -> Any:
+    def __call__(self, outputs: Outputs, batch: Batch) -> Any:
         return self.loss(outputs, _inputs_and_targets(batch)[1])
 
 

@@ -23,6 +23,7 @@ import attrs
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_integer, check_number
 from pure_loop._internal.records import Record, copier
+from pure_loop._internal.types import PyTree
 from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
 from pure_loop.event import Event
 
@@ -272,7 +273,7 @@ def read_time(value: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Ti
         raise type(error)(f"{name}={value!r}: {message}") from None
 
 
-def read_interval(value: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
+def read_interval(value: object, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
     """The interval that the argument ``name`` means; the number 0 means never.
 
     Raises:
@@ -617,7 +618,7 @@ def _flatten(timestamp: Timestamp) -> tuple[tuple[Any, ...], Any, tuple[str, ...
     return _values(timestamp), None, _NAMES
 
 
-def _unflatten(_: Any, children: Iterable[Any]) -> Timestamp:
+def _unflatten(_: Any, children: Iterable[PyTree]) -> Timestamp:
     timestamp = object.__new__(Timestamp)
     for name, child in zip(_NAMES, children, strict=True):
         object.__setattr__(timestamp, name, child)

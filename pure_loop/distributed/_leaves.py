@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pure_loop._internal import pytree as _pytree
+from pure_loop._internal.types import PyTree
 from pure_loop.frozendict import FrozenDict
 
 __all__ = ["LazyLeaves"]
@@ -78,12 +79,12 @@ class LazyLeaves(FrozenDict[str, Tensor]):
         return ItemsView(self)
 
 
-def _flatten(leaves: LazyLeaves) -> tuple[Sequence[Any], Any, Sequence[str]]:
+def _flatten(leaves: LazyLeaves) -> tuple[Sequence[object], object, Sequence[str]]:
     names = tuple(leaves)
     return [leaves[name] for name in names], names, names
 
 
-def _unflatten(names: tuple[str, ...], children: Iterable[Any]) -> Mapping[str, Any]:
+def _unflatten(names: tuple[str, ...], children: Iterable[PyTree]) -> Mapping[str, Any]:
     return FrozenDict(zip(names, children, strict=True))
 
 

@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import TypeVar
 
 import optree
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.dtensor import full_tensor, is_sharded
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.types import Batch, PyTree
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data.batch import map_tensors, to_device
 from pure_loop.data.source import END, Part, Source
@@ -29,8 +30,10 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
 from pure_loop.stages.engine import Engine
 from pure_loop.stages.loss import map_loss
-from pure_loop.state import State, device_of, raw_params
+from pure_loop.state import Loss, State, device_of, raw_params
 from pure_loop.task import Task
+
+T = TypeVar("T")
 
 __all__ = ["MultiRankEngine", "no_parameters"]
 
@@ -72,11 +75,11 @@ class MultiRankEngine(Engine):
         self._mine = self._counts = (0, 0, 0.0)
         # The weight of each rank's part of the batch, of all of it, and what the sum of gradients is divided by.
         self._weights: list[float] = []
-        self._total: Any = 0.0
-        self._divisor: Any = 1.0
+        self._total: float | Tensor = 0.0
+        self._divisor: float | Tensor = 1.0
         # The power of two by which the weights of microbatches are divided.
-        self._power: Any = 1.0
-        self._on_device: Any = None
+        self._power: float | Tensor = 1.0
+        self._on_device: Tensor | None = None
         # Whether the loss is a sum, and not a mean.
         self._summed = False
         self._asked: Callable[[], list[tuple[float, ...]]] | None = None
@@ -96,13 +99,13 @@ class MultiRankEngine(Engine):
 
     # The beginning and the end.
 
-    def begin(self, state: State, settings: Mapping[str, Any]) -> State:
+    def begin(self, state: State, settings: Mapping[str, object]) -> State:
         self._meet(state, settings, fresh=True)
         state = self._shared(state)
         self._begun = _versions(state)
         return state
 
-    def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
+    def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
         self._meet(state, settings, fresh=fresh)
         if any(map(is_sharded, state.params.values())):
             state = on_usable_mesh(state, self.talk)
@@ -116,7 +119,7 @@ class MultiRankEngine(Engine):
         self._compare(_digests(state), "resumes from another State than rank 0")
         return state
 
-    def _meet(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> None:
+    def _meet(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> None:
         """Connect, and refuse ranks that are about to do something else than the first."""
         self.talk.connect()
         mine = {"the start": "afresh" if fresh else "from a State that was kept", "device": self.talk.device.type}
@@ -199,8 +202,8 @@ class MultiRankEngine(Engine):
     # Data.
 
     def next_batch(
-        self, state: State, task: Task, source: Source, loaded: Any, seconds: Callable[[], float], event: Event
-    ) -> tuple[Any, int, int] | None:
+        self, state: State, task: Task, source: Source, loaded: Batch, seconds: Callable[[], float], event: Event
+    ) -> tuple[Batch, int, int] | None:
         part = loaded if type(loaded) is Part else Part(loaded, loaded is not END)
         batch, counted = part.batch, part.counts
         samples, tokens = (task.samples(batch), task.tokens(batch)) if counted else (0, 0)
@@ -257,7 +260,7 @@ class MultiRankEngine(Engine):
             "parallel=pl.distributed.Parallel(data='own')."
         )
 
-    def _vote(self, state: State, batch: Any, event: Event, counted: bool, source: Source) -> Any:
+    def _vote(self, state: State, batch: Batch, event: Event, counted: bool, source: Source) -> Batch:
         """The batch that this rank trains with, where each has data of its own; END comes for all at once."""
         has = _BATCH if counted else _NOTHING if batch is END else _PADDING
         by_rank = [row[0] for row in self.talk.exchange(event, state.timestamp.batch, has)]
@@ -274,11 +277,11 @@ class MultiRankEngine(Engine):
         return batch
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
-        lengths = self.talk.gather(length)
-        if uneven is None or None in lengths:  # of data that is split they are equal
-            return None if None in lengths else length
-        result: int = max(lengths) if uneven == "pad" else min(lengths)
-        return result
+        lengths = [item for item in self.talk.gather(length) if item is not None]
+        if len(lengths) < self.ranks:
+            return None
+        # Of data that is split they are equal.
+        return max(lengths) if uneven == "pad" else min(lengths)
 
     def counts(self, samples: int, tokens: int, seconds: Callable[[], float]) -> tuple[int, int, float]:
         return self._counts
@@ -288,7 +291,9 @@ class MultiRankEngine(Engine):
     ) -> tuple[Weights, int]:
         self._batch, self._summed = state.timestamp.batch, summed
         what = f"a microbatch of batch {self._batch} on rank {self.rank}"
-        mine: list[Any] = [0] * len(weights) if self.padding else [read_weight(weight, what) for weight in weights]
+        mine: list[float | Tensor] = (
+            [0] * len(weights) if self.padding else [read_weight(weight, what) for weight in weights]
+        )
         # By the weights that were given: all ranks have to take the same way.
         if any(isinstance(weight, Tensor) and weight.device.type != "cpu" for weight in weights):
             share = torch.as_tensor(sum(mine), dtype=torch.float64, device=device_of(state)).reshape(1)
@@ -313,7 +318,7 @@ class MultiRankEngine(Engine):
         else:
             self._power = power_of_two(before.sample / before.batch)
         if summed:
-            shares: tuple[Any, ...] = tuple([float(weight != 0) for weight in mine])
+            shares: tuple[float | Tensor, ...] = tuple([float(weight != 0) for weight in mine])
         else:
             shares = tuple([weight / self._power for weight in mine])
         # Losses are added up with the same factors as gradients, and divided by the same divisor.
@@ -332,15 +337,15 @@ class MultiRankEngine(Engine):
         self._counts = int(sum(row[2] for row in by_rank)), int(sum(row[3] for row in by_rank)), by_rank[0][4]
         return int(max(row[0] for row in by_rank))
 
-    def divisor(self, weights: Weights) -> Any:
+    def divisor(self, weights: Weights) -> float | Tensor:
         self._answered()
         if self._on_device is None and not 0 <= self._total < math.inf:
             raise DataError(f"batch {self._batch} weighs {self._weights}, rank by rank: {WEIGHTS_ARE}")
         self._divisor = 1.0 if self._summed else self._total / self._power
         return self._divisor
 
-    def mean_loss(self, weights: Weights, losses: list[Any]) -> Any:
-        mean = weights.mean_of(losses, always=True)
+    def mean_loss(self, weights: Weights, losses: list[Loss]) -> Loss | None:
+        mean: Loss | None = weights.mean_of(losses, always=True)
         return map_loss(lambda part: torch.zeros_like(torch.as_tensor(part)), losses[-1]) if mean is None else mean
 
     def num_microbatches(self, pieces: int, state: State) -> int:
@@ -353,13 +358,13 @@ class MultiRankEngine(Engine):
 
     # After a batch.
 
-    def reduce_loss(self, state: State, loss: Any) -> Any:
+    def reduce_loss(self, state: State, loss: Loss) -> Loss:
         if not isinstance(loss, dict):
             return self._sum_of([loss], device_of(state))[0] / self._divisor
         sums = self._sum_of(list(loss.values()), device_of(state))
         return {name: value / self._divisor for name, value in zip(loss, sums, strict=True)}
 
-    def _sum_of(self, values: list[Any], device: torch.device) -> list[Any]:
+    def _sum_of(self, values: list[Tensor], device: torch.device) -> list[Tensor]:
         """Each of these scalars, summed over ranks in one exchange."""
         tensors = [torch.as_tensor(value, device=device) for value in values]
         wide = torch.stack([tensor.double() if _is_wide(tensor) else tensor.float() for tensor in tensors])
@@ -469,10 +474,12 @@ class MultiRankEngine(Engine):
     def by_rank(self, numbers: Sequence[float], state: State) -> Sequence[Sequence[float]]:
         return self.talk.exchange(Event.BATCH_END, state.timestamp.batch, *numbers)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         return self.talk.gather(value)
 
-    def merge_metrics(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
+    def merge_metrics(
+        self, metrics: Sequence[Metric], accumulated: dict[str, PyTree], state: State
+    ) -> dict[str, PyTree]:
         def to(device: torch.device | str) -> Callable[[Tensor], Tensor]:
             return lambda tensor: tensor.detach().to(device)
 
@@ -503,7 +510,7 @@ def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float64, torch.int64)
 
 
-def _without_addresses(value: Any) -> str:
+def _without_addresses(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 

@@ -191,7 +191,7 @@ def _check_mesh(mesh: Any, kind: str) -> None:
         raise ArgumentError(f"Parallel(mesh=...): the mesh has {mesh.size()} ranks, and there are {size}.")
 
 
-def read_parallel(value: Any) -> Parallel | None:
+def read_parallel(value: object) -> Parallel | None:
     """The ``parallel=`` argument.
 
     Raises:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from pure_loop._internal.torch_private import broadcast_coalesced
 from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
 from pure_loop.errors import DistributedError
 from pure_loop.event import Event
+
+T = TypeVar("T")
 
 __all__ = ["Ranks", "patience"]
 
@@ -153,7 +155,7 @@ class Ranks:
             "parallel=pl.distributed.Parallel(data='own')."
         )
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Any value that can be pickled, of every rank."""
         if self.fake:
             return [value] * self.size

@@ -137,7 +137,7 @@ class ReplicateEngine(MultiRankEngine):
         *,
         in_place: bool = False,
         counts: Tensor | None = None,
-    ) -> tuple[Any, ...] | None:
+    ) -> tuple[Tensor | None, ...] | None:
         leaves = raw_params(state)
         if not isinstance(leaves, LazyLeaves):
             return super().gradient(state, loss, seed, in_place=in_place, counts=counts)

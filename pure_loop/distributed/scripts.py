@@ -71,7 +71,7 @@ class Meeting(Alone):
         settings: what has to be equal on all ranks.
     """
 
-    def __init__(self, parallel: Parallel, settings: Mapping[str, Any]) -> None:
+    def __init__(self, parallel: Parallel, settings: Mapping[str, object]) -> None:
         self._parallel, self._settings = parallel, settings
         self._engine: Any = None
         self._event, self._batch, self._calls = Event.INIT, 0, 0

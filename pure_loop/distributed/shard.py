@@ -25,7 +25,7 @@ from pure_loop._internal.autograd import scalar_like, zero_unless
 from pure_loop._internal.dtensor import from_local, full_tensor, is_sharded, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import drop_groups_of_fsdp
-from pure_loop.data.source import END
+from pure_loop._internal.types import Batch, Outputs, PyTree
 from pure_loop.distributed._leaves import LazyLeaves
 from pure_loop.distributed._meshes import break_mesh, find_mesh
 from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
@@ -68,7 +68,7 @@ class ShardEngine(MultiRankEngine):
     _unsharded: UnshardedParameters | None = None
     _unsharded_of: tuple[ModelDef, frozenset[str]] | None = None
 
-    def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
+    def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
         held: Any = next((tensor for tensor in raw_params(state).values() if is_sharded(tensor)), None)
         if held is not None:
@@ -197,7 +197,7 @@ class ShardEngine(MultiRankEngine):
         *,
         in_place: bool = False,
         counts: Tensor | None = None,
-    ) -> tuple[Any, ...] | None:
+    ) -> tuple[Tensor | None, ...] | None:
         leaves: Any = raw_params(state)
         if leaves.index != self._added_up:
             raise DistributedError(
@@ -272,11 +272,11 @@ class ShardEngine(MultiRankEngine):
         parts = (from_local(self._as_part(params[name]), result[name]) if name in result else None for name in names)
         return with_fields(state, _grads=FrozenDict(zip(names, parts, strict=True)))
 
-    def next_batch(self, state: State, *value: Any) -> Any:
-        batch = super().next_batch(state, *value)
-        if batch is END:
+    def next_batch(self, state: State, *value: Any) -> tuple[Batch, int, int] | None:
+        ready = super().next_batch(state, *value)
+        if ready is None:
             self._drop(state.model)  # those of an evaluation
-        return batch
+        return ready
 
     def _drop(self, model: ModelDef) -> None:
         """Let go of whole parameters, which a module that was called with them still has."""
@@ -343,7 +343,7 @@ class ShardEngine(MultiRankEngine):
         optimizer: Optimizer,
         state: State,
         trained: FrozenDict[str, Tensor],
-        memory: Any,
+        memory: PyTree,
         found_inf: Tensor | None = None,
         *,
         fits: bool = False,
@@ -358,7 +358,7 @@ class ShardEngine(MultiRankEngine):
         return _with_parts(trained, params, new), self._merged(memory, parts, opt_state, trained)
 
     def _merged(
-        self, memory: Any, parts: Any, new: Any, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()
+        self, memory: PyTree, parts: Any, new: Any, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()
     ) -> Any:
         """The optimizer state with the new shards; a tensor whose shard is not new stays the same object."""
         if new is parts:
@@ -369,7 +369,7 @@ class ShardEngine(MultiRankEngine):
             (key, self._merged(memory[key], parts[key], new[key], trained, (*inside, key))) for key in new
         )
 
-    def _wrapped(self, memory: Any, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()) -> Any:
+    def _wrapped(self, memory: PyTree, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()) -> Any:
         """Optimizer state of shards, or the part of it at the path ``inside``, with its tensors as DTensors."""
 
         def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -410,7 +410,7 @@ class _Unviewed(torch.autograd.Function):
         return gradient
 
 
-def _without_views(module: nn.Module, args: Any, outputs: Any) -> Any:
+def _without_views(module: nn.Module, args: Any, outputs: Outputs) -> Any:
     """A forward hook: what fully_shard waits for in a backward it would lose where a view is written to in place.
 
     On a CPU the outputs of a Linear are a view as soon as there are more than two dimensions.
@@ -457,7 +457,7 @@ def _with_parts(wholes: FrozenDict[str, Tensor], parts: FrozenDict[str, Tensor],
     )
 
 
-def _parts_in(memory: Any) -> Any:
+def _parts_in(memory: PyTree) -> Any:
     return optree.tree_map(local_tensor, memory, namespace=NAMESPACE)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import optree
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from pure_loop._internal.bits import Digest, digest
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.types import PyTree
 from pure_loop.data.batch import map_tensors
 from pure_loop.data.source import END, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
@@ -28,7 +29,7 @@ from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
-from pure_loop.state import State, outside_batch
+from pure_loop.state import MetricValue, State, outside_batch
 
 __all__ = ["Script", "evaluate", "evaluation", "predict", "refuse_misfit", "without_metrics"]
 
@@ -52,8 +53,11 @@ def without_metrics(state: State, labels: Collection[str]) -> State:
 
 
 def _with_metrics(
-    metrics: FrozenDict[str, Any], label: str, values: FrozenDict[str, Any], labels: Sequence[str]
-) -> FrozenDict[str, Any]:
+    metrics: FrozenDict[str, FrozenDict[str, MetricValue]],
+    label: str,
+    values: FrozenDict[str, MetricValue],
+    labels: Sequence[str],
+) -> FrozenDict[str, FrozenDict[str, MetricValue]]:
     """Metrics with those of one evaluator, in the order of all ``labels``: which of them are due makes none."""
     measured = {**metrics, label: values}
     places = {name: place for place, name in enumerate(labels)}
@@ -70,7 +74,7 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
         stages = stages.with_task(evaluator.task)
     branch = yield Event.EVAL_START, state.replace(evaluator=label, event=None)
     metrics = evaluator.metrics
-    accumulated: dict[str, Any] = {}
+    accumulated: dict[str, PyTree] = {}
     number = 0
     about = noting(lambda: f"raised in evaluator {label!r}, batch {number}")
     with closing(evaluator.source.epoch(0)) as batches, about:
@@ -108,10 +112,10 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
 
 
 def _values(
-    metrics: Sequence[Metric], accumulated: dict[str, Any], state: State, stages: Stages
-) -> FrozenDict[str, Any]:
+    metrics: Sequence[Metric], accumulated: dict[str, PyTree], state: State, stages: Stages
+) -> FrozenDict[str, MetricValue]:
     """What the metrics come to; an error of one of them names it."""
-    label, values = state.evaluator, dict[str, Any]()
+    label, values = state.evaluator, dict[str, MetricValue]()
     for metric in metrics:
         about = noting(lambda: f"raised by the metric {metric.name!r} ({metric!r}) of evaluator {label!r}")  # noqa: B023
         with about, _guard(state, stages, metric):
@@ -120,8 +124,8 @@ def _values(
 
 
 def _measure(
-    accumulated: dict[str, Any], metrics: Sequence[Metric], branch: State, stages: Stages, gradients: bool
-) -> dict[str, Any]:
+    accumulated: dict[str, PyTree], metrics: Sequence[Metric], branch: State, stages: Stages, gradients: bool
+) -> dict[str, PyTree]:
     """The accumulators after one microbatch; ``gradients``: its outputs may have a graph."""
     measured = None
     if any(metric.of_loss for metric in metrics):
@@ -173,11 +177,11 @@ def refuse_misfit(state: State, stages: Stages, metrics: Sequence[Metric]) -> No
             )
 
 
-def _bits(value: Any) -> list[Digest | None]:
+def _bits(value: PyTree) -> list[Digest | None]:
     return [digest(leaf) for leaf in optree.tree_leaves(value, namespace=NAMESPACE)]
 
 
-def _numbers(accumulator: Any) -> list[Tensor]:
+def _numbers(accumulator: PyTree) -> list[Tensor]:
     """Copies of the numbers of an accumulator, which its metric may write to."""
     leaves = optree.tree_leaves(accumulator, namespace=NAMESPACE)
     tensors = [torch.tensor(float(leaf)) if isinstance(leaf, int | float) else leaf for leaf in leaves]
@@ -202,7 +206,7 @@ def _shown(numbers: list[Tensor]) -> str:
     return ", ".join(str(tensor.flatten()[:3].tolist()) for tensor in numbers[:3]) or "no numbers"
 
 
-def _begun(state: State, stages: Stages, **settings: Any) -> State:
+def _begun(state: State, stages: Stages, **settings: object) -> State:
     """The State outside of a batch, where all ranks have met; ``settings``, and those of stages, are equal on all."""
     settings |= {"precision": stages.precision.name, "loss": stages.task.loss_in_words}
     return stages.engine.start(outside_batch(state), settings, fresh=state.position is None)

@@ -78,7 +78,7 @@ class Stream(Generator[tuple[Event, State], None, Any]):
         def __len__(self) -> NoReturn:
             raise ArgumentTypeError("a stream has no length: it is a generator, which makes each pair when it is read.")
 
-        def __getitem__(self, key: Any) -> NoReturn:
+        def __getitem__(self, key: object) -> NoReturn:
             what = f"state.metrics[{key!r}]" if isinstance(key, str) else "pairs = list(stream)"
             raise ArgumentTypeError(
                 f"stream[{key!r}]: a stream is a generator of (event, state). Write for event, state in stream: ..., "
@@ -110,7 +110,7 @@ def arguments_of(generator: Any) -> Mapping[str, Any]:
     return arguments
 
 
-def refuse_no_stream(value: Any, function: str) -> None:
+def refuse_no_stream(value: object, function: str) -> None:
     """
     Raises:
         ArgumentTypeError: what ``function`` was given can't be iterated over, or holds no pairs for certain.

@@ -14,8 +14,10 @@ from contextlib import nullcontext
 from typing import Any, Literal, Protocol, TypeAlias
 
 import attrs
+from torch import Tensor
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.types import Batch
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.data.source import END, Source
@@ -27,13 +29,13 @@ from pure_loop.loop.evaluation import Script, evaluation, refuse_misfit, without
 from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.notes import noting
-from pure_loop.state import State, outside_batch, raw_loss, setter, with_fields
+from pure_loop.state import Loss, State, outside_batch, raw_loss, setter, with_fields
 from pure_loop.time import Time, TimeUnit
 
 __all__ = ["Eager", "Fit", "LoopStages", "Script", "Strategy", "fit", "gradients"]
 
 # (state, number of the microbatch, whether it is the last, its weight)
-Between: TypeAlias = Callable[[State, int, bool, Any], Script]
+Between: TypeAlias = Callable[[State, int, bool, float | Tensor], Script]
 # Returns the State after an epoch's batches, and whether its data ended.
 EpochScript: TypeAlias = Generator[tuple[Event, State], State, tuple[State, bool]]
 
@@ -131,7 +133,7 @@ class LastBoundary:
 class Feed(Protocol):
     """The batches of an epoch: those of a source, or some that a strategy looks at before they are taken."""
 
-    def __next__(self) -> Any: ...
+    def __next__(self) -> Batch: ...
 
     def close(self) -> None: ...
 
@@ -213,7 +215,7 @@ def gradients(state: State, stages: LoopStages, between: Between | None = None) 
     engine = stages.engine
     pieces = stages.microbatches(state.batch)
     weights, count = stages.weights(pieces, state)
-    losses: list[Any] = []
+    losses: list[Loss] = []
     for index in range(count):
         last, weight = index == count - 1, weights.shares[index]
         buffers, model = state.buffers, state.model
@@ -481,8 +483,8 @@ def _begins_iteration(state: State, fit: Fit) -> bool:
 
 
 def train_batch(
-    state: State, fit: Fit, loaded: Any, seconds: Callable[[], float], number: int | None = None
-) -> tuple[Any, int, int] | None:
+    state: State, fit: Fit, loaded: Batch, seconds: Callable[[], float], number: int | None = None
+) -> tuple[Batch, int, int] | None:
     """The next batch of ``fit``'s own data, with its errors; ``number`` is the batch's, if not the State's next."""
     engine, batch = fit.stages.engine, state.timestamp.batch
     try:

@@ -9,12 +9,13 @@ several ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.autograd import add_gradient, gradient_of, zero_unless
+from pure_loop._internal.types import Batch, PyTree
 from pure_loop._internal.weights import Weights
 from pure_loop.data.batch import beside
 from pure_loop.data.source import END
@@ -22,7 +23,7 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import time_of_step
 from pure_loop.stages.ownership import LARGE, are_unaliased
-from pure_loop.state import State, raw_opt_state, raw_params
+from pure_loop.state import Loss, State, raw_opt_state, raw_params
 
 if TYPE_CHECKING:
     from pure_loop.data.source import Source
@@ -62,8 +63,8 @@ class Engine:
     # Data: the batches of a rank, and their counts over all ranks.
 
     def next_batch(
-        self, state: State, task: Task, source: Source, loaded: Any, seconds: Callable[[], float], event: Event
-    ) -> tuple[Any, int, int] | None:
+        self, state: State, task: Task, source: Source, loaded: Batch, seconds: Callable[[], float], event: Event
+    ) -> tuple[Batch, int, int] | None:
         """The batch of this rank on the device, and its samples and tokens; None at the end of the data, for all ranks.
 
         Args:
@@ -119,9 +120,9 @@ class Engine:
         """The divisor of the sum of gradients."""
         return weights.divisor
 
-    def mean_loss(self, weights: Weights, losses: list[Any]) -> Any:
+    def mean_loss(self, weights: Weights, losses: list[Loss]) -> Loss | None:
         """The loss of a batch from those of its microbatches; None: it is that of the last one, as it stands."""
-        return weights.mean_of(losses)
+        return cast("Loss | None", weights.mean_of(losses))
 
     def num_microbatches(self, pieces: int, state: State) -> int:
         """The number of microbatches of an evaluation that every rank runs, where this one has ``pieces``."""
@@ -167,7 +168,7 @@ class Engine:
         *,
         in_place: bool = False,
         counts: Tensor | None = None,
-    ) -> tuple[Any, ...] | None:
+    ) -> tuple[Tensor | None, ...] | None:
         """The gradient of this microbatch and of those before it; None where it is known after the last one only.
 
         It is by the parameters that are trained and not frozen, in the order of ``state.model.differentiated(frozen)``.
@@ -220,11 +221,11 @@ class Engine:
         """
         return state
 
-    def init_opt_state(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> Any:
+    def init_opt_state(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> PyTree:
         """The optimizer state before the first step."""
         return optimizer.init(trained)
 
-    def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
+    def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> PyTree:
         """The new parameters and the new optimizer state."""
         timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
         return optimizer.update(state._grads, raw_opt_state(state), trained, timestamp)
@@ -234,11 +235,11 @@ class Engine:
         optimizer: Optimizer,
         state: State,
         trained: FrozenDict[str, Tensor],
-        opt_state: Any,
+        opt_state: PyTree,
         found_inf: Tensor | None = None,
         *,
         fits: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """:meth:`update`, written in place of parameters and optimizer state, which were taken out of the State.
 
         Where ``found_inf``, if there is one, is 1 on the device, everything stays as it is. ``fits`` is what
@@ -264,18 +265,18 @@ class Engine:
 
     # What ranks exchange: that they do the same, their results, and that one of them failed.
 
-    def begin(self, state: State, settings: Mapping[str, Any]) -> State:
+    def begin(self, state: State, settings: Mapping[str, object]) -> State:
         """Wait for all ranks before INIT, and compare their settings with those of rank 0."""
         return state
 
-    def start(self, state: State, settings: Mapping[str, Any], *, fresh: bool) -> State:
+    def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
         """Compare the settings of all ranks, and start from the same State."""
         return state
 
     def barrier(self, state: State, event: Event) -> None:
         """Wait until all ranks have called this."""
 
-    def reduce_loss(self, state: State, loss: Any) -> Any:
+    def reduce_loss(self, state: State, loss: Loss) -> Loss:
         """The loss of the whole batch, from this rank's share of it."""
         return loss
 
@@ -300,7 +301,9 @@ class Engine:
         """A value of every rank, which can be pickled."""
         return [value]
 
-    def merge_metrics(self, metrics: Sequence[Metric], accumulated: dict[str, Any], state: State) -> dict[str, Any]:
+    def merge_metrics(
+        self, metrics: Sequence[Metric], accumulated: dict[str, PyTree], state: State
+    ) -> dict[str, PyTree]:
         """The accumulators of the metrics of an evaluation, over all ranks."""
         return accumulated
 
@@ -318,7 +321,7 @@ class Engine:
 ONE_RANK = Engine()
 
 
-def _added(one: Any, other: Any) -> Any:
+def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """The sum of two gradients, each of which may be None or sparse."""
     if one is None or other is None:
         return other if one is None else one

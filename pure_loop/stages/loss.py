@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.shapes_only import shapes_only
+from pure_loop._internal.types import Batch
 from pure_loop._internal.weights import WEIGHTS_ARE, counted_loss, is_number, read_weight
 from pure_loop.data.batch import map_tensors
 from pure_loop.errors import DataError, LossError
@@ -99,7 +100,7 @@ def measured_loss(loss: Any, task: Task) -> Tensor:
     return total_loss(loss)
 
 
-def weighed_loss(loss: Tensor, task: Task, microbatch: Any) -> tuple[Tensor, Any]:
+def weighed_loss(loss: Tensor, task: Task, microbatch: Batch) -> tuple[Tensor, Any]:
     """The loss of a microbatch, and its weight: a number, or a tensor of shape () that only a device knows.
 
     The loss is 0 where the weight is 0; the weight is None where the loss is a sum.

@@ -32,6 +32,7 @@ from pure_loop._internal.cloning import clone_all
 from pure_loop._internal.dtensor import is_sharded, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import storage_goes_back, storage_uses, tensor_uses, transforms
+from pure_loop._internal.types import PyTree
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict, Overwritten
 from pure_loop.model.leaves import are_marked
@@ -456,7 +457,7 @@ def _expected_uses() -> dict[str, tuple[Any, ...]]:
     return {"alone": alone, "shared": shared, "view": view}
 
 
-def _is_private(memory: Any) -> bool:
+def _is_private(memory: PyTree) -> bool:
     """Whether nothing but this mapping, and the mappings in it, has the tensors in it."""
     # Mappings of numbers alone are written to by nothing, and several States may have them.
     inner = [value for value in memory.values() if not isinstance(value, Tensor) and has_tensors(value)]
@@ -600,7 +601,7 @@ def is_watched(*, by_profilers: bool = True) -> bool:
     return bool(tools) and any(_monitoring.get_tool(tool) is not None for tool in tools)
 
 
-def rebinds_loop_variable(frame: FrameType | None, value: Any) -> bool:
+def rebinds_loop_variable(frame: FrameType | None, value: object) -> bool:
     """Whether the first thing that this frame does with the pair it waits for is to put it where it has ``value`` now.
 
     Generators that only delegate (``yield from``) are looked through. False where it can't be told.

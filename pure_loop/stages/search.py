@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.types import Batch, Outputs
 from pure_loop.data.group import parts_of
 from pure_loop.errors import NonFiniteError
 from pure_loop.stages.nonfinite import real_numbers, total_loss
@@ -102,7 +103,7 @@ def _value(tensor: Tensor) -> str:
     return "NaN" if bool(torch.isnan(tensor.detach()).any()) else "infinite"
 
 
-def origin_in_batch(batch: Any) -> Origin | None:
+def origin_in_batch(batch: Batch) -> Origin | None:
     """The first tensor of a batch that is not finite."""
     first = 0
     for part in parts_of(batch):
@@ -134,7 +135,7 @@ def _origin_in_forward(state: State, stages: StageSettings) -> Origin | None:
     module = state.module(training=True)
     noted: list[tuple[str, nn.Module, Tensor]] = []
 
-    def note(name: str, submodule: nn.Module, inputs: Any, outputs: Any) -> None:
+    def note(name: str, submodule: nn.Module, inputs: Any, outputs: Outputs) -> None:
         leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
         noted.extend((name, submodule, leaf.detach()) for leaf in leaves if not is_finite(leaf))
 

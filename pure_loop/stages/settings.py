@@ -18,6 +18,7 @@ from pure_loop._internal.torch_private import (
     any_global_hook,
     code_around_operations,
 )
+from pure_loop._internal.types import Batch
 from pure_loop.data.group import parts_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
@@ -43,11 +44,11 @@ NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 _CHECKED = frozenset({"forward", "loss", "validate", "validation loss"})
 
 
-def _precision(value: Any) -> Precision:
+def _precision(value: object) -> Precision:
     return Precision.parse(value)
 
 
-def _size(value: Any) -> int | None:
+def _size(value: object) -> int | None:
     return positive_or_none("microbatch_size", value, where="Stages")
 
 
@@ -107,7 +108,7 @@ class StageSettings:
         """The samples of a forward, at most, in the batch under way; None: the whole batch."""
         return self.microbatch_size if self.found is None else self.found.size
 
-    def microbatches(self, batch: Any, size: int | None = None) -> list[Any]:
+    def microbatches(self, batch: Batch, size: int | None = None) -> list[Any]:
         """The batch in parts of at most ``size`` (default: that of the stages) samples, the last one smaller.
 
         Each of the :class:`~pure_loop.data.group.Batches` of a step is split by itself.

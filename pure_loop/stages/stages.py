@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import refuse_strangers
+from pure_loop._internal.types import Batch
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, is_number, of_numbers
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
@@ -56,7 +57,7 @@ class Stages(UpdateStage):
         """The same stages of another task, such as that of an evaluator with a loss of its own."""
         return attrs.evolve(self, task=task)
 
-    def weights(self, pieces: list[Any], state: State) -> tuple[Weights, int]:
+    def weights(self, pieces: list[Batch], state: State) -> tuple[Weights, int]:
         """The weight of each microbatch of a batch, and how many microbatches every rank runs."""
         task, engine = self.task, self.engine
         if len(pieces) == 1 and not engine.exchanges and task.by_samples and not task.summed:
@@ -92,7 +93,7 @@ class Stages(UpdateStage):
             note_stage(error, "forward", state, index)
             raise
         self.workspace.went_through(state.model, params, lent=code == "users")
-        return _forwarded[type(state)](state, params, outputs, buffers, model)  # type: ignore[no-any-return]
+        return _forwarded[type(state)](state, params, outputs, buffers, model)
 
     def loss(self, state: State, *, index: int = 0) -> State:
         """``loss`` of ``outputs``: the mean over this microbatch.
@@ -114,7 +115,7 @@ class Stages(UpdateStage):
             lend(raw_params(state))
         if type(loss) is not Tensor or loss.ndim or not loss.is_floating_point():
             check_loss(loss, state, "AFTER_LOSS", task)
-        return _measured[type(state)](state, loss, buffers, model)  # type: ignore[no-any-return]
+        return _measured[type(state)](state, loss, buffers, model)
 
     def _refuse_other_targets(self, state: State) -> None:
         """Refuse probabilities in place of class indices, by whose class weights microbatches were weighted.
@@ -183,7 +184,7 @@ class Stages(UpdateStage):
             grads = FrozenDict(zip(model.differentiated(state.frozen), result, strict=True))
             if state.frozen:
                 grads = FrozenDict((name, grads.get(name)) for name in model.trainable)
-        return _differentiated[type(state)](  # type: ignore[no-any-return]
+        return _differentiated[type(state)](
             state, origin, grads, detached(raw_outputs(state)), detached(raw_loss(state))
         )
 
@@ -227,7 +228,7 @@ class Stages(UpdateStage):
                 lend(grads)
                 with self.seeding(state, "clip_grad", code=self.code_of(state, "clip_grad")):
                     grads = clip(grads, state.params)
-        return _finished[type(state)](state, grads, norm, mean)  # type: ignore[no-any-return]
+        return _finished[type(state)](state, grads, norm, mean)
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
         """``outputs`` of ``microbatch`` in evaluation mode, without gradients.
@@ -253,7 +254,7 @@ class Stages(UpdateStage):
                 state, lambda module: task.evaluate(module, microbatch), params, training=False
             )
         self.workspace.went_through(state.model, params, lent=code == "users")
-        return _validated[type(state)](state, outputs, buffers, model)  # type: ignore[no-any-return]
+        return _validated[type(state)](state, outputs, buffers, model)
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         """The loss of ``outputs`` in evaluation; shape (). ``gradients`` says whether it may differentiate."""

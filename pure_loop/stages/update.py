@@ -15,6 +15,7 @@ from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.dtensor import from_local, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import any_optimizer_hook, code_around_operations
+from pure_loop._internal.types import PyTree
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
@@ -40,7 +41,7 @@ class UpdateStage(StageSettings):
         *,
         buffers: FrozenDict[str, Tensor] | None = None,
         model: ModelDef | None = None,
-        **counted: Any,
+        **counted: object,
     ) -> State:
         """One step of the optimizer: in place if nothing else can see the tensors, else on copies.
 
@@ -150,7 +151,7 @@ class UpdateStage(StageSettings):
             params = new if trained is params else FrozenDict({**params, **new})
         return params, opt_state, fresh, tensors is not None
 
-    def _left_out(self, state: State, found_inf: Tensor, before: Before | None) -> dict[str, Any]:
+    def _left_out(self, state: State, found_inf: Tensor, before: Before | None) -> dict[str, PyTree]:
         """The fields of a step that is left out where ``found_inf`` is 1; a device isn't waited for."""
         out = found_inf[0].bool()
         fields: dict[str, Any] = {"skipped": cast("Tensor", state.skipped) + out}
@@ -200,7 +201,7 @@ def in_order(
     return sorted_by(tuple(trained), new if type(new) is FrozenDict else FrozenDict(new)), opt_state
 
 
-def _restored(state: State, before: Before) -> dict[str, Any]:
+def _restored(state: State, before: Before) -> dict[str, PyTree]:
     """The buffers of before a batch, and the structure that has them."""
     buffers, model = before
     return {"buffers": buffers, "model": state.model.fitting(buffers) if model is None else model}

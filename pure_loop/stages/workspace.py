@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.types import PyTree
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.stages.ownership import Ownership, are_torchs, has_tensors, overwritten_by
 from pure_loop.state import State, lend, raw_opt_state, raw_params, with_fields
@@ -78,7 +79,7 @@ class Workspace:
         copies = unaliased(kept, trained)
         return state if copies is kept else with_fields(state, algorithm_state=copies)
 
-    def fits(self, optimizer: Optimizer, memory: Any, params: FrozenDict[str, Tensor]) -> bool:
+    def fits(self, optimizer: Optimizer, memory: PyTree, params: FrozenDict[str, Tensor]) -> bool:
         """What ``optimizer.fits`` says of them: asked once, while the same mappings are written to."""
         if optimizer.fits is None or self.ownership is None:
             return False
@@ -112,7 +113,7 @@ class Workspace:
         return _overwritten(params, "params", batch), _overwritten(memory, "opt_state", batch)
 
 
-def _overwritten(value: Any, field: str, batch: int) -> Any:
+def _overwritten(value: object, field: str, batch: int) -> Any:
     """Another mapping with the same tensors; to read this one, or one in it, is an error, through any reference."""
     if type(value) is not FrozenDict or not has_tensors(value):
         return value  # numbers, which other States may share
