@@ -27,7 +27,7 @@ from pure_loop.time import TimeUnit
 
 if TYPE_CHECKING:
     from pure_loop.callback import Run
-    from pure_loop.loop.training import LoopStages
+    from pure_loop.loop.batch import LoopStages
 
 __all__ = ["Algorithm", "AlgorithmLike", "Composition", "Handler", "algorithm", "bind", "compose", "reversed_at"]
 
@@ -77,7 +77,7 @@ class Algorithm:
     Args:
         name: its name, which is also its key in ``state.algorithm_state``; unique in a run.
         handlers: an event, or a tuple of events, to a function ``state -> state`` (or
-            ``(state, stages) -> state``: see :class:`pure_loop.loop.training.LoopStages`).
+            ``(state, stages) -> state``: see :class:`pure_loop.loop.batch.LoopStages`).
         init: ``state -> value``, any pytree; called once, after INIT. The value is the first
             ``state.algorithm_state[name]``. When training resumes, ``init`` is called with tensors on the meta device,
             and the shapes of its value are compared with those of the algorithm state.

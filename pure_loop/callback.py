@@ -37,7 +37,7 @@ from pure_loop.time import Time
 if TYPE_CHECKING:
     from pure_loop._internal.patterns import Fields
     from pure_loop.data.source import Source
-    from pure_loop.loop.training import LastBoundary
+    from pure_loop.loop.call import LastBoundary
     from pure_loop.optim import Optimizer
 
 __all__ = ["Callback", "CallbackLike", "Logger", "LoggerGroup", "Observer", "Run", "bind_callbacks", "observers"]

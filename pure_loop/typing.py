@@ -12,7 +12,7 @@ from pure_loop.callback import CallbackLike, LoggerGroup, Run
 from pure_loop.entry.fit import FitOptions
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import EventName
-from pure_loop.loop.training import LoopStages
+from pure_loop.loop.batch import LoopStages
 from pure_loop.metrics._base import MetricsLike
 from pure_loop.precision import PrecisionName
 from pure_loop.rehearsal.report import Rehearsal

@@ -32,7 +32,7 @@ from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
 
 if TYPE_CHECKING:
-    from pure_loop.loop.training import LoopStages
+    from pure_loop.loop.batch import LoopStages
 
 __all__ = ["hardest", "probabilities", "selective_backprop"]
 

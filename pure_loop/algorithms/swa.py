@@ -35,7 +35,7 @@ from pure_loop.data.batch import to_device
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop.training import LoopStages
+from pure_loop.loop.batch import LoopStages
 from pure_loop.random import derive, seeded
 from pure_loop.random.guards import is_users
 from pure_loop.ranges import Duration, checked

@@ -11,7 +11,7 @@ from torch import Tensor
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.segment import Segment, Traced
 from pure_loop.compile.stages import Untraceable
-from pure_loop.loop.training import LoopStages
+from pure_loop.loop.batch import LoopStages
 from pure_loop.stages.loss import detached
 from pure_loop.state import State, raw_params, with_fields
 from pure_loop.task import Task

@@ -30,7 +30,7 @@ from pure_loop.compile.trees import (
 )
 from pure_loop.data.batch import _leaves
 from pure_loop.event import Event
-from pure_loop.loop.training import LoopStages
+from pure_loop.loop.batch import LoopStages
 from pure_loop.random.guards import Place
 from pure_loop.state import State, outside_batch, with_fields
 

@@ -36,7 +36,7 @@ from pure_loop.compile.trees import (
 from pure_loop.data.batch import _leaves
 from pure_loop.errors import CompileError
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
-from pure_loop.loop.training import LoopStages
+from pure_loop.loop.batch import LoopStages
 from pure_loop.stages.ownership import Ownership, overwritten_by
 from pure_loop.state import State, raw_opt_state, with_fields
 from pure_loop.time import Timestamp

@@ -35,7 +35,7 @@ from pure_loop.compile.trace_guards import DefaultDtypeError, GuardedCallError
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.loop.training import LoopStages
+from pure_loop.loop.batch import LoopStages
 from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 from pure_loop.precision import LossScale

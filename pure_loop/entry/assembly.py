@@ -30,12 +30,13 @@ from pure_loop.entry.warmups import refuse_endless_warmups
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, with_own_tasks
 from pure_loop.event import Event
-from pure_loop.loop import training as loop
+from pure_loop.loop.batch import LoopStages
+from pure_loop.loop.call import Fit, LastBoundary, Strategy
 from pure_loop.loop.driver import drive
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
-from pure_loop.loop.training import Eager, LoopStages, Strategy
+from pure_loop.loop.training import Eager
 from pure_loop.random.guards import guard, is_users
 from pure_loop.recorder import Recorder
 from pure_loop.stages.engine import Engine
@@ -71,7 +72,7 @@ class Assembly:
 
     settings: Settings
     state: State
-    fit: loop.Fit
+    fit: Fit
     observers: dict[Event, tuple[Observer, ...]]
     run: BoundRun
     logger: LoggerGroup
@@ -138,7 +139,7 @@ def assemble(settings: Settings) -> Assembly:
             "the label 'train' of an evaluator is that of train_metrics=, in state.metrics['train']: give the "
             'evaluator another one, evaluators={"train_data": ...}.'
         )
-    boundary = loop.LastBoundary()
+    boundary = LastBoundary()
     run = BoundRun(
         function="fit",
         callbacks=callbacks,
@@ -180,7 +181,7 @@ def assemble(settings: Settings) -> Assembly:
     return Assembly(
         settings=settings,
         state=state,
-        fit=loop.Fit(
+        fit=Fit(
             stages=stages,
             source=data,
             evaluators=evaluators,

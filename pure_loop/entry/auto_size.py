@@ -22,8 +22,11 @@ from pure_loop._internal.closing import closing
 from pure_loop.data.batch import tensors_in
 from pure_loop.data.group import parts_of
 from pure_loop.event import Event
+from pure_loop.loop.batch import LoopStages
+from pure_loop.loop.call import Feed, Fit, Graphs, Stopwatch, Strategy
 from pure_loop.loop.driver import drive
-from pure_loop.loop.training import Eager, Feed, Fit, Graphs, LoopStages, Script, Stopwatch, Strategy
+from pure_loop.loop.evaluation import Script
+from pure_loop.loop.training import Eager
 from pure_loop.stages.sizes import NAME, found_size
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State

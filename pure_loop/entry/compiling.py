@@ -12,7 +12,7 @@ from pure_loop.event import Event
 if TYPE_CHECKING:
     from pure_loop.compile.compiler import Compiler
     from pure_loop.entry.settings import Settings
-    from pure_loop.loop.training import LoopStages
+    from pure_loop.loop.batch import LoopStages
 
 __all__ = ["compiler", "evaluating"]
 

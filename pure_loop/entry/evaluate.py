@@ -31,10 +31,11 @@ from pure_loop.evaluator import (
 )
 from pure_loop.event import Event, EventName
 from pure_loop.loop import evaluation as loop
+from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import drive
+from pure_loop.loop.evaluation import Script
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
-from pure_loop.loop.training import LoopStages, Script
 from pure_loop.precision import PrecisionName
 from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages

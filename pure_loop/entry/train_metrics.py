@@ -22,7 +22,7 @@ from pure_loop.stages.loss import measured_loss, weighed_loss
 from pure_loop.state import State
 
 if TYPE_CHECKING:
-    from pure_loop.loop.training import LoopStages
+    from pure_loop.loop.batch import LoopStages
 
 __all__ = ["LABEL", "NAME", "measuring"]
 

@@ -9,7 +9,9 @@ from collections.abc import Collection
 
 from pure_loop.event import Event, events_between
 from pure_loop.loop import training
-from pure_loop.loop.training import Fit, Script, Stopwatch
+from pure_loop.loop.call import Fit, Stopwatch
+from pure_loop.loop.evaluation import Script
+from pure_loop.loop.evaluators import evaluations, refuse_misfits
 from pure_loop.state import State
 
 __all__ = ["EVENTS_OF_2021", "fit_2021", "script_of"]
@@ -37,7 +39,7 @@ def fit_2021(state: State, fit: Fit) -> Script:
     at = state.position
     if training.already_finished(state, at):
         return (yield from training.end(state, fit))
-    training.refuse_misfits(state, fit.stages, fit.evaluators)
+    refuse_misfits(state, fit.stages, fit.evaluators)
     stopwatch = Stopwatch(fit.clock)
     while at in training.INSIDE_EPOCH or not state.has_ended():
         if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
@@ -47,7 +49,7 @@ def fit_2021(state: State, fit: Fit) -> Script:
         state, _ = yield from script
         state = training.next_epoch(state)
         ended = [Event.EPOCH_END, Event.FIT_END] if state.has_ended() else [Event.EPOCH_END]
-        state = yield from training.evaluations(state, fit, *ended)
+        state = yield from evaluations(state, fit, *ended)
         state = yield Event.EPOCH_END, state
     training.check_finite(state)
     return (yield from training.end(state, fit))

@@ -9,235 +9,25 @@ the consumer, and sends it back. The scripts here read as the specification in :
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal, Protocol, TypeAlias
-
-import attrs
-from torch import Tensor
+from collections.abc import Callable, Generator
+from typing import TypeAlias
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.types import Batch
-from pure_loop.algorithm import Handler
-from pure_loop.cadence import Cadence
-from pure_loop.data.source import END, Source
-from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
-from pure_loop.evaluator import BoundEvaluator
-from pure_loop.event import Event, events_between
-from pure_loop.loop.driver import drive, run_to_end
-from pure_loop.loop.evaluation import Script, evaluation, refuse_misfit, without_metrics
-from pure_loop.random.guards import is_users
-from pure_loop.stages import Stages
-from pure_loop.stages.notes import noting
-from pure_loop.state import Loss, State, outside_batch, raw_loss, setter, with_fields
-from pure_loop.time import Time, TimeUnit
+from pure_loop.data.source import END
+from pure_loop.errors import DataError
+from pure_loop.event import Event
+from pure_loop.loop.batch import gradients
+from pure_loop.loop.call import Feed, Fit, Stopwatch
+from pure_loop.loop.evaluation import Script
+from pure_loop.loop.evaluators import current, evaluations, refuse_misfits
+from pure_loop.state import State, outside_batch, setter
+from pure_loop.time import TimeUnit
 
-__all__ = ["Eager", "Fit", "LoopStages", "Script", "Strategy", "fit", "gradients"]
+__all__ = ["Eager", "fit"]
 
-# (state, number of the microbatch, whether it is the last, its weight)
-Between: TypeAlias = Callable[[State, int, bool, float | Tensor], Script]
 # Returns the State after an epoch's batches, and whether its data ended.
 EpochScript: TypeAlias = Generator[tuple[Event, State], State, tuple[State, bool]]
-
-_OF_A_MICROBATCH = events_between(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
-
-
-# Of which a sum of many stays finite, and which are 30 million years.
-_MOST_SECONDS = 1e15
-
-
-class Stopwatch:
-    """Seconds between laps, by a clock.
-
-    Attributes:
-        last: when the last lap was.
-
-    Raises:
-        ArgumentError: the clock gives NaN or infinity, at which no duration ends and which no checkpoint holds.
-        ArgumentTypeError: it gives no number.
-    """
-
-    __slots__ = ("_clock", "last")
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.last = 0.0
-        self.lap()
-
-    def lap(self) -> float:
-        """The seconds since the last lap; 0 where the clock was set back."""
-        value: Any = self._clock()
-        try:
-            now = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ArgumentTypeError(
-                f"clock returned {value!r:.60} of type {type(value).__name__}: fit(clock=...) is a function that "
-                "returns seconds as a float, such as time.monotonic."
-            ) from error
-        if not abs(now) < _MOST_SECONDS:
-            raise ArgumentError(
-                f"clock returned {now}: fit(clock=...) is a function that returns seconds as a finite float below "
-                f"{_MOST_SECONDS:g}, such as time.monotonic."
-            )
-        seconds, self.last = now - self.last, now
-        return max(0.0, seconds)
-
-
-@attrs.frozen(kw_only=True)
-class LoopStages(Stages):
-    """The second argument of a handler that takes one: the loop's stages, algorithms included.
-
-    ``stages.gradients(state)`` is the gradient of the whole batch at ``state.params``, computed as the loop
-    computes it: microbatches, weights, precision, clipping, and the other algorithms at the events
-    from BEFORE_FORWARD to AFTER_BACKWARD. Random numbers are those of this batch, so a second call
-    draws the same dropout masks. Nothing is yielded, and no callback is called.
-    """
-
-    handlers: dict[Event, tuple[Handler, ...]]
-    observed: frozenset[Event] = frozenset(Event)
-
-    @property
-    def harmless(self) -> bool:
-        # An algorithm at these events may have replaced the targets or the loss.
-        return self.task.harmless and self.handlers.keys().isdisjoint(_OF_A_MICROBATCH)
-
-    def gradients(self, state: State) -> State:
-        """``state``, of the same event, with the ``grads`` (with ``loss`` and ``grad_norm``) of its batch at its
-        parameters.
-        """
-        if state.event in _OF_A_MICROBATCH:
-            raise ArgumentError(
-                f"stages.gradients was called at {state.event.name}, inside the computation that it would repeat: its "
-                "handler would be called again, without an end. Call it at AFTER_TRAIN_BATCH, or at BATCH_START."
-            )
-        script = gradients(state.replace(grads=None, grad_norm=None), self)
-        result: State = run_to_end(script, self.handlers, self)
-        return with_fields(result, event=state.event)
-
-
-@attrs.define
-class LastBoundary:
-    """The State of the last boundary, for as long as no step writes to it.
-
-    Attributes:
-        state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
-            out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
-        evaluated: of evaluations since the last batch the States at EVAL_START, with the weights that were measured, by
-            the labels of their evaluators, the last one last: callbacks that save them put them here.
-    """
-
-    state: State | None = None
-    evaluated: dict[str, State] = attrs.field(factory=dict)
-
-
-class Feed(Protocol):
-    """The batches of an epoch: those of a source, or some that a strategy looks at before they are taken."""
-
-    def __next__(self) -> Batch: ...
-
-    def close(self) -> None: ...
-
-
-class Graphs(Protocol):
-    """What computes batches as graphs.
-
-    Attributes:
-        observed: the events at which graphs end.
-        steps: how many batches are loaded at a time.
-    """
-
-    observed: frozenset[Event]
-    steps: int
-
-
-class Strategy(Protocol):
-    """How the batches of a call of ``fit`` are computed: :class:`Eager`, compiled, verified, of a size that is tried.
-
-    Attributes:
-        graphs: what makes graphs of batches, inside of which no stage can be looked at; None: there are none.
-        uncompiled: the strategy without graphs.
-    """
-
-    @property
-    def graphs(self) -> Graphs | None: ...
-
-    @property
-    def uncompiled(self) -> Strategy: ...
-
-    def feed(self, batches: Feed) -> Feed:
-        """The batches of an epoch, as :meth:`ahead` takes them."""
-
-    def ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
-        """The State after batches that are gone through at once, before the next one is loaded."""
-
-    def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
-        """The script of a batch, from the State of AFTER_DATALOADER to that of BATCH_END.
-
-        Args:
-            state: with the batch.
-            fit: the call.
-            samples, tokens: of this rank's part of it.
-            seconds: returns the seconds since its last call.
-        """
-
-    def close(self) -> None:
-        """Release what batches need."""
-
-
-@attrs.frozen(kw_only=True)
-class Fit:
-    """One call of ``fit``: what its script needs besides a State."""
-
-    stages: LoopStages
-    source: Source
-    evaluators: Sequence[BoundEvaluator]
-    iteration_length: Time | None
-    clock: Callable[[], float]
-    fresh: bool
-    meet: Callable[[State], State]
-    prepare: Callable[[State], State]
-    counts_tokens: bool
-    # What never moves as long as no batch has tokens, for errors.
-    needs_tokens: str | None = None
-    order: Literal["current", "2021"] = "current"
-    strategy: Strategy
-    # The stages of evaluations.
-    evaluating: Stages
-    load: Callable[[State], State] | None = None
-    boundary: LastBoundary = attrs.field(factory=LastBoundary)
-
-
-def gradients(state: State, stages: LoopStages, between: Between | None = None) -> Script:
-    """The gradient of a batch, microbatch by microbatch; each weighs as many samples (or tokens) as it holds.
-
-    ``between`` continues from the State of a microbatch's BEFORE_FORWARD to that of its AFTER_BACKWARD in another way.
-    """
-    engine = stages.engine
-    pieces = stages.microbatches(state.batch)
-    weights, count = stages.weights(pieces, state)
-    losses: list[Loss] = []
-    for index in range(count):
-        last, weight = index == count - 1, weights.shares[index]
-        buffers, model = state.buffers, state.model
-        piece = pieces[min(index, len(pieces) - 1)]
-        stages.place.microbatch = index
-        state = yield Event.BEFORE_FORWARD, _cut[type(state)](state, piece)
-        if between is not None:
-            state = yield from between(state, index, last, weight)
-        else:
-            state = yield Event.AFTER_FORWARD, stages.forward(state, index=index, last=last)
-            state = yield Event.BEFORE_LOSS, state
-            state = yield Event.AFTER_LOSS, stages.loss(state, index=index)
-            state = yield Event.BEFORE_BACKWARD, state
-            # Not in one line: while it waited, the script would keep the graph alive in the State before.
-            state = stages.backward(state, weight=weight)
-        if not engine.counts_microbatch(index, len(pieces)):
-            state = state.replace(buffers=buffers, model=model)
-        state = yield Event.AFTER_BACKWARD, state
-        losses.append(raw_loss(state))
-    stages.place.microbatch = 0
-    mean = engine.mean_loss(weights, losses)
-    return stages.finish_gradients(state, divisor=engine.divisor(weights), loss=mean)
 
 
 class Eager:
@@ -266,7 +56,8 @@ class Eager:
         before = state.timestamp
         now = before.next_batch(*stages.engine.counts(samples, tokens, seconds))
         state = stages.update(state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before)
-        state = current(state, fit, Event.BATCH_END)
+        if state.metrics:
+            state = current(state, fit, Event.BATCH_END)
         return (yield Event.BATCH_END, state)
 
     def close(self) -> None:
@@ -390,74 +181,8 @@ def end(state: State, fit: Fit) -> Script:
     return (yield Event.FIT_END, state)
 
 
-def refuse_misfits(state: State, stages: LoopStages, evaluators: Sequence[BoundEvaluator]) -> None:
-    """Refuse metrics that do not fit what they measure, before training: hours may pass before the first evaluation.
-
-    Each evaluator with metrics that were passed measures one microbatch of its data, on a branch that is dropped. Left
-    out is data that can't be begun again, or has workers to start, and what several ranks would have to do together.
-    """
-    if stages.engine.exchanges:
-        return
-    for evaluator in evaluators:
-        never = isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
-        if evaluator.source.repeats and not never and not all(metric.of_loss for metric in evaluator.metrics or ()):
-            script, label = evaluation(state, stages, evaluator), evaluator.label
-            about = noting(lambda: f"raised by the first microbatch of evaluator {label!r}, before training")  # noqa: B023
-            with closing(script), about:
-                for _, shown in drive(script, stages.handlers, stages=stages, watch={Event.EVAL_AFTER_FORWARD}):
-                    refuse_misfit(shown, stages, evaluator.metrics or ())
-                    break
-
-
 _BEFORE_FIRST_ITERATION = frozenset({None, Event.AFTER_LOAD, Event.FIT_END})
 _AFTER_EPOCH = frozenset({Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATION_END, Event.ITERATION_CHECKPOINT})
-
-
-def due_evaluators(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]:
-    """The evaluators due at BATCH_END or EPOCH_END; at FIT_END those that did not run at the last batch.
-
-    A function that is an interval is asked about a State without the metrics of evaluators: its answer is the same
-    before and after :func:`current`, and where training resumes in between.
-    """
-    if not all(isinstance(evaluator.interval, Cadence) for evaluator in fit.evaluators):
-        if fit.stages.workspace.ownership is not None:
-            fit.stages.workspace.ownership.observed = True  # a function of the user's is shown the State
-        state = without_metrics(state, {evaluator.label for evaluator in fit.evaluators})
-    due = []
-    for evaluator in fit.evaluators:
-        users = is_users(evaluator.interval)
-        at = with_fields(state, event=event) if users else state
-        with fit.stages.guard(at, ("interval", evaluator.label)) if users else nullcontext():
-            if evaluator.due_at_end(state) if event is Event.FIT_END else evaluator.due(state, event):
-                due.append(evaluator)
-    return due
-
-
-def current(state: State, fit: Fit, event: Event) -> State:
-    """The State of BATCH_END or EPOCH_END, without metrics that are about to be measured again at this event.
-
-    They are those of an earlier evaluation, and would be taken for those of the batch or epoch that has just ended.
-    """
-    if state.metrics.keys().isdisjoint([evaluator.label for evaluator in fit.evaluators]):
-        return state
-    return without_metrics(state, {evaluator.label for evaluator in due_evaluators(state, fit, event)})
-
-
-def evaluations(state: State, fit: Fit, *events: Event) -> Script:
-    """The evaluators that are due at one of these events; decided before the first one runs."""
-    requested = [item for event in events for item in due_evaluators(state, fit, event)]
-    due_now = [item for item in fit.evaluators if item in requested]
-    if not due_now:
-        return state
-    state = without_metrics(state, {item.label for item in due_now})
-    fit.boundary.state = state if state.event is not None else state.replace(event=state.position)
-    state = yield Event.EVAL_BEFORE_ALL, state
-    labels = [item.label for item in fit.evaluators]
-    for evaluator in due_now:
-        state = yield from evaluation(state, fit.evaluating, evaluator, labels)
-    state = yield Event.EVAL_AFTER_ALL, state
-    fit.boundary.state = None
-    return state
 
 
 def check_finite(state: State) -> None:
@@ -522,4 +247,3 @@ def _load(state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> tuple[
 
 
 _loaded = setter("batch")
-_cut = setter("microbatch", without=("outputs", "loss"))

@@ -12,8 +12,8 @@ import attrs
 from pure_loop.cadence import Cadence
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.frozendict import FrozenDict
+from pure_loop.loop.call import Fit
 from pure_loop.loop.stream import Stream, arguments_of
-from pure_loop.loop.training import Fit
 from pure_loop.optim import Optimizer
 from pure_loop.state import State
 from pure_loop.time import Time

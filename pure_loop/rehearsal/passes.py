@@ -16,7 +16,7 @@ from pure_loop.entry.assembly import Assembly
 from pure_loop.entry.deterministic import stream_of
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
-from pure_loop.loop import training as loop
+from pure_loop.loop.call import Fit, LastBoundary
 from pure_loop.loop.driver import drive
 from pure_loop.loop.evaluation import Script, evaluation
 from pure_loop.loop.order_2021 import script_of
@@ -163,7 +163,7 @@ class Passes:
 
         return is_due
 
-    def _fit(self, evaluators: Sequence[BoundEvaluator]) -> tuple[loop.Fit, dict[Event, tuple[Handler, ...]]]:
+    def _fit(self, evaluators: Sequence[BoundEvaluator]) -> tuple[Fit, dict[Event, tuple[Handler, ...]]]:
         """What the script needs, and its handlers."""
         fit = self.assembly.fit
         later = tuple(self.length.moments().values())[1:]
@@ -179,7 +179,7 @@ class Passes:
             strategy=fit.strategy.uncompiled,
             evaluating=stages,
             load=None if fit.load is None else self._loaded,
-            boundary=loop.LastBoundary(),
+            boundary=LastBoundary(),
         )
         return changed, handlers
 
@@ -191,8 +191,8 @@ class Passes:
         return self.checkpoint
 
     def _observers(
-        self, fit: loop.Fit, *, called: bool
-    ) -> tuple[dict[Event, tuple[Observer, ...]], list[Callable[[], None]], loop.Fit]:
+        self, fit: Fit, *, called: bool
+    ) -> tuple[dict[Event, tuple[Observer, ...]], list[Callable[[], None]], Fit]:
         """The stand-ins of callbacks and loggers by event, bound, and what closes them."""
         if not called:
             return {}, [], fit
@@ -223,7 +223,7 @@ class Passes:
         handlers: Mapping[Event, tuple[Handler, ...]],
         observed: Mapping[Event, tuple[Observer, ...]],
         closers: Sequence[Callable[[], None]],
-        fit: loop.Fit,
+        fit: Fit,
     ) -> Pairs:
         """The stream of a script and its events; ``place`` has the name of the computation that raises an error."""
         last = marker(self.place)

@@ -24,10 +24,11 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.weights import Weights
 from pure_loop.evaluator import BoundEvaluator
-from pure_loop.loop import driver
+from pure_loop.loop import driver, evaluators
 from pure_loop.loop import evaluation as _evaluation
 from pure_loop.loop import training as loop
-from pure_loop.loop.training import LoopStages
+from pure_loop.loop.batch import LoopStages
+from pure_loop.loop.batch import gradients as gradients_of_batch
 from pure_loop.stages import Stages, ownership
 from pure_loop.stages.settings import NO_CONTEXT, StageSettings
 from pure_loop.testing.case import Fit
@@ -96,7 +97,7 @@ def evaluates_twice_at_the_end() -> Fit:
 
 
 def counts_microbatches_as_batches() -> Fit:
-    real = loop.gradients
+    real = gradients_of_batch
 
     def gradients(state: pl.State, loop_stages: LoopStages) -> Any:
         for piece in loop_stages.microbatches(state.batch):
@@ -216,7 +217,7 @@ def evaluation_trains_batchnorm() -> Fit:
         after = yield from real(state, loop_stages, evaluator, labels)
         return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
 
-    return while_patched(lambda: patch.object(loop, "evaluation", evaluation))
+    return while_patched(lambda: patch.object(evaluators, "evaluation", evaluation))
 
 
 def evaluation_changes_the_data() -> Fit:

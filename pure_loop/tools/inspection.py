@@ -22,7 +22,7 @@ from pure_loop.entry.fit import fit
 from pure_loop.entry.start import refuse_other_optimizer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.loop.training import LoopStages
+from pure_loop.loop.batch import LoopStages
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random.seeds import derive, seeded_all

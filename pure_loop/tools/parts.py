@@ -16,8 +16,8 @@ from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger, Observer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
+from pure_loop.loop.call import Fit
 from pure_loop.loop.stream import Stream, arguments_of
-from pure_loop.loop.training import Fit
 from pure_loop.state import State
 
 __all__ = ["Parts", "replace_each", "set_attribute", "set_method"]

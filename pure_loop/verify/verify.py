@@ -19,8 +19,12 @@ from pure_loop._internal.bits import checksums, combined
 from pure_loop.algorithm import Handler
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
+from pure_loop.loop.batch import LoopStages
+from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.training import Eager, Fit, LoopStages, Script, current
+from pure_loop.loop.evaluation import Script
+from pure_loop.loop.evaluators import current
+from pure_loop.loop.training import Eager
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Timestamp

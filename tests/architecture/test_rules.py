@@ -21,6 +21,7 @@ PACKAGE = Path(pl.__file__).parent
 # R1. Events of training are yielded by scripts alone, and one function drives them.
 
 SCRIPTS = {
+    "loop/batch.py": "the script of a batch's gradient",
     "loop/training.py": "the script of training",
     "loop/evaluation.py": "the scripts of evaluation and prediction",
     "loop/driver.py": "an update that writes nothing: what is counted where nothing is kept",

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.loggers import InMemoryLogger
-from pure_loop.loop.training import Fit, LoopStages
+from pure_loop.loop.batch import LoopStages
+from pure_loop.loop.call import Fit
 from pure_loop.tools.profile_report import Profile
 from tests.support.runs import cross_entropy, equal, mlp, points
 from tests.support.worlds import pool
