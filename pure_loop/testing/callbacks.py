@@ -7,11 +7,11 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-import pure_loop as pl
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.callback import Callback, Logger, LoggerGroup, observers
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
+from pure_loop.order import Plan
 from pure_loop.state import State
 from pure_loop.testing.subject import Problems, Subject, assigned, drawn_from, fresh_copies
 
@@ -40,7 +40,7 @@ class CallbackSubject(Subject):
     laws = "testing.laws.of_callbacks"
     called = "make_callback"
 
-    def __init__(self, value: Any, problems: Problems = None, plans: SearchStrategy[Any] | None = None) -> None:
+    def __init__(self, value: Any, problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> None:
         if isinstance(value, Algorithm | Composition) or not (callable(value) or isinstance(value, Callback)):
             raise ArgumentTypeError(
                 f"check_callback({value!r}): give a function that makes a callback, such as its class. For an "
@@ -81,7 +81,7 @@ class CallbackSubject(Subject):
         observer = self.make()
         if self.is_logger:
             return {"loggers": [observer]}
-        return {"callbacks": [observer], "loggers": [pl.Logger()]}
+        return {"callbacks": [observer], "loggers": [Logger()]}
 
     def without(self) -> dict[str, Any]:
         """The arguments of the runs that those with it are compared with.

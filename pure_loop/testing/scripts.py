@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-import pure_loop as pl
 from pure_loop.algorithm import Algorithm
+from pure_loop.entry.drive import drive
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop.evaluation import Script
@@ -17,8 +17,8 @@ from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.testing.case import Pairs
 from pure_loop.testing.comparison import copied
+from pure_loop.testing.report import LawViolation
 from pure_loop.testing.subject import Subject, imported
-from pure_loop.testing.violation import LawViolation
 
 __all__ = ["CUSTOMARY", "Scripted", "Seed"]
 
@@ -99,7 +99,7 @@ class Scripted(Subject):
     def stream(self, case: Seed, start: State | None = None, **arguments: Any) -> Any:
         """The stream of the script from ``start``; None: from its first State."""
         first = self.start(case.seed) if start is None else start
-        return pl.drive(self.make_script(first), stages=self.stages, **arguments)
+        return drive(self.make_script(first), stages=self.stages, **arguments)
 
     def run(self, case: Seed, start: State | None = None, **arguments: Any) -> Pairs:
         """All pairs of :meth:`stream`, as a list.

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-import pure_loop as pl
+from pure_loop.callback import Callback
+from pure_loop.entry.evaluate import evaluate, predict
 from pure_loop.errors import PureLoopError
 from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.comparison import Comparer, Difference, differences
+from pure_loop.testing.report import LawViolation, moment
 from pure_loop.testing.subject import Subject
-from pure_loop.testing.violation import LawViolation, moment
 
 __all__ = [
     "TRAINING",
@@ -118,9 +119,9 @@ def standalone_streams(subject: Subject, case: Case, state: State, algorithms: A
     bound = {event for _, event in subject.bound}
     data = case.problem.batches((2, 1), seed=7)
     if any(event.is_eval for event in bound):
-        yield pl.evaluate(state, {"test": data}, loss=case.problem.loss, algorithms=algorithms)
+        yield evaluate(state, {"test": data}, loss=case.problem.loss, algorithms=algorithms)
     if any(event.is_predict for event in bound):
-        yield pl.predict(state, data, algorithms=algorithms)
+        yield predict(state, data, algorithms=algorithms)
 
 
 def _raised_inside(error: BaseException) -> bool:
@@ -128,7 +129,7 @@ def _raised_inside(error: BaseException) -> bool:
     return any(note.startswith("raised by algorithm") for note in getattr(error, "__notes__", ()))
 
 
-class _BusyObserver(pl.Callback):
+class _BusyObserver(Callback):
     """Draws random numbers, keeps every State, computes with its tensors, and changes nothing."""
 
     def __init__(self) -> None:

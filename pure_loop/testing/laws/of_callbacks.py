@@ -14,10 +14,10 @@ import threading
 from contextlib import nullcontext
 from typing import Any
 
-import pure_loop as pl
 from pure_loop.callback import Callback
+from pure_loop.entry.evaluate import evaluate, predict
 from pure_loop.event import Event
-from pure_loop.order import BOUNDARIES, expected, expected_evaluate, expected_predict
+from pure_loop.order import BOUNDARIES, EvaluatorPlan, expected, expected_evaluate, expected_predict
 from pure_loop.random.guards import guard
 from pure_loop.testing._surroundings import Surroundings
 from pure_loop.testing.callbacks import CallbackSubject
@@ -25,7 +25,7 @@ from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import same_events, same_stream
-from pure_loop.testing.violation import LawViolation, broken_off, moment, written_to
+from pure_loop.testing.report import LawViolation, broken_off, moment, written_to
 
 __all__ = ["closing", "completion", "joining", "observer_invariance", "purity"]
 
@@ -43,13 +43,13 @@ def completion(subject: CallbackSubject, case: Case, fit: Fit) -> None:
         same_events(events, expected(case.plan), "the order of events")
         loss = case.problem.loss
         arguments: dict[str, Any] = {"loss": loss, "strict": False}  # the law `purity` compares
-        evaluated = [event for event, _ in pl.evaluate(last, {"test": data}, **arguments, **subject.arguments())]
-        predicted = [event for event, _ in pl.predict(last, data, strict=False, **subject.arguments())]
+        evaluated = [event for event, _ in evaluate(last, {"test": data}, **arguments, **subject.arguments())]
+        predicted = [event for event, _ in predict(last, data, strict=False, **subject.arguments())]
     except LawViolation:
         raise
     except Exception as error:
         raise broken_off(events, error) from error
-    plan = pl.order.EvaluatorPlan(batches=(2, 1))
+    plan = EvaluatorPlan(batches=(2, 1))
     same_events(evaluated, expected_evaluate({"test": plan}), "the order of events in evaluation")
     same_events(predicted, expected_predict(2), "the order of events in prediction")
 

@@ -21,8 +21,8 @@ from pure_loop.testing.case import Fit
 from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import observed_run, same_events, same_stream
+from pure_loop.testing.report import LawViolation, moment, written_to
 from pure_loop.testing.scripts import Scripted, Seed
-from pure_loop.testing.violation import LawViolation, moment, written_to
 
 __all__ = ["completion", "determinism", "identity", "observer_invariance", "resumption", "sending_back", "value"]
 

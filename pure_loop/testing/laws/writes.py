@@ -9,23 +9,23 @@ import attrs
 import torch
 from torch import Tensor
 
-import pure_loop as pl
 from pure_loop._internal.weights import Weights
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.batch import map_tensors
+from pure_loop.errors import PureLoopError
 from pure_loop.event import Event
 from pure_loop.precision import Precision
 from pure_loop.stages import Stages
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import NOT_READY, State
 from pure_loop.task import make_task
-from pure_loop.testing._tap import Call, tapped
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import run_until_error
+from pure_loop.testing.laws.calls import Call, tapped
+from pure_loop.testing.report import LawViolation, moment
 from pure_loop.testing.subject import AlgorithmSubject
-from pure_loop.testing.violation import LawViolation, moment
 
 __all__ = ["MAY_CHANGE", "WHY_NOWHERE_ELSE", "discipline", "visibility"]
 
@@ -234,7 +234,7 @@ def _stream(subject: AlgorithmSubject, case: Case, fit: Fit, algorithms: Sequenc
     except LawViolation:
         raise
     except Exception as error:
-        if not isinstance(error, pl.PureLoopError) and not getattr(error, "__notes__", ()):
+        if not isinstance(error, PureLoopError) and not getattr(error, "__notes__", ()):
             raise
 
 
