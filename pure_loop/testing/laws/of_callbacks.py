@@ -24,7 +24,7 @@ from pure_loop.testing.callbacks import CallbackSubject
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_events, same_stream
+from pure_loop.testing.laws._streams import same_events, same_stream, without_error
 from pure_loop.testing.report import LawViolation, broken_off, moment, written_to
 
 __all__ = ["closing", "completion", "joining", "observer_invariance", "purity"]
@@ -98,15 +98,12 @@ def joining(subject: CallbackSubject, case: Case, fit: Fit) -> None:
     boundaries = [state for event, state in case.run(fit=fit) if event in BOUNDARIES]
     for start in {boundaries[case.seed % len(boundaries)], boundaries[len(boundaries) // 2]}:
         event, what = start.event, f"joining at {moment(start)}"
-        try:
+        advice = (
+            "An attribute set at FIT_START, EPOCH_START or BATCH_START may be missing: those events came before the "
+            "callback joined."
+        )
+        with without_error(f"{what}, the run", event, advice):
             again = case.run(fit=fit, start=start, **subject.arguments())
-        except Exception as error:
-            raise LawViolation(
-                f"{what}, the run ended in {type(error).__name__}: {error}",
-                event=event,
-                advice="An attribute set at FIT_START, EPOCH_START or BATCH_START may be missing: those events came "
-                "before the callback joined.",
-            ) from error
         same_stream(again, case.run(fit=fit, start=start, **subject.without()), what)
 
 

@@ -16,11 +16,16 @@ from __future__ import annotations
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.event import Event
-from pure_loop.testing._surroundings import Surroundings, reseeded
 from pure_loop.testing.case import Fit
 from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import observed_run, same_events, same_stream
+from pure_loop.testing.laws._streams import (
+    observed_run,
+    same_events,
+    same_stream,
+    same_under_other_generators,
+    without_error,
+)
 from pure_loop.testing.report import LawViolation, moment, written_to
 from pure_loop.testing.scripts import Scripted, Seed
 
@@ -30,12 +35,8 @@ __all__ = ["completion", "determinism", "identity", "observer_invariance", "resu
 @law("the script ends without an error, and yields an event and a State at every step", of=Scripted)
 def completion(subject: Scripted, case: Seed, fit: Fit) -> None:
     """Runs it to its end."""
-    try:
+    with without_error("the script"):
         pairs = subject.run(case)
-    except LawViolation:
-        raise
-    except Exception as error:
-        raise LawViolation(f"the script ended in {type(error).__name__}: {error}") from error
     if not pairs:
         raise LawViolation("the script yielded nothing.", advice="Write for each event: state = yield EVENT, state.")
 
@@ -61,22 +62,13 @@ def value(subject: Scripted, case: Seed, fit: Fit) -> None:
 def determinism(subject: Scripted, case: Seed, fit: Fit) -> None:
     """Runs it twice, under different global random states."""
     first = subject.start(case.seed)
-    streams = []
-    for seed in (11, 12):
-        with reseeded(seed):
-            around, pairs = Surroundings(), []
-            for event, state in subject.stream(case, first):
-                pairs.append((event, state))
-                changed = around.changed()
-                if changed is not None:
-                    raise LawViolation(
-                        f"the script changed {changed} before {event.name}.",
-                        event=event,
-                        advice="Draw from pl.random.generator(state.seed, 'name', state.timestamp.batch), or inside "
-                        "`with pl.random.seeded(pl.random.derive(state.seed, 'name', state.timestamp.batch)):`.",
-                    )
-            streams.append(pairs)
-    same_stream(streams[1], streams[0], "the same run under another global random state")
+    same_under_other_generators(
+        lambda: subject.stream(case, first),
+        "the script",
+        hastily=False,
+        advice="Draw from pl.random.generator(state.seed, 'name', state.timestamp.batch), or inside "
+        "`with pl.random.seeded(pl.random.derive(state.seed, 'name', state.timestamp.batch)):`.",
+    )
 
 
 @law(
@@ -149,13 +141,8 @@ def resumption(subject: Scripted, case: Seed, fit: Fit) -> None:
             continue
         what = f"resumed from {moment(start)}"
         rest = uninterrupted[index + 1 :]
-        try:
+        with without_error(f"{what}, the run", event):
             again = subject.run(case, start)
-        except LawViolation:
-            raise
-        except Exception as error:
-            text = f"{what}, the run ended in {type(error).__name__}: {error}"
-            raise LawViolation(text, event=event) from error
         advice = (
             "A script must read its progress from the State, `while state.timestamp < '10ba':`, and keep nothing in "
             "local variables that the next batch needs."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pure_loop.order import BOUNDARIES, going_on
 from pure_loop.state import State, outside_batch
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_events, same_state, same_stream
+from pure_loop.testing.laws._streams import same_events, same_state, same_stream, without_error
 from pure_loop.testing.report import LawViolation, moment
 from pure_loop.testing.subject import AlgorithmSubject
 
@@ -50,17 +50,31 @@ def resumption_from(subject: AlgorithmSubject, case: Case, fit: Fit, to_the_end:
         event, state = uninterrupted[index]
         what = f"resumed from {moment(state)}"
         short = to_the_end is not None and number not in to_the_end
-        try:
+        with without_error(f"{what}, the run", event):
             stream: Any = case.stream(subject.make(), fit=fit, start=_as_values(state))
             again = list(to_the_next_batch(stream) if short else stream)
             stream.close()
-        except Exception as error:
-            raise LawViolation(f"{what}, the run ended in {type(error).__name__}: {error}", event=event) from error
-        rest = going_on(events, index)
-        same_events([event for event, _ in again], rest[: len(again)] if short else rest, what)
-        # Every call yields FIT_START first; the uninterrupted stream has none at this place.
-        wanted: Pairs = uninterrupted[len(uninterrupted) - len(rest) + 1 :]
-        same_stream(again[1:], wanted[: len(again) - 1], what)
+        _goes_on(again, uninterrupted, index, what, whole=not short)
+
+
+def _goes_on(
+    again: Pairs, uninterrupted: Pairs, index: int, what: str, *, loading: Sequence[Event] = (), whole: bool = False
+) -> None:
+    """Refuse a resumed run that does not go on as the uninterrupted one does.
+
+    Args:
+        again, uninterrupted: the pairs of both.
+        index: of the pair from which it resumed.
+        what: for the message.
+        loading: the events with which it begins, of loading a file.
+        whole: whether it has run to its end.
+    """
+    rest = going_on([event for event, _ in uninterrupted], index)
+    wanted = [*loading, *rest]
+    same_events([event for event, _ in again], wanted if whole else wanted[: len(again)], what)
+    # Every call yields FIT_START first; the uninterrupted stream has none at this place.
+    value = again[len(loading) + 1 :]
+    same_stream(value, uninterrupted[len(uninterrupted) - len(rest) + 1 :][: len(value)], what)
 
 
 def _as_values(state: State) -> State:
@@ -117,15 +131,9 @@ def _save_and_resume(
         _BEFORE_TRAINING
     )
     start: dict[str, Any] = {"start": loaded} if acts_before else {"start": module, "load_path": path}
-    try:
+    with without_error(f"{what}, the run", event):
         stream: Any = case.stream(algorithms, fit=fit, **start)
         again = list(to_the_next_batch(stream))
         stream.close()
-    except Exception as error:
-        raise LawViolation(f"{what}, the run ended in {type(error).__name__}: {error}", event=event) from error
-    rest = going_on([event for event, _ in uninterrupted], index)
     loading = [] if acts_before else _BEFORE_TRAINING[: 1 if case.plan.order == "2021" else None]
-    wanted = [*loading, *rest]
-    same_events([event for event, _ in again], wanted[: len(again)], what)
-    value = again[len(loading) + 1 :]
-    same_stream(value, uninterrupted[len(uninterrupted) - len(rest) + 1 :][: len(value)], what)
+    _goes_on(again, uninterrupted, index, what, loading=loading)

@@ -10,11 +10,11 @@ import attrs
 
 from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, expected, expected_evaluate, expected_predict
-from pure_loop.testing._surroundings import Surroundings, reseeded
+from pure_loop.testing._surroundings import Surroundings
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Keeper, close, copied, differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_events, same_stream, standalone_streams
+from pure_loop.testing.laws._streams import same_events, same_stream, same_under_other_generators, standalone_streams
 from pure_loop.testing.report import LawViolation, broken_off, moment, written_to
 from pure_loop.testing.subject import AlgorithmSubject
 
@@ -66,18 +66,7 @@ def value(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
 )
 def determinism(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Runs it twice, under different global random states, which it compares after every event."""
-    streams = []
-    for seed in (11, 12):
-        with reseeded(seed):
-            around = Surroundings()
-            pairs = []
-            for pair in case.stream(subject.make(), fit=fit):
-                pairs.append(pair)
-                changed = around.changed(hastily=True)
-                if changed is not None:
-                    raise LawViolation(f"the loop changed {changed} before {pair[0].name}.", event=pair[0])
-            streams.append(pairs)
-    same_stream(streams[1], streams[0], "the same run under another global random state")
+    same_under_other_generators(lambda: case.stream(subject.make(), fit=fit), "the loop", hastily=True)
 
 
 @law("watching fewer events gives the same States at the events that are watched", rests_on=("determinism",))
