@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_choice, is_number, positive_or_none, refusal
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop._internal.torch_private import (
     any_autocast_enabled,
     any_global_hook,
     code_around_operations,
 )
-from pure_loop._internal.types import Batch
 from pure_loop.data.group import parts_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
