@@ -22,7 +22,6 @@ PACKAGE = Path(pl.__file__).parent
 
 SCRIPTS = {
     "loop/batch.py": "the script of a batch's gradient",
-    "loop/evaluators.py": "the evaluations of a call of fit",
     "loop/training.py": "the script of training",
     "loop/evaluation.py": "the scripts of evaluation and prediction",
     "loop/driver.py": "an update that writes nothing: what is counted where nothing is kept",
