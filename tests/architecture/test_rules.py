@@ -52,22 +52,13 @@ DRIVERS = {
 # R2. What changes is a record under way, or the workspace.
 
 _DRAFT = "a draft of a record becomes one"
-_SURGERY = "an algorithm changes layers of a module, before training"
 # Who sets the class of an object: (module, function).
 SETS_CLASS = {
     ("_internal/records.py", "copier"): _DRAFT,
     ("stages/workspace.py", "_overwritten"): "a mapping to whose tensors a step has written refuses to be read",
     ("_internal/lazy.py", "lazily"): "a package whose modules are imported at the first access",
     ("model/model.py", "_rebuilt"): "a module that was pickled; its parameters are of a subclass",
-    ("model/tree.py", "own_classes"): "a copy of a parametrized module",
-    ("tools/profile.py", "_time"): "the stages of a run that is profiled",
-    ("algorithms/_low_precision.py", "with_low_precision"): _SURGERY,
-    ("algorithms/blurpool.py", "apply_blurpool"): _SURGERY,
-    ("algorithms/gated_linear_units.py", "_gate"): _SURGERY,
-    ("algorithms/ghost_batchnorm.py", "apply_ghost_batchnorm"): _SURGERY,
-    ("algorithms/gyro_dropout.py", "apply_gyro_dropout"): _SURGERY,
-    ("algorithms/weight_standardization.py", "apply_weight_standardization"): _SURGERY,
-    ("algorithms/weight_standardization.py", "bake"): _SURGERY,
+    ("model/tree.py", "set_class"): "a copy of a module: of parametrized layers, and of those that an algorithm changes",
 }
 
 # What mappings carry besides their items: (module, class), and each slot with a reason.
