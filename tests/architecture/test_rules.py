@@ -58,7 +58,8 @@ SETS_CLASS = {
     ("stages/workspace.py", "_overwritten"): "a mapping to whose tensors a step has written refuses to be read",
     ("_internal/lazy.py", "lazily"): "a package whose modules are imported at the first access",
     ("model/model.py", "_rebuilt"): "a module that was pickled; its parameters are of a subclass",
-    ("model/tree.py", "set_class"): "a copy of a module: of parametrized layers, and of those that an algorithm changes",
+    ("model/tree.py", "set_class"): "a copy of a module: parametrized layers, and those that an algorithm changes",
+    ("tools/profile.py", "_time"): "the stages of a run that is profiled",
 }
 
 # What mappings carry besides their items: (module, class), and each slot with a reason.
@@ -542,3 +543,40 @@ def test_engines_are_asked() -> None:
 def test_a_question_for_ranks_is_found(question: str) -> None:
     assert asks_for_ranks({"loop/training.py": ast.parse(f"def fit(stages):\n    return {question}")})
     assert not asks_for_ranks({"loop/training.py": ast.parse("def fit(stages):\n    return stages.engine.exchanges")})
+
+
+# R6. A method knows values, stages and operations on trees; how a run is driven, compiled or distributed it does not.
+
+BEYOND_METHODS = {"compile", "distributed", "entry", "loop"}
+# What files of methods import of these folders, for type checkers too.
+METHODS_IMPORT = {("loop.batch", "LoopStages"): "the type of the second argument of a handler"}
+
+
+def imports_beyond(modules: Modules, folder: str) -> set[Place]:
+    """What the modules of a folder import of the folders that methods do not know: (module, name)."""
+    return {
+        (node.module.removeprefix("pure_loop."), alias.name)
+        for module, tree in modules.items()
+        if module.startswith(folder)
+        for _, node in walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("pure_loop")
+        for alias in node.names
+        if not BEYOND_METHODS.isdisjoint([*node.module.split(".")[1:2], alias.name])
+    }
+
+
+def test_algorithms_know_values_stages_and_trees() -> None:
+    assert differences(imports_beyond(modules(), "algorithms/"), METHODS_IMPORT) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pure_loop.distributed.parallel import rank",
+        "if TYPE_CHECKING:\n    from pure_loop.loop.training import Fit",
+        "def f():\n    from pure_loop import compile",
+    ],
+)
+def test_an_import_of_what_methods_do_not_know_is_found(source: str) -> None:
+    assert len(imports_beyond({"algorithms/wrong.py": ast.parse(source)}, "algorithms/")) == 1
+    assert not imports_beyond({"tools/profile.py": ast.parse(source)}, "algorithms/")
