@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.errors import ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import no_class
