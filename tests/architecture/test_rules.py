@@ -52,22 +52,14 @@ DRIVERS = {
 # R2. What changes is a record under way, or the workspace.
 
 _DRAFT = "a draft of a record becomes one"
-_SURGERY = "an algorithm changes layers of a module, before training"
 # Who sets the class of an object: (module, function).
 SETS_CLASS = {
     ("_internal/records.py", "copier"): _DRAFT,
     ("stages/workspace.py", "_overwritten"): "a mapping to whose tensors a step has written refuses to be read",
     ("_internal/lazy.py", "lazily"): "a package whose modules are imported at the first access",
     ("model/model.py", "_rebuilt"): "a module that was pickled; its parameters are of a subclass",
-    ("model/tree.py", "own_classes"): "a copy of a parametrized module",
+    ("model/tree.py", "set_class"): "a copy of a module: parametrized layers, and those that an algorithm changes",
     ("tools/profile.py", "_time"): "the stages of a run that is profiled",
-    ("algorithms/_low_precision.py", "with_low_precision"): _SURGERY,
-    ("algorithms/blurpool.py", "apply_blurpool"): _SURGERY,
-    ("algorithms/gated_linear_units.py", "_gate"): _SURGERY,
-    ("algorithms/ghost_batchnorm.py", "apply_ghost_batchnorm"): _SURGERY,
-    ("algorithms/gyro_dropout.py", "apply_gyro_dropout"): _SURGERY,
-    ("algorithms/weight_standardization.py", "apply_weight_standardization"): _SURGERY,
-    ("algorithms/weight_standardization.py", "bake"): _SURGERY,
 }
 
 # What mappings carry besides their items: (module, class), and each slot with a reason.
@@ -623,3 +615,40 @@ def test_an_import_of_torch_distributed_is_found(source: str) -> None:
 )
 def test_a_look_at_a_shard_is_found(source: str) -> None:
     assert looks_at_shards({"algorithms/ema.py": ast.parse(source)}) == {"algorithms/ema.py"}
+
+
+# R6. A method knows values, stages and operations on trees; how a run is driven, compiled or distributed it does not.
+
+BEYOND_METHODS = {"compile", "distributed", "entry", "loop"}
+# What files of methods import of these folders, for type checkers too.
+METHODS_IMPORT = {("loop.batch", "LoopStages"): "the type of the second argument of a handler"}
+
+
+def imports_beyond(modules: Modules, folder: str) -> set[Place]:
+    """What the modules of a folder import of the folders that methods do not know: (module, name)."""
+    return {
+        (node.module.removeprefix("pure_loop."), alias.name)
+        for module, tree in modules.items()
+        if module.startswith(folder)
+        for _, node in walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("pure_loop")
+        for alias in node.names
+        if not BEYOND_METHODS.isdisjoint([*node.module.split(".")[1:2], alias.name])
+    }
+
+
+def test_algorithms_know_values_stages_and_trees() -> None:
+    assert differences(imports_beyond(modules(), "algorithms/"), METHODS_IMPORT) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pure_loop.distributed.parallel import rank",
+        "if TYPE_CHECKING:\n    from pure_loop.loop.training import Fit",
+        "def f():\n    from pure_loop import compile",
+    ],
+)
+def test_an_import_of_what_methods_do_not_know_is_found(source: str) -> None:
+    assert len(imports_beyond({"algorithms/wrong.py": ast.parse(source)}, "algorithms/")) == 1
+    assert not imports_beyond({"tools/profile.py": ast.parse(source)}, "algorithms/")
