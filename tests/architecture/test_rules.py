@@ -22,6 +22,7 @@ PACKAGE = Path(pl.__file__).parent
 
 SCRIPTS = {
     "loop/batch.py": "the script of a batch's gradient",
+    "loop/evaluators.py": "the evaluations of a call of fit",
     "loop/training.py": "the script of training",
     "loop/evaluation.py": "the scripts of evaluation and prediction",
     "loop/driver.py": "an update that writes nothing: what is counted where nothing is kept",
@@ -648,3 +649,75 @@ def test_another_door_to_compiling_is_found(source: str) -> None:
 def test_another_question_whether_a_step_is_traced_is_found(source: str, name: str) -> None:
     assert asks_whether_traced(parsed(source)) == {("wrong.py", name)}
     assert asks_whether_traced({"compile/trace.py": ast.parse(source)}) == set()
+
+
+_TESTING = "simulated ranks, and programs for them"
+# Who imports torch.distributed besides the engines of several ranks.
+IMPORTS_DISTRIBUTED = {
+    "_internal/torch_private.py": "names of torch that are private",
+    "_internal/tree_ops.py": "operations on tensors that may be sharded",
+    "checkpoint/coordination.py": "ranks agree on a checkpoint in a process group of its own",
+    "checkpoint/resharding.py": "torch's planners of checkpoints in shards",
+    "checkpoint/sharded.py": "torch's planners of checkpoints in shards",
+    "testing/ranks/_collectives.py": _TESTING,
+    "testing/ranks/_group.py": _TESTING,
+}
+# Who says what class sharded tensors are of, or looks at their parts by itself.
+SHARDED = {
+    "_internal/torch_private.py": "names of torch that are private",
+    "_internal/tree_ops.py": "operations on tensors that may be sharded",
+    "checkpoint/sharded.py": "a template, sharded as another tensor is",
+    "checkpoint/tree.py": "a tensor that was read, sharded as another one is",
+}
+_OF_SHARDS = frozenset({"DTensor", "to_local", "_local_tensor", "placements", "device_mesh"})
+
+
+def imports_distributed(modules: Modules) -> set[str]:
+    """The modules outside ``distributed/`` and ``entry/`` that import torch.distributed, or a module in it."""
+    found = set()
+    for module, tree in modules.items():
+        for _, node in walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            if any(f"{name}.".startswith("torch.distributed.") for name in names):
+                found.add(module)
+    return {module for module in found if not module.startswith(ASKS_FOR_RANKS)}
+
+
+def looks_at_shards(modules: Modules) -> set[str]:
+    """The modules outside ``distributed/`` that name the class of sharded tensors, or what it has besides tensors."""
+    found = {
+        module
+        for module, tree in modules.items()
+        for _, node in walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in _OF_SHARDS)
+        or (isinstance(node, ast.Name) and node.id in _OF_SHARDS)
+        or (isinstance(node, ast.Constant) and node.value in _OF_SHARDS)
+    }
+    return {module for module in found if not module.startswith("distributed/")}
+
+
+def test_ranks_talk_in_one_room() -> None:
+    assert differences(imports_distributed(modules()), IMPORTS_DISTRIBUTED) == []
+
+
+def test_shards_are_known_to_tree_ops() -> None:
+    assert differences(looks_at_shards(modules()), SHARDED) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch.distributed as dist", "from torch.distributed import ReduceOp", "from torch import distributed"],
+)
+def test_an_import_of_torch_distributed_is_found(source: str) -> None:
+    tree = ast.parse(f"def log():\n    {source}")
+    assert imports_distributed({"callbacks/lr_monitor.py": tree}) == {"callbacks/lr_monitor.py"}
+    assert imports_distributed({"distributed/shard.py": tree}) == set()
+
+
+@pytest.mark.parametrize(
+    "source", ["isinstance(tensor, DTensor)", "tensor.to_local()", "hasattr(tensor, 'to_local')", "tensor.placements"]
+)
+def test_a_look_at_a_shard_is_found(source: str) -> None:
+    assert looks_at_shards({"algorithms/ema.py": ast.parse(source)}) == {"algorithms/ema.py"}
