@@ -31,11 +31,8 @@ from pure_loop._internal.arguments import check_number
 from pure_loop._internal.cloning import clone_all
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
-<<<<<<< HEAD
-from pure_loop._internal.weights import has_numbers
-=======
 from pure_loop._internal.tree_ops import is_sharded
->>>>>>> d1a1c3fa27f89840682db3b390e73256264e7c01
+from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.kept import ATOMS, COMMON, Kept, overlap, range_of, tensors_in, unholdable

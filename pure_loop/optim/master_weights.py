@@ -9,12 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
-from pure_loop._internal.dtensor import is_sharded
-from pure_loop._internal.weights import is_readable
-=======
 from pure_loop._internal.tree_ops import is_sharded
->>>>>>> d1a1c3fa27f89840682db3b390e73256264e7c01
+from pure_loop._internal.weights import is_readable
 from pure_loop.errors import ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import no_class
