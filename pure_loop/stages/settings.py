@@ -23,7 +23,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random.guards import Place, guard, is_users, runs_users_code
-from pure_loop.random.seeds import SeededHosts, derive, seeded, tracer
+from pure_loop.random.seeds import SeededHosts, derive, seeded
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.stages.own_draws import checked_draws
 from pure_loop.stages.ownership import is_watched
@@ -148,8 +148,6 @@ class StageSettings:
             of_rank = () if stage == "update" or stage == "clip_grad" else (index, self.engine.rank)
             seed = derive(state.seed, stage, state.timestamp.epoch, state.timestamp.batch, *of_rank)
         device = device_of(state)
-        if tracer.get() is not None:
-            return seeded(seed, device)
         context = SeededHosts(seed, device) if code == "users" else seeded(seed, device)
         if self.strict and stage in _CHECKED:
             return checked_draws(context, stage, state.timestamp.batch, device)

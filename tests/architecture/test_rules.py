@@ -147,6 +147,22 @@ CTYPES = {
     "compile/trace.py": "numbers in the memory of a tensor",
 }
 
+# R5. Compiling is imported by its door, and a step doesn't ask whether it is made into a graph: what that needs, the
+# compiler hands in as an object that answers.
+
+DOOR = "entry/compiling.py"
+# Where such an object may be met, and a tensor without numbers: (module, name).
+ANSWERS = {
+    ("random/seeds.py", "tracer"): "makes seeds and generators of the numbers of the step",
+    ("time.py", "ask"): "a timestamp of the step answers whether something is due",
+    ("time.py", "decide"): "a count that is a number of the step has no range to be checked",
+    ("ranges/strengths.py", "number_of"): "a timestamp of the step gives the value of a strength",
+    ("schedules/_base.py", "number_of"): "a timestamp of the step gives the value of a schedule",
+    ("optim/optimizer.py", "rate"): "a timestamp of the step gives the learning rate",
+    ("optim/optimizer.py", "as_input"): "a timestamp of the step gives the value of a hyperparameter",
+    ("_internal/weights.py", "fake_mode"): "whether a tensor has numbers",
+}
+
 Modules: TypeAlias = Mapping[str, ast.Module]
 Place: TypeAlias = tuple[str, ...]
 
@@ -396,6 +412,58 @@ def test_no_module_reads_memory_by_its_address() -> None:
     assert differences({module for module, _ in names_in(modules(), {"ctypes"})}, CTYPES) == []
 
 
+# R5
+
+# What is asked for wherever it occurs, and what only where an object may not have it.
+_ASKS = {"tracer", "fake_mode", "FakeTensor", "FakeTensorMode", "is_compiling", "is_fake", "is_tracing"}
+_ANSWERS = {name for _, name in ANSWERS} - _ASKS
+
+
+def imports_compiling(modules: Modules) -> set[str]:
+    """The modules outside of ``compile/`` that import from it, for types, inside of functions and by name, too."""
+    return {
+        module
+        for module, tree in modules.items()
+        for _, node in walk(tree)
+        if not module.startswith("compile/") and any(map(_is_compiling, _modules_named(node)))
+    }
+
+
+def _is_compiling(name: str) -> bool:
+    return f"{name}.".startswith("pure_loop.compile.")
+
+
+def _modules_named(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Import(names=aliases):
+            yield from (alias.name for alias in aliases)
+        case ast.ImportFrom(module=module, names=aliases):
+            yield from (f"{module}.{alias.name}" for alias in aliases)
+        case ast.Constant(value=str(text)):
+            yield text
+
+
+def asks_whether_traced(modules: Modules) -> set[Place]:
+    """Where a step asks whether it is made into a graph."""
+    outside = {name: tree for name, tree in modules.items() if not name.startswith(("compile/", "entry/"))}
+    return names_in(outside, _ASKS) | {
+        (module, each.value)
+        for module, tree in outside.items()
+        for _, node in walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+        for each in node.args[1:]
+        if isinstance(each, ast.Constant) and each.value in _ANSWERS
+    }
+
+
+def test_compiling_has_one_door() -> None:
+    assert imports_compiling(modules()) == {DOOR}
+
+
+def test_no_step_asks_whether_it_is_traced() -> None:
+    assert differences(asks_whether_traced(modules()), ANSWERS) == []
+
+
 # That each rule finds what breaks it.
 
 
@@ -543,6 +611,35 @@ def test_engines_are_asked() -> None:
 def test_a_question_for_ranks_is_found(question: str) -> None:
     assert asks_for_ranks({"loop/training.py": ast.parse(f"def fit(stages):\n    return {question}")})
     assert not asks_for_ranks({"loop/training.py": ast.parse("def fit(stages):\n    return stages.engine.exchanges")})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pure_loop.compile import interpreted",
+        "def f():\n    import pure_loop.compile.trace",
+        "from pure_loop import compile",
+        "load('pure_loop.compile._torch')",
+        "if TYPE_CHECKING:\n    from pure_loop.compile.compiler import Compiler",
+    ],
+)
+def test_another_door_to_compiling_is_found(source: str) -> None:
+    assert imports_compiling(parsed(source)) == {"wrong.py"}
+    assert imports_compiling({"compile/trace.py": ast.parse(source)}) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from pure_loop.random.seeds import tracer", "tracer"),
+        ("torch.compiler.is_compiling()", "is_compiling"),
+        ("hasattr(tensor, 'fake_mode')", "fake_mode"),
+        ("getattr(now, 'ask', None)", "ask"),
+    ],
+)
+def test_another_question_whether_a_step_is_traced_is_found(source: str, name: str) -> None:
+    assert asks_whether_traced(parsed(source)) == {("wrong.py", name)}
+    assert asks_whether_traced({"compile/trace.py": ast.parse(source)}) == set()
 
 
 _TESTING = "simulated ranks, and programs for them"
