@@ -20,9 +20,9 @@ import torch
 
 from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.closing import call_all
-from pure_loop._internal.dtensor import alone_on_rank
 from pure_loop._internal.reprs import call
 from pure_loop._internal.signatures import accepts, name_of
+from pure_loop._internal.tree_ops import alone_on_rank
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CallbackReturnError
 from pure_loop.event import Event, nearest_event

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import all_reduce_over_shards, from_local, is_sharded, local_tensor, map_local
+from pure_loop._internal.tree_ops import are_sharded, from_local, is_sharded, local_tensor, map_local, sum_over_shards
+from pure_loop._internal.tree_ops import norms as norms_of
 from pure_loop.frozendict import FrozenDict
 
 __all__ = [
@@ -84,14 +85,11 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
     present = [tensor for tensor in tensors.values() if tensor is not None]
     if not present:
         return torch.zeros(())
-    if any(map(is_sharded, present)):
-        total: Tensor = torch.linalg.vector_norm(_whole_norms(present, norm_type), norm_type)
-        return total
     if any(map(_is_sparse, present)):
         present = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in present]
-    norms = torch._foreach_norm(present, norm_type)
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-    return total  # noqa: RET504 - the type checker wants it named
+    norms = norms_of(present, norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
 
 
 @torch.no_grad()
@@ -109,12 +107,10 @@ def inner_product(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]
     pairs = [(one, other) for one, other in present if other is not None]
     if not pairs:
         return torch.zeros(())
-    sharded = next((one for one, _ in pairs if is_sharded(one)), None)
-    if sharded is not None:
-        pairs = [(local_tensor(one), local_tensor(other)) for one, other in pairs]
-    parts = [(_wide(one) * _wide(other).conj()).sum().real for one, other in pairs]
+    local = [(local_tensor(one), local_tensor(other)) for one, other in pairs]
+    parts = [(_wide(one) * _wide(other).conj()).sum().real for one, other in local]
     total = torch.stack([part.to(parts[0]) for part in parts]).sum()
-    return total if sharded is None else all_reduce_over_shards(total, sharded)
+    return sum_over_shards(total, next((one for one, _ in pairs if is_sharded(one)), total))
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -132,13 +128,11 @@ def norms(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in present.values()]
-    if any(map(is_sharded, values)):
-        whole: list[Tensor] = list(_whole_norms(values).unbind())
-    elif any(tensor.dtype in _HALVES for tensor in values):
-        whole = [torch.linalg.vector_norm(tensor, dtype=_norm_dtype(tensor)) for tensor in values]
+    if not are_sharded(values) and any(tensor.dtype in _HALVES for tensor in values):
+        lengths: list[Tensor] = [torch.linalg.vector_norm(tensor, dtype=_norm_dtype(tensor)) for tensor in values]
     else:
-        whole = list(torch._foreach_norm(values)) if values else []
-    return dict(zip(present, whole, strict=True))
+        lengths = norms_of(values)
+    return dict(zip(present, lengths, strict=True))
 
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -146,19 +140,6 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 
 def _norm_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype in _HALVES else None
-
-
-def _whole_norms(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of each tensor, all of which ranks hold parts of, in one exchange; shape (len(tensors),)."""
-    # The norm of nothing is 0, and the largest of nothing an error.
-    held = [local_tensor(tensor) for tensor in tensors]
-    norms = torch.stack(
-        [torch.linalg.vector_norm(part, norm_type) if part.numel() else part.new_zeros(()) for part in held]
-    )
-    if norm_type == torch.inf:
-        return all_reduce_over_shards(norms, tensors[0], largest=True)
-    total: Tensor = all_reduce_over_shards(norms**norm_type, tensors[0]) ** (1.0 / norm_type)
-    return total
 
 
 def clipping_factor(
@@ -233,9 +214,9 @@ def clip_adaptively(
 
     # Ranks hold whole rows of a matrix, and parts of a vector.
     vectors = [name for name, g in grads.items() if g is not None and g.ndim < 2 and is_sharded(g)]
-    both = [*(params[name] for name in vectors), *(grads[name] for name in vectors)]
-    norms = _whole_norms(both).split(len(vectors)) if vectors else ()  # type: ignore[arg-type, no-untyped-call]
-    known = {name: pair for name, *pair in zip(vectors, *norms, strict=True)}
+    both = [*(params[name] for name in vectors), *(cast("Tensor", grads[name]) for name in vectors)]
+    lengths = norms_of(both)
+    known = dict(zip(vectors, zip(lengths[: len(vectors)], lengths[len(vectors) :], strict=True), strict=True))
 
     def clip(name: str, gradient: Tensor) -> Tensor:
         if gradient.is_sparse:

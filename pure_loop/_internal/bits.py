@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.dtensor import local_tensor
+from pure_loop._internal.tree_ops import local_tensor
 
 __all__ = ["Digest", "checksums", "combined", "count_of_differences", "digest", "same", "tensors_differ"]
 

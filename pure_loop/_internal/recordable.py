@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Table", "is_scalar", "losses", "recordable", "recordable_metrics"]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.arguments import refusal
-from pure_loop._internal.dtensor import local_tensor, map_local
 from pure_loop._internal.suggestions import nearest
+from pure_loop._internal.tree_ops import local_tensor, map_local
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State

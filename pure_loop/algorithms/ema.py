@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import is_sharded, map_local
+from pure_loop._internal.tree_ops import are_sharded, map_local
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._averages import (
     AveragedBuffers,
@@ -152,7 +152,7 @@ def ema(
         chosen = averageable(tensors)
         if not offload:
             return chosen
-        if any(map(is_sharded, chosen.values())):
+        if are_sharded(chosen):
             raise ArgumentError(
                 "ema: offload=True with parallel='shard': each rank has a shard of the average already."
             )

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import shard_like
+from pure_loop._internal.tree_ops import shard_like
 from pure_loop.algorithm import Algorithm
 from pure_loop.event import Event
 from pure_loop.random import generator

@@ -21,7 +21,7 @@ from typing import Annotated, Any, cast
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import map_local
+from pure_loop._internal.tree_ops import map_local
 from pure_loop._internal.weights import is_number
 from pure_loop.algorithm import Algorithm
 from pure_loop.errors import ArgumentError

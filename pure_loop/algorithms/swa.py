@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.dtensor import map_local
+from pure_loop._internal.tree_ops import map_local
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._averages import (
     AveragedBuffers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.errors import ArgumentError
 from pure_loop.state import State
 
@@ -22,7 +22,7 @@ def refuse_collectives(state: State, ranks: int, where: str, instead: str = "") 
     Raises:
         ArgumentError: its forward is a collective: parameters are sharded, or a module is a ``SyncBatchNorm``.
     """
-    sharded = any(map(is_sharded, state.params.values()))
+    sharded = are_sharded(state.params)
     if sharded or (
         ranks > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in state.model.skeleton.modules())
     ):

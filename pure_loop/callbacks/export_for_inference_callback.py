@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithms._averages import averaged_if_begun
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._place import Place
@@ -133,7 +133,7 @@ class ExportForInferenceCallback(Callback):
 
     def _takes_part(self, state: State) -> bool:
         """Whether this rank writes the file, or has a shard of what is written."""
-        return not self.rank or any(map(is_sharded, state.params.values()))
+        return not self.rank or are_sharded(state.params)
 
     def _module(self, state: State, average: str | None) -> nn.Module | None:
         """What is exported; None on other ranks than the first."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pure_loop._internal.arguments import check_callable, check_integer
-from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithms._averages import averaged_if_begun
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup
@@ -113,7 +113,7 @@ class Generate(Callback):
             self._record(state, logger)
 
     def _record(self, state: State, logger: LoggerGroup) -> None:
-        sharded = any(map(is_sharded, state.params.values()))
+        sharded = are_sharded(state.params)
         if not sharded and (self.rank or not logger.loggers):
             return
         module = (state if self._average is None else averaged_if_begun(state, self._average)).module(training=False)

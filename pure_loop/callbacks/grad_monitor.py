@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pure_loop import gradients as _gradients
 from pure_loop._internal.cloning import clone_all
-from pure_loop._internal.dtensor import all_reduce_over_shards, from_local, is_sharded, local_tensor
+from pure_loop._internal.tree_ops import are_sharded, local_tensor, map_local, sum_over_shards
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.callbacks._intervals import measures_batch, read_interval
@@ -94,14 +94,14 @@ class GradMonitor(Callback):
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         self._measures, self._before = False, {}
         # Ranks with shards compute norms together, whether or not one has a logger.
-        self._together = any(map(is_sharded, state.params.values()))
+        self._together = are_sharded(state.params)
 
     def after_train_batch(self, state: State, logger: LoggerGroup) -> None:
         records = self._together or (not self.rank and bool(logger.loggers))
         self._measures = records and measures_batch(self._interval, state)
         if self._measures and self._updates:
             with torch.no_grad():
-                copies = clone_all([local_tensor(tensor).detach() for tensor in state.params.values()])
+                copies = map_local(clone_all, [tensor.detach() for tensor in state.params.values()])
             self._before = dict(zip(state.params, copies, strict=True))
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class GradMonitor(Callback):
 
     def _values(self, state: State, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
         grads = {name: gradient for name, gradient in (state.grads or {}).items() if gradient is not None}
-        updates = {name: _difference(tensor, before[name]) for name, tensor in state.params.items() if name in before}
+        updates = _updates(state.params, before)
         groups: dict[str, Mapping[str, Tensor]] = {}
         if self._gradients:
             groups["gradients/norm"] = grads
@@ -158,9 +158,11 @@ def _over_all(norms: list[Tensor]) -> Tensor:
     return total
 
 
-def _difference(tensor: Tensor, before: Tensor) -> Tensor:
-    difference: Tensor = from_local(tensor, local_tensor(tensor).detach() - before)
-    return difference
+def _updates(params: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What was added to the parameters of which there are copies."""
+    names = [name for name in params if name in before]
+    new, old = [params[name].detach() for name in names], [before[name] for name in names]
+    return dict(zip(names, map_local(torch._foreach_sub, new, old) if names else (), strict=True))
 
 
 def _cosine(updates: Mapping[str, Tensor], grads: Mapping[str, Tensor], update_norm: Tensor) -> Tensor:
@@ -171,9 +173,7 @@ def _cosine(updates: Mapping[str, Tensor], grads: Mapping[str, Tensor], update_n
         dense = dense.to_dense() if dense.is_sparse else dense
         products.append((update * dense.conj()).real.sum(dtype=update_norm.dtype))
     product = torch.stack([product.to(update_norm.device) for product in products]).sum()
-    first = next(iter(grads.values()))
-    if is_sharded(first):
-        product = all_reduce_over_shards(product, first)
+    product = sum_over_shards(product, next(iter(grads.values())))
     return product / (update_norm * _gradients.global_norm(grads)).clamp(min=_LEAST)
 
 

@@ -124,12 +124,9 @@ def _of_allocator(statistics: Mapping[str, int]) -> dict[str, float]:
 
 def _over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, Tensor]:
     """The least, the mean and the largest of each value; a collective."""
-    import torch.distributed as dist
+    from pure_loop.distributed.ranks import gathered  # with it comes torch.distributed
 
-    mine = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
-    by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(by_rank, mine)
-    together = torch.stack(by_rank)
+    together = gathered(torch.tensor(list(values.values()), dtype=torch.float64, device=device))
     least, mean, most = together.amin(dim=0), together.mean(dim=0), together.amax(dim=0)
     result: dict[str, Tensor] = {}
     for index, name in enumerate(values):

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import full_tensor, is_sharded
+from pure_loop._internal.tree_ops import are_sharded, full_tensor
 from pure_loop.checkpoint.container import CODES, DTYPES, bytes_of, is_shape
 from pure_loop.checkpoint.tree import Writer, shortened
 from pure_loop.errors import ArgumentError, ResumeError
@@ -54,7 +54,7 @@ def refuse_no_base(state: State) -> None:
         ArgumentError: nothing can be left out of a file of this State.
     """
     model = type(state.model.skeleton).__name__
-    if any(map(is_sharded, state.params.values())):
+    if are_sharded(state.params):
         raise ArgumentError(
             "trained_only=True: a sharded State is saved whole, because the digest of a frozen parameter needs all of "
             "its shards: leave trained_only out."

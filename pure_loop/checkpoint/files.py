@@ -10,8 +10,8 @@ from torch import nn
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.devices import read_device
-from pure_loop._internal.dtensor import is_sharded
 from pure_loop._internal.suggestions import teaching
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.base import refuse_no_base
 from pure_loop.checkpoint.checkpoint import NOT_RENAMED, NOT_STRICT, Checkpoint
@@ -121,7 +121,7 @@ def write_state(state: State, path: str, notes: Mapping[str, Any] | None = None,
 
 def in_parts(state: State) -> bool:
     """Whether the State is sharded, so that ranks have to save it together."""
-    return any(map(is_sharded, state.params.values()))
+    return are_sharded(state.params)
 
 
 @teaching

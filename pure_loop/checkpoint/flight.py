@@ -20,8 +20,8 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import full_tensor
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.tree_ops import full_tensor
 from pure_loop._internal.version import __version__
 from pure_loop.callback import Run
 from pure_loop.checkpoint.storage import leftover

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from torch import Tensor
 
-from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.base import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.container import CODES

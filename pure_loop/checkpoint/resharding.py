@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from pure_loop._internal.dtensor import from_local, local_tensor
+from pure_loop._internal.tree_ops import from_local, local_tensor
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.index import File, Index, Stored
 from pure_loop.checkpoint.storage import join, storage_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import empty as empty_in_parts
 
-from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.checkpoint import Checkpoint
 from pure_loop.checkpoint.coordination import Coordinator

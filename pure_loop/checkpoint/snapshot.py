@@ -10,8 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import is_sharded
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.state import State, outside_batch
 
 __all__ = ["snapshot", "streams_of"]
@@ -28,7 +28,7 @@ def snapshot(state: State, *, but_frozen: bool = False) -> State:
     of the State, is done before the update, which then writes in place as at every other step. On an accelerator, where
     memory is scarce, and of tensors in parts nothing is copied.
     """
-    if state.device.type != "cpu" or any(map(is_sharded, state.params.values())):
+    if state.device.type != "cpu" or are_sharded(state.params):
         return state
     # A tensor that stands in two places is one in the copy, too.
     copies: dict[int, Tensor] = {}

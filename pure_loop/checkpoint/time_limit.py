@@ -7,8 +7,8 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from pure_loop._internal.dtensor import is_sharded
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.errors import ArgumentError
 from pure_loop.state import State
 from pure_loop.time import TimeUnit, read_time
@@ -75,7 +75,7 @@ class TimeLimit:
         self._ahead = 1 if ranks == 1 else 2
         tree: Any = state
         leaves = [leaf for leaf in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(leaf, Tensor)]
-        shares = ranks if any(map(is_sharded, leaves)) else 1
+        shares = ranks if are_sharded(leaves) else 1
         self._saving = sum(leaf.numel() * leaf.element_size() for leaf in leaves) / shares / _BYTES_A_SECOND
 
     def is_near(self, state: State) -> bool:

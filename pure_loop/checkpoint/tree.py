@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import is_sharded, local_tensor
+from pure_loop._internal.tree_ops import is_sharded, local_tensor
 from pure_loop.checkpoint.base85 import decoded
 from pure_loop.checkpoint.container import CODES, are_counts, raw
 from pure_loop.checkpoint.parsing import MOST_DIGITS, refuse_collisions

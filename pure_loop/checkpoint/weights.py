@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import is_sharded
 from pure_loop._internal.logs import get_logger
+from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.checkpoint.container import raw
 from pure_loop.checkpoint.document import Document, apart, first_names
 from pure_loop.checkpoint.tree import Reader

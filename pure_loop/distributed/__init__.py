@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pure_loop._internal.dtensor import shard_like
 from pure_loop._internal.lazy import lazily as _lazily
+from pure_loop._internal.tree_ops import shard_like
 from pure_loop.distributed.parallel import Parallel, rank, world_size
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import optree
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pure_loop._internal.dtensor import is_sharded, on_mesh
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import drop_groups_of_mesh
+from pure_loop._internal.tree_ops import is_sharded, on_mesh
 from pure_loop.distributed.ranks import Ranks
 from pure_loop.errors import DistributedError
 from pure_loop.state import State

@@ -14,9 +14,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.dtensor import full_tensor, is_sharded
-from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.types import Batch, PyTree
+from pure_loop._internal.pytree import NAMESPACE, Batch, PyTree
+from pure_loop._internal.tree_ops import are_sharded, full_tensor, is_sharded
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data.batch import map_tensors, to_device
 from pure_loop.data.source import END, Part, Source
@@ -107,9 +106,9 @@ class MultiRankEngine(Engine):
 
     def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
         self._meet(state, settings, fresh=fresh)
-        if any(map(is_sharded, state.params.values())):
+        if are_sharded(state.params):
             state = on_usable_mesh(state, self.talk)
-        if any(map(is_sharded, state.params.values())) and self.parallel.kind == "replicate":
+        if are_sharded(state.params) and self.parallel.kind == "replicate":
             state = optree.tree_map(full_tensor, state, namespace=NAMESPACE)  # type: ignore[arg-type, assignment]
         if fresh:
             # What INIT changed, such as layers that were put in, each rank may have initialised for itself.

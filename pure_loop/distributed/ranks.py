@@ -27,12 +27,19 @@ from pure_loop.event import Event
 
 T = TypeVar("T")
 
-__all__ = ["Ranks", "patience"]
+__all__ = ["Ranks", "gathered", "patience"]
 
 _NUMBERS = 8
 # Of the last stream of this process that met the others.
 _patience = 300.0
 _EVENTS = tuple(Event)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A tensor of every rank of the default process group, stacked in the order of ranks; a collective."""
+    by_rank = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, tensor)
+    return torch.stack(by_rank)
 
 
 class Ranks:

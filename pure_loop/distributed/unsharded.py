@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pure_loop._internal.dtensor import local_tensor
+from pure_loop._internal.tree_ops import local_tensor
 from pure_loop.frozendict import FrozenDict
 
 __all__ = ["UnshardedParameters"]

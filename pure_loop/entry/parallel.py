@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.open import source
 from pure_loop.data.source import Share, Source
@@ -86,7 +86,7 @@ class Together:
             ResumeError: there is one rank, and the State is sharded over several.
         """
         if self.parallel is None:
-            if any(map(is_sharded, state.params.values())):
+            if are_sharded(state.params):
                 raise ResumeError(
                     "this State is sharded over several ranks, and there is one here: resume with parallel='shard' or "
                     "parallel='replicate' on as many ranks, or from state.module(), which all ranks gather together."

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithms.ema import averaged
 from pure_loop.checkpoint.storage import PathLike, storage_of
 from pure_loop.distributed.parallel import rank
@@ -81,7 +81,7 @@ def export(
     storage_of(path)
     refuse_suffix(path, format, where="export")
     refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="export")
-    sharded = any(map(is_sharded, state.params.values()))
+    sharded = are_sharded(state.params)
     module = module_of(state, average)  # first, because ranks that hold shards gather them together
     if not sharded or rank() == 0:
         try_to_write(path)

@@ -7,8 +7,8 @@ from typing import Any, NoReturn, cast
 import optree
 import torch
 
-from pure_loop._internal.dtensor import have_same_sharding, is_sharded, shard_like
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.tree_ops import have_same_sharding, is_sharded, placements_of, shard_like
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, LossError
 from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict
@@ -177,7 +177,7 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
             change = f"changed {field}[{key!r}] from {_describe(before)} to {_describe(tensor)}"
             _refuse(f"{change}; shapes, dtypes and devices stay as they are.", name, event)
         if not have_same_sharding(tensor, before):
-            was, now = (getattr(item, "placements", None) for item in (before, tensor))
+            was, now = placements_of(before), placements_of(tensor)
             advice = "each rank keeps the part that it has: tensor.redistribute(placements=before.placements)."
             _refuse(f"changed {field}[{key!r}] from parts by {was} to parts by {now}; {advice}", name, event)
         in_parts = in_parts or is_sharded(before)

@@ -9,8 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import is_sharded
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import InTorch, TorchGroup, part_in_torch
@@ -67,7 +67,7 @@ def to_state_dict(state: State, optimizer: Optimizer, *, part: str | None = None
     form = part_in_torch(served)
     form.cls()
     groups = form.write(opt_state, params, time_of_step(served, state.timestamp, state.lr_scale))
-    if any(is_sharded(tensor) for tensor in [*params.values(), *_leaves([group.memory for group in groups])]):
+    if are_sharded([*params.values(), *_leaves([group.memory for group in groups])]):
         raise ArgumentError(
             "to_state_dict: the parameters are sharded, and a torch optimizer by hand holds whole ones: save a "
             "checkpoint, and load it on one rank."
@@ -116,7 +116,7 @@ def load_state_dict(state: S, optimizer: Optimizer, state_dict: Mapping[str, Any
     tensor([4.])
     """
     served, params, _ = _served(state, optimizer)
-    if any(map(is_sharded, params.values())):
+    if are_sharded(params):
         raise ArgumentError("load_state_dict: the parameters are sharded: load before fit shards them.")
     opt_state = _loaded(served, params, list(state.params), state_dict)
     refuse_other_memory(served, opt_state, params)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.cloning import unaliased
-from pure_loop._internal.dtensor import from_local, local_tensor
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import any_optimizer_hook, code_around_operations
-from pure_loop._internal.types import PyTree
+from pure_loop._internal.tree_ops import map_local
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
@@ -221,10 +220,12 @@ def select(condition: Tensor, yes: Any, no: Any) -> Any:
     # An optimizer may keep more, or less, after this step.
     if spec != other_spec or any(a != b for a, b in zip(others, leaves, strict=True) if not isinstance(b, Tensor)):
         return yes if bool(condition) else no
-    chosen = [
-        from_local(b, torch.where(condition, local_tensor(a), local_tensor(b)))
-        if isinstance(b, Tensor) and a is not b
-        else b
-        for a, b in zip(others, leaves, strict=True)
-    ]
-    return optree.tree_unflatten(spec, chosen)
+    places = [i for i, (a, b) in enumerate(zip(others, leaves, strict=True)) if isinstance(b, Tensor) and a is not b]
+
+    def choose(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+        return [torch.where(condition, a, b) for a, b in zip(new, old, strict=True)]
+
+    chosen = map_local(choose, [leaves[i] for i in places], [others[i] for i in places])
+    for i, tensor in zip(places, chosen, strict=True):
+        leaves[i] = tensor
+    return optree.tree_unflatten(spec, leaves)

@@ -14,7 +14,7 @@ from pure_loop._internal.arguments import check_integer
 from pure_loop.entry.fit import fit as library_fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script
 from pure_loop.order import Plan
 from pure_loop.stages import Stages
 from pure_loop.state import State

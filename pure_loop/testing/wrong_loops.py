@@ -22,12 +22,12 @@ from pure_loop.algorithm import Composition, compose
 from pure_loop.checkpoint import load
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
-from pure_loop.loop import driver, evaluators
+from pure_loop.loop import driver
 from pure_loop.loop import evaluation as _evaluation
 from pure_loop.loop import training as loop
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.batch import gradients as gradients_of_batch
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script
 from pure_loop.stages import Stages, ownership
 from pure_loop.stages.settings import NO_CONTEXT, StageSettings
 from pure_loop.state import State
@@ -262,7 +262,7 @@ def evaluation_trains_batchnorm() -> Fit:
         after = yield from real(state, loop_stages, evaluator, labels)
         return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
 
-    return while_patched((evaluators, "evaluation", evaluation))
+    return while_patched((_evaluation, "evaluation", evaluation))
 
 
 @breaks("evaluation_invariance")

@@ -16,6 +16,7 @@ from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.reprs import table
 from pure_loop._internal.suggestions import refuse_misfit, teaching
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.data.group import Batches
 from pure_loop.entry.arguments import read_batches_per_step, read_clip, read_microbatch_size, read_optimizer
 from pure_loop.entry.fit import fit
@@ -284,7 +285,7 @@ class _Replay:
     """
 
     def __init__(self, state: State, batch: Any, settings: Mapping[str, Any]) -> None:
-        if any(type(tensor).__name__ == "DTensor" for tensor in state.params.values()):
+        if are_sharded(state.params):
             raise ArgumentError(
                 "inspect: the parameters are in shards; read the checkpoint with pl.load(path, model=...) in one "
                 "process, which makes them whole, and inspect a batch there."

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from pure_loop._internal.bits import count_of_differences
-from pure_loop._internal.dtensor import local_tensor
+from pure_loop._internal.tree_ops import local_tensor
 from pure_loop.errors import VerificationError
 from pure_loop.event import Event
 from pure_loop.state import State

@@ -9,7 +9,7 @@ import torch
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal.dtensor import is_sharded
+from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.callbacks import CheckpointSaver
 from pure_loop.checkpoint import container
 from tests.conftest import THOROUGH

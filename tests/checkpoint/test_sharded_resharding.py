@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import pure_loop as pl
-from pure_loop._internal.dtensor import is_sharded, local_tensor
+from pure_loop._internal.tree_ops import is_sharded, local_tensor
 from pure_loop.checkpoint import container, resharding
 from pure_loop.checkpoint.sharded import ShardedCheckpoint, write
 from pure_loop.frozendict import FrozenDict

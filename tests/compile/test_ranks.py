@@ -15,7 +15,7 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event, testing
-from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.compile import interpreted, record
 from pure_loop.distributed import Parallel
 from pure_loop.distributed.multi_rank import MultiRankEngine

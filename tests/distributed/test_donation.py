@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal.dtensor import local_tensor
+from pure_loop._internal.tree_ops import local_tensor
 from pure_loop.compile import interpreted
 from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.distributed.shard import ShardEngine

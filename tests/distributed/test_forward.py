@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event, testing
-from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel
 from pure_loop.order import Plan

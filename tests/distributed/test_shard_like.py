@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate
 
 import pure_loop as pl
 from pure_loop import Event, testing
-from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel, shard_like
 from pure_loop.errors import ArgumentError

@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal.dtensor import is_sharded, local_tensor
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.tree_ops import is_sharded, local_tensor
 from pure_loop.compile import interpreted, trees
 from pure_loop.distributed import unsharded
 from pure_loop.distributed.unsharded import UnshardedParameters

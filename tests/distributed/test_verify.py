@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal.dtensor import local_tensor
+from pure_loop._internal.tree_ops import local_tensor
 from pure_loop.errors import DistributedError, NonFiniteError, VerificationError
 from tests.support import faults
 from tests.support.faults import PLACES, Fault, bits_of

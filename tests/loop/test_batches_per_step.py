@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.order import Plan, expected

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.algorithms import ema, gradient_noise, lookahead, swa
 from pure_loop.compile import interpreted
 from pure_loop.errors import ResumeError

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal.dtensor import from_local, local_tensor
+from pure_loop._internal.tree_ops import from_local, local_tensor
 from pure_loop.frozendict import FrozenDict
 from tests.support.runs import noise
 

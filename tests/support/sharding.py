@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import pure_loop as pl
-from pure_loop._internal.dtensor import full_tensor
+from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.checkpoint.index import INDEX
 from pure_loop.checkpoint.sharded import write
 from pure_loop.frozendict import FrozenDict

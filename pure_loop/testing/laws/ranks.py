@@ -13,8 +13,8 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.dtensor import full_tensor
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs

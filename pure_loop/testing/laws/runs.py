@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from pure_loop.entry.compiling import interpreted
 from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, expected, expected_evaluate, expected_predict
 from pure_loop.testing._surroundings import Surroundings
@@ -190,8 +191,6 @@ def compile_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     Graphs run operation by operation, so that no C++ compiler is needed: the law is about the contents of the graphs.
     Code that can't be traced runs eagerly, between graphs.
     """
-    from pure_loop.compile import interpreted  # torch's compiler takes seconds to import
-
     # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
     case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
     watched = _WATCHED[case.seed % len(_WATCHED)]

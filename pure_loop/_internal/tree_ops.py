@@ -1,15 +1,18 @@
-"""Sharded tensors (torch's DTensors): reading the local shard, and replacing it.
+"""Operations on tensors that may be sharded (torch's DTensors), of which the caller need not ask whether they are.
 
-torch.distributed is not imported here: a run without such tensors doesn't pay for it.
+A rank holds a shard of such a tensor. An elementwise function of it is one of the shard (:func:`map_local`); a sum or a
+norm is one over all ranks (:func:`sum_over_shards`, :func:`norms`), which all of them have to call. torch.distributed
+is not imported here: a run without such tensors doesn't pay for it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pure_loop._internal.torch_private import dtensor_like
@@ -17,8 +20,8 @@ from pure_loop._internal.torch_private import local_tensor as local_tensor
 from pure_loop.errors import ArgumentError, DistributedError
 
 __all__ = [
-    *("all_reduce_over_shards", "from_local", "full_tensor", "have_same_sharding", "is_sharded", "local_tensor"),
-    *("alone_on_rank", "map_local", "on_mesh", "shard_like"),
+    *("alone_on_rank", "are_sharded", "from_local", "full_tensor", "have_same_sharding", "is_sharded", "local_tensor"),
+    *("map_local", "norms", "on_mesh", "placements_of", "shard_like", "sum_over_shards"),
 ]
 
 alone_on_rank: ContextVar[str] = ContextVar("alone_on_rank", default="")
@@ -48,11 +51,26 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def are_sharded(tensors: Mapping[str, Any] | Iterable[object]) -> bool:
+    """Whether one of these is sharded: such as of ``state.params``.
+
+    >>> import torch
+    >>> are_sharded({"weight": torch.ones(2)})
+    False
+    """
+    return any(map(is_sharded, tensors.values() if isinstance(tensors, Mapping) else tensors))
+
+
 def have_same_sharding(tensor: Any, before: Any) -> bool:
     """Whether two tensors of one shape have the same placements and mesh; True where one of them is not sharded."""
     if not (is_sharded(before) and is_sharded(tensor)):
         return True
     return tensor.placements == before.placements and tensor.device_mesh == before.device_mesh  # type: ignore[no-any-return]
+
+
+def placements_of(tensor: object) -> object:
+    """How the ranks hold a tensor; None of one that is not sharded."""
+    return getattr(tensor, "placements", None)
 
 
 def full_tensor(tensor: Any) -> Any:
@@ -112,14 +130,19 @@ def map_local(function: Callable[..., Iterable[Tensor]], *lists: Sequence[Tensor
     >>> map_local(torch._foreach_neg, [torch.tensor(1.0)])
     [tensor(-1.)]
     """
-    if not any(map(is_sharded, lists[0])):
+    if not are_sharded(lists[0]):
         return list(function(*lists))
-    new = function(*[[local_tensor(tensor) for tensor in some] for some in lists])
+    new = function(*[list(map(local_tensor, tensors)) for tensors in lists])
     return [from_local(old, part) for old, part in zip(lists[0], new, strict=True)]
 
 
-def all_reduce_over_shards(values: Tensor, tensor: Any, *, largest: bool = False) -> Tensor:
-    """Values computed from the part of ``tensor``, summed (or their largest) over the ranks that hold the others."""
+def sum_over_shards(values: Tensor, tensor: Any, *, largest: bool = False) -> Tensor:
+    """Values computed from the shard of ``tensor``, summed (or their largest) over the ranks that hold the others.
+
+    Of a tensor that is not sharded they are ``values``.
+    """
+    if not is_sharded(tensor):
+        return values
     _refuse_alone()
     dist: Any = sys.modules["torch.distributed"]
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -128,3 +151,23 @@ def all_reduce_over_shards(values: Tensor, tensor: Any, *, largest: bool = False
         if placement.is_shard():
             dist.all_reduce(values, op=op, group=tensor.device_mesh.get_group(dimension))
     return values
+
+
+def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """The norm of each tensor as a vector, over all its shards, in one exchange; shape (), in the tensor's dtype.
+
+    >>> import torch
+    >>> norms([torch.tensor([3.0, 4.0])])
+    [tensor(5.)]
+    """
+    if not are_sharded(tensors):
+        return list(torch._foreach_norm(list(tensors), order)) if tensors else []
+    # The norm of nothing is 0, and the largest of nothing an error.
+    shards = map(local_tensor, tensors)
+    parts = torch.stack(
+        [torch.linalg.vector_norm(shard, order) if shard.numel() else shard.new_zeros(()) for shard in shards]
+    )
+    sharded = next(filter(is_sharded, tensors))
+    if order == torch.inf:
+        return list(sum_over_shards(parts, sharded, largest=True).unbind())
+    return list((sum_over_shards(parts**order, sharded) ** (1.0 / order)).unbind())
