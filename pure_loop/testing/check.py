@@ -18,13 +18,13 @@ from pure_loop.loop.driver import Script
 from pure_loop.order import Plan
 from pure_loop.stages import Stages
 from pure_loop.state import State
-from pure_loop.testing.callbacks import CallbackSubject
 from pure_loop.testing.case import Fit
 from pure_loop.testing.law import EXAMPLES, Law, try_examples
 from pure_loop.testing.laws import OF_ALGORITHMS, OF_CALLBACKS, OF_LOOPS, OF_SCRIPTS, UNAVAILABLE
+from pure_loop.testing.laws.of_callbacks import CallbackSubject
+from pure_loop.testing.laws.of_scripts import CUSTOMARY, Scripted
 from pure_loop.testing.ranks.processes import close_shared_pools
 from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report
-from pure_loop.testing.scripts import CUSTOMARY, Scripted
 from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
 
 __all__ = ["Trial", "check_algorithm", "check_callback", "check_loop", "check_script", "not_none"]

@@ -181,6 +181,7 @@ def law(
         of: the class of its subjects.
         share: the share of a check's examples on which it is tried.
 
+    >>> import pure_loop as pl
     >>> @law("the loss is never negative")
     ... def positive_loss(subject, case, fit):
     ...     for event, state in case.stream(subject.make(), fit=fit):
