@@ -37,7 +37,7 @@ _MISSING = "(no such leaf)"
 Leaves: TypeAlias = dict[tuple[Any, ...], Any]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in one line: a tensor by its first numbers, dtype and shape.
 
     >>> import torch
@@ -90,7 +90,7 @@ class Difference:
         return f"{self.leaf} is {value}, and should be {wanted}"
 
 
-def is_wall_clock(path: tuple[Any, ...]) -> bool:
+def is_wall_clock(path: tuple[object, ...]) -> bool:
     """Whether the leaf of a State at this path says what a clock said, which no two runs have in common.
 
     >>> is_wall_clock(("timestamp", "total_seconds")), is_wall_clock(("algorithm_state", "mine", "total_seconds"))
@@ -117,7 +117,7 @@ def _code(tree: Any, path: tuple[Any, ...], name: str) -> str:
 
 
 def differences(
-    argument: Any, wanted: Any, *, name: str = "state", without: frozenset[str] = frozenset()
+    argument: object, wanted: object, *, name: str = "state", without: frozenset[str] = frozenset()
 ) -> list[Difference]:
     """The leaves in which two States, or other trees, are not equal; wall-clock times don't count.
 
@@ -137,7 +137,7 @@ def differences(
     return list(_differences(argument, wanted, name, without))
 
 
-def _differences(value: Any, wanted: Any, name: str, without: frozenset[str]) -> Iterator[Difference]:
+def _differences(value: object, wanted: object, name: str, without: frozenset[str]) -> Iterator[Difference]:
     one, other = _leaves(value), _leaves(wanted)
     for path in dict.fromkeys([*one, *other]):
         if path and (path[0] in without or is_wall_clock(path)):
@@ -147,7 +147,7 @@ def _differences(value: Any, wanted: Any, name: str, without: frozenset[str]) ->
             yield Difference(_code(value if path in one else wanted, path, name), a, b)
 
 
-def close(value: Any, wanted: Any, *, tolerance: float, name: str = "state") -> Difference | None:
+def close(value: object, wanted: object, *, tolerance: float, name: str = "state") -> Difference | None:
     """The first leaf in which two trees differ by more than rounding.
 
     Args:
@@ -167,7 +167,7 @@ def close(value: Any, wanted: Any, *, tolerance: float, name: str = "state") -> 
     return None
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: object) -> Any:
     """A leaf that can be written to in place, by value."""
     return copy.deepcopy(leaf) if isinstance(leaf, set | bytearray) or hasattr(leaf, "__array__") else leaf
 

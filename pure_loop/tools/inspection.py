@@ -175,7 +175,7 @@ def _aligned(row: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[
     return "  ".join(cells).rstrip()
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
@@ -379,5 +379,5 @@ class _Replay:
         # On a copy of the model, so that the run's own is not bound to what is computed here.
         state = self.state.with_module(self.state.module())
         state = state.replace(event=None, microbatch=None, outputs=None, loss=None)
-        grads: Mapping[str, Any] = self.stages.gradients(state)._grads
+        grads: Mapping[str, object] = self.stages.gradients(state)._grads
         return grads

@@ -61,7 +61,7 @@ class _LRFind(Protocol):
     def __call__(
         self,
         model_or_state: nn.Module | State,
-        train_dataloader: Iterable[Any],
+        train_dataloader: Iterable[object],
         *,
         lowest: float = 1e-7,
         highest: float = 1.0,
@@ -85,7 +85,7 @@ def _signature() -> inspect.Signature:
 
 @_as_typed
 @announced
-def lr_find(*args: Any, **kwargs: Any) -> RangeTest:
+def lr_find(*args: object, **kwargs: object) -> RangeTest:
     """Train for some steps at growing learning rates, on a fork, and report the losses with a suggestion.
 
     The rate of step ``i`` is ``lowest * (highest / lowest) ** (i / (steps - 1))``; a schedule in the optimizer is not
@@ -206,7 +206,7 @@ class Sweep:
     rates: tuple[float, ...]
 
     @classmethod
-    def read(cls, lowest: Any, highest: Any, steps: Any) -> Sweep:
+    def read(cls, lowest: object, highest: object, steps: object) -> Sweep:
         """
         Raises:
             ArgumentError, ArgumentTypeError: no range, or too few steps.

@@ -195,7 +195,7 @@ def _time_logger(restoring: ExitStack, recorder: Recorder, logger: Logger) -> No
 def _time_batches(restoring: ExitStack, recorder: Recorder, source: Any, name: str) -> None:
     epoch, key = source.epoch, Key("data", name)
 
-    def timed(*args: Any, **kwargs: Any) -> TimedBatches:
+    def timed(*args: object, **kwargs: object) -> TimedBatches:
         return TimedBatches.of(epoch(*args, **kwargs), key, recorder)
 
     set_method(restoring, source, "epoch", timed)
@@ -206,7 +206,7 @@ def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> N
     key = Key("stage", "compiled step")
     batch, ahead = recorder.timed_script(key, compiled.batch), recorder.timed(key, compiled.ahead)
 
-    def counted_batch(*args: Any) -> Generator[Any, Any, Any]:
+    def counted_batch(*args: object) -> Generator[Any, Any, Any]:
         result = yield from batch(*args)
         recorder.count_batches()
         return result
@@ -225,7 +225,7 @@ def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> N
 def _timed_stages(cls: type[Any], recorder: Recorder, *, ends_batches: bool) -> type[Any]:
     """The same stages, timed: a class of the same layout, so that an instance can become one of it."""
 
-    def of_evaluator(stages: Any, state: Any, *, label: str, **_: Any) -> Key:
+    def of_evaluator(stages: object, state: object, *, label: str, **_: object) -> Key:
         return Key("stage", f"{label.removeprefix('eval/')} forward")
 
     def of_loss(stages: Any, state: Any, **_: Any) -> Key:
@@ -244,11 +244,11 @@ def _timed_stages(cls: type[Any], recorder: Recorder, *, ends_batches: bool) -> 
     return type(cls.__name__, (cls,), {"__slots__": (), "__module__": cls.__module__, **methods})
 
 
-def _ending(recorder: Recorder, update: Callable[..., Any], depth: list[int]) -> Callable[..., Any]:
+def _ending(recorder: Recorder, update: Callable[..., object], depth: list[int]) -> Callable[..., Any]:
     """An update, after which a batch is over; one calls the other."""
 
     @functools.wraps(update)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Any:
         depth[0] += 1
         try:
             return update(*args, **kwargs)

@@ -144,7 +144,7 @@ class Recorder:
         """The same function, each call of which is a span; ``key`` may be a function of its arguments."""
 
         @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> T:
+        def called(*args: object, **kwargs: object) -> T:
             if not self.recording:
                 return function(*args, **kwargs)
             self.enter(key if isinstance(key, Key) else key(*args, **kwargs))
@@ -155,10 +155,10 @@ class Recorder:
 
         return called
 
-    def timed_script(self, key: Key, script: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+    def timed_script(self, key: Key, script: Callable[..., Generator[object, object, object]]) -> Callable[..., Any]:
         """The same of a generator function: a span for each time that it runs."""
 
-        def called(*args: Any) -> Generator[Any, Any, Any]:
+        def called(*args: object) -> Generator[Any, Any, Any]:
             # No variable refers to a State while the generator waits: a reference would cost a copy.
             pairs, sent = script(*args), [None]
             del args
@@ -178,11 +178,11 @@ class Recorder:
 class TimedBatches:
     """The batches of an epoch, each of which is a span; all else is theirs."""
 
-    def __init__(self, batches: Any, next_batch: Callable[[], Any]) -> None:
+    def __init__(self, batches: object, next_batch: Callable[[], object]) -> None:
         self._batches, self._next = batches, next_batch
 
     @classmethod
-    def of(cls, batches: Any, key: Key, recorder: Recorder) -> TimedBatches:
+    def of(cls, batches: object, key: Key, recorder: Recorder) -> TimedBatches:
         return cls(batches, recorder.timed(key, functools.partial(next, batches)))
 
     def __iter__(self) -> Iterator[Any]:
@@ -338,7 +338,7 @@ def chrome_trace(spans: Iterable[tuple[Key, int, int]]) -> bytes:
         spans: of each its key, and nanoseconds: when it began, and how long it took.
     """
     process = os.getpid()
-    events: list[dict[str, Any]] = [
+    events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": "pure_loop"}},
         {"ph": "M", "name": "thread_name", "pid": process, "tid": 0, "args": {"name": "the loop"}},
     ]

@@ -134,7 +134,7 @@ class OneByOne:
     gradients: bool
     has_rows: bool | None = None
 
-    def measured(self, index: int, piece: Any, outputs: Any, module: nn.Module) -> list[Measured]:
+    def measured(self, index: int, piece: object, outputs: object, module: nn.Module) -> list[Measured]:
         """The samples of a microbatch.
 
         Args:
@@ -156,7 +156,7 @@ class OneByOne:
         by = self._rows if self.has_rows else self._alone
         return list(by(index, piece, outputs, module))
 
-    def _in_rows(self, index: int, piece: Any, outputs: Any) -> bool:
+    def _in_rows(self, index: int, piece: object, outputs: object) -> bool:
         """Whether the outputs have the samples along the first dimension; tried with two of them, or with one of two.
 
         Two, because a BatchNorm takes no single one in train mode. A dimension that is as long as there are samples by
@@ -178,12 +178,12 @@ class OneByOne:
             ) from error
         return len(list(_leaves(tried))) == len(list(_leaves(outputs))) and _have_rows(tried, size)
 
-    def _rows(self, index: int, piece: Any, outputs: Any, module: nn.Module) -> Iterator[Measured]:
+    def _rows(self, index: int, piece: object, outputs: object, module: nn.Module) -> Iterator[Measured]:
         """Each sample by its row of the outputs of its microbatch, whose graph stays for them all."""
         for row, sample in enumerate(self.task.split(piece, 1)):
             yield self._measured(index, sample, map_tensors(partial(_row, row), outputs), module)
 
-    def _alone(self, index: int, piece: Any, outputs: Any, module: nn.Module) -> Iterator[Measured]:
+    def _alone(self, index: int, piece: object, outputs: object, module: nn.Module) -> Iterator[Measured]:
         """Each sample by a forward of its own.
 
         Raises:
@@ -200,13 +200,13 @@ class OneByOne:
                 self._refuse_alone(outputs, f"the forward of one failed: {type(error).__name__}: {error}", error)
             yield self._measured(index, sample, own, module)
 
-    def _refuse_alone(self, outputs: Any, why: str, error: Exception | None = None) -> NoReturn:
+    def _refuse_alone(self, outputs: object, why: str, error: Exception | None = None) -> NoReturn:
         raise ArgumentError(
             f"inspect can't split the outputs of the forward, {describe(outputs)}, by samples, nor run a forward of "
             f"each sample alone: {why}. Instead {_BATCH_FIRST}"
         ) from error
 
-    def _measured(self, index: int, sample: Any, outputs: Any, module: nn.Module) -> Measured:
+    def _measured(self, index: int, sample: object, outputs: object, module: nn.Module) -> Measured:
         finite_inputs, finite_outputs = (all(map(is_finite, tensors_in(part))) for part in (sample, outputs))
         with torch.set_grad_enabled(self.gradients), self.seeding("loss", index):
             loss = self._loss(outputs, sample, module)
@@ -267,7 +267,7 @@ def _leaves(outputs: Any) -> Iterator[Any]:
                 yield from _leaves(child)
 
 
-def _have_rows(outputs: Any, samples: int) -> bool:
+def _have_rows(outputs: object, samples: int) -> bool:
     """Whether there are tensors, and nothing else that a loss may be computed from, of so many rows."""
     tensors = [leaf for leaf in _leaves(outputs) if not isinstance(leaf, str | bool)]
     return bool(tensors) and all(

@@ -84,7 +84,7 @@ def _as_values(state: State) -> State:
     return copied  # type: ignore[no-any-return]
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: object) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
 
