@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.bits import same
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
@@ -99,12 +99,12 @@ def is_wall_clock(path: tuple[object, ...]) -> bool:
     return len(path) > 1 and path[0] in _TIMESTAMPS and path[-1] in _WALL_CLOCK
 
 
-def _leaves(tree: Any) -> Leaves:
+def _leaves(tree: PyTree) -> Leaves:
     paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, values, strict=True))
 
 
-def _code(tree: Any, path: tuple[Any, ...], name: str) -> str:
+def _code(tree: PyTree, path: tuple[Any, ...], name: str) -> str:
     """Where a leaf is, as code that reads it."""
     for result, accessor in zip(
         optree.tree_paths(tree, namespace=NAMESPACE, none_is_leaf=True),
@@ -173,7 +173,7 @@ def _copied(leaf: object) -> Any:
 
 
 def _values(state: State) -> list[Any]:
-    tree: Any = state
+    tree: PyTree = state
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
@@ -270,25 +270,25 @@ class Snapshot:
         return None
 
     def _name(self, index: int) -> str:
-        tree: Any = self.state
+        tree: PyTree = self.state
         return optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
 
 
 def copied(state: State) -> State:
     """A State with copies of all tensors, which keeps none of its own."""
-    tree: Any = state
-    result: Any = optree.tree_map(
+    tree: PyTree = state
+    copies = optree.tree_map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
     )
-    return result  # type: ignore[no-any-return]
+    return cast("State", copies)
 
 
 def _without_tensors(state: State) -> State:
     """A State with the same leaves by name, in which one without numbers stands for each tensor."""
-    tree: Any = state
+    tree: PyTree = state
     absent = torch.empty((), device="meta")
-    result: Any = optree.tree_map(lambda leaf: absent if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE)
-    return result  # type: ignore[no-any-return]
+    result = optree.tree_map(lambda leaf: absent if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE)
+    return cast("State", result)
 
 
 class Keeper:
@@ -321,7 +321,7 @@ class Keeper:
         """The first State that has a tensor which is not what it was, and the leaf."""
         for leaf, value, state, index in self._tensors.values():
             if not same(leaf, value):
-                tree: Any = state
+                tree: PyTree = state
                 name = optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
                 return state, Difference(name, leaf, value)
         return None

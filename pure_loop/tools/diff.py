@@ -54,8 +54,8 @@ class Divergence:
     by: str
     leaf: str
     leaves: tuple[str, ...]
-    a: Any
-    b: Any
+    a: object
+    b: object
     norm: float | None
     operation: str | None = None
 
@@ -76,7 +76,7 @@ class Divergence:
     __repr__ = __str__
 
 
-def _first_place(a: object, b: object) -> tuple[int, Any, Any] | None:
+def _first_place(a: object, b: object) -> tuple[int, object, object] | None:
     """Where two tensors of one shape differ first, and the numbers there."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
         return None
@@ -154,7 +154,7 @@ class _Run:
 
     flight: Flight
     model: nn.Module
-    make: Any
+    make: Callable[[State], object]
 
     def state(self, batch: int) -> State:
         return load(self.flight.path(batch), model=self.model)
@@ -165,7 +165,7 @@ class _Run:
             ArgumentTypeError: what ``make`` returns is no stream.
             ArgumentError: it is not one of the State.
         """
-        stream: Any = self.make(self.state(batch))
+        stream = self.make(self.state(batch))
         if not isinstance(stream, Stream):
             raise ArgumentTypeError(
                 f"diff: make(state) of {self.flight.folder} returned a {type(stream).__name__}: return a stream, "

@@ -231,7 +231,7 @@ class Sweep:
             return self.rates[min(timestamp.batch - first, self.steps - 1)]
 
         def swept(function: Callable[..., Any]) -> Callable[..., Any]:
-            def update(grads: Any, opt_state: Any, params: Any, timestamp: Any, **options: Any) -> Any:
+            def update(grads: object, opt_state: object, params: object, timestamp: Any, **options: object) -> object:
                 if isinstance(timestamp, ScaledTimestamp):
                     timestamp = timestamp.timestamp
                 at = cast("Timestamp", _AtRate(timestamp, rate(timestamp), optimizer.lr))

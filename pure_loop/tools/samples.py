@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs
 from pure_loop._internal.torch_private import registered_pytrees
 from pure_loop.data.batch import describe, map_tensors, tensors_in
 from pure_loop.data.open import source
@@ -46,7 +46,7 @@ class _Positions(Dataset[int]):
         return int(index)
 
 
-def indices_of_batch(dataloader: Any, state: State, settings: Mapping[str, Any]) -> list[int] | None:
+def indices_of_batch(dataloader: object, state: State, settings: Mapping[str, Any]) -> list[int] | None:
     """The indices in the dataset of the rows of a State's batch; None: the dataloader has none, or several ranks do.
 
     The sampler is drawn from as in the run, on a dataset of positions: no sample is read.
@@ -59,7 +59,7 @@ def indices_of_batch(dataloader: Any, state: State, settings: Mapping[str, Any])
     per_step = settings.get("batches_per_step", 1)
     batches = source(positions, seed=state.seed, stream="train", batches_per_step=per_step)
     t = state.timestamp
-    batch: Any = next(islice(batches.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch), 1), None)
+    batch: Batch = next(islice(batches.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch), 1), None)
     if batch is None:
         return None
     parts = batch if per_step > 1 else [batch]
@@ -215,7 +215,7 @@ class OneByOne:
         norm = _gradient_norm(loss, module) if self.gradients else None
         return Measured(float(loss.detach()), norm, finite_inputs, finite_outputs)
 
-    def _loss(self, outputs: Any, sample: Any, module: Any) -> Tensor | None:
+    def _loss(self, outputs: Outputs, sample: Batch, module: Any) -> Tensor | None:
         """Of one sample; None: it weighs 0.
 
         Raises:
@@ -256,7 +256,7 @@ def _gradient_norm(loss: Tensor, module: nn.Module) -> float:
     return math.hypot(*(norm_of(gradient) for gradient in grads if gradient is not None))
 
 
-def _leaves(outputs: Any) -> Iterator[Any]:
+def _leaves(outputs: Outputs) -> Iterator[object]:
     """The leaves of a pytree, whichever engine knows its classes."""
     for leaf in optree.tree_leaves(outputs, namespace=NAMESPACE):
         known = registered_pytrees.get(type(leaf))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from inspect import GEN_CREATED, getgeneratorstate
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import optree
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.closing import closing
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger, Observer
@@ -215,11 +215,11 @@ def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, hand
 
 
 def _copy(state: State) -> State:
-    tree: Any = state
-    copies: Any = optree.tree_map(
+    tree: PyTree = state
+    copies = optree.tree_map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
     )
-    return copies  # type: ignore[no-any-return]
+    return cast("State", copies)
 
 
 def is_same(a: object, b: object, tolerance: float = 0.0) -> bool:

@@ -10,7 +10,7 @@ import attrs
 import optree
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.algorithm import Algorithm, bind
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES
@@ -354,7 +354,7 @@ def _same_kind(what: str, state: State, before: object, after: object, name: str
         )
 
 
-def _kinds(tree: Any) -> dict[tuple[Any, ...], str]:
+def _kinds(tree: PyTree) -> dict[tuple[Any, ...], str]:
     """Shape, dtype and device of each tensor of a tree, and the type of each other leaf, by path."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, map(_kind, leaves), strict=True))
