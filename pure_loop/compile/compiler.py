@@ -13,9 +13,10 @@ from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.microbatch import INSIDE, MicrobatchSegment, microbatch
 from pure_loop.compile.numbers import Env
 from pure_loop.compile.program import Ended, PerBatch, at, put_in
+from pure_loop.compile.refusals import Untraceable
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.segment import Program, Run, Segment, Traced
-from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
+from pure_loop.compile.stages import UPDATE_BAD, update
 from pure_loop.data.source import END
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event

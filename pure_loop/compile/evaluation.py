@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from pure_loop.compile.refusals import Untraceable
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.segment import Segment, Traced
-from pure_loop.compile.stages import Untraceable
 from pure_loop.loop.batch import LoopStages
 from pure_loop.stages.loss import detached
 from pure_loop.state import State, raw_params, with_fields

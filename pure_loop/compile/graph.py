@@ -14,11 +14,13 @@ from torch import Tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
+from pure_loop.compile.lowering import Compiled, compile_function
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, NextState, plan
 from pure_loop.compile.numbers import Env, Evaluate, Guard, Number, TracedTimestamp
+from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable, naming
 from pure_loop.compile.replay import Recorders
-from pure_loop.compile.stages import WHERE_POSSIBLE, TracedStages, Untraceable, naming, traced_handlers
-from pure_loop.compile.trace import Compiled, StrayDrawError, Tracing, compile_function
+from pure_loop.compile.stages import TracedStages, traced_handlers
+from pure_loop.compile.tracing import StrayDrawError, Tracing
 from pure_loop.compile.trees import (
     DurableFields,
     LazyField,

@@ -19,8 +19,8 @@ from pure_loop.compile.graph import Graph, Leaf, Program, Traced, make_graph
 from pure_loop.compile.memory import Memory
 from pure_loop.compile.next_state import OUTPUT, after
 from pure_loop.compile.numbers import Env, Guard
+from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable
 from pure_loop.compile.replay import Recorders
-from pure_loop.compile.stages import WHERE_POSSIBLE, Untraceable
 from pure_loop.compile.trees import (
     DurableFields,
     UnreadFieldError,

@@ -13,7 +13,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile import kernels, record, trace
-from pure_loop.compile.cutting import cut, origin
+from pure_loop.compile.kernels import cut, origin
 from pure_loop.errors import NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from tests.support.models import CLASSES, FEATURES, batches
