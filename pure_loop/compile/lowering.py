@@ -7,6 +7,7 @@ second pass makes that list functional. What lasts is written back into its own 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -101,11 +102,12 @@ class Compiled:
 class _Scalar:
     """A number as a tensor that is written to; on a device a kernel does that, without a wait."""
 
-    __slots__ = ("evaluate", "last", "tensor")
+    __slots__ = ("_most", "evaluate", "last", "tensor")
 
     def __init__(self, dtype: torch.dtype, evaluate: Evaluate, device: torch.device) -> None:
         self.evaluate = evaluate
         self.tensor = torch.zeros((), dtype=dtype, device=device)
+        self._most = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
         self.last: object = None
 
     def set(self, env: Env) -> None:
@@ -113,7 +115,8 @@ class _Scalar:
         # 0.0 and -0.0 are equal, and not the same.
         if value == self.last and (value or str(value) == str(self.last)):
             return
-        self.tensor.fill_(value)
+        # What a dtype of floats can't hold is infinite there, as where a number meets a tensor.
+        self.tensor.fill_(value if not abs(value) > self._most else math.copysign(math.inf, value))
         self.last = value
 
 
