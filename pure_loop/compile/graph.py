@@ -33,10 +33,11 @@ from pure_loop.compile.trees import (
 from pure_loop.data.batch import _leaves
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
+from pure_loop.loop.driver import apply
 from pure_loop.random.guards import Place
-from pure_loop.state import State, outside_batch, with_fields
+from pure_loop.state import State, outside_batch, seal, with_fields
 
-__all__ = ["Graph", "Leaf", "Program", "Traced", "make_graph"]
+__all__ = ["Ended", "Graph", "Leaf", "PerBatch", "Program", "Traced", "at", "make_graph"]
 
 _ANY = torch.empty(0)
 # The model is called in one place at a time; a loss that calls it again, or an algorithm, needs another instance.
@@ -52,8 +53,17 @@ class Traced:
     timestamps: tuple[Any, ...]
 
 
-# (state, per-batch values, what to trace with) -> (state, report, per-batch values after it)
-Program: TypeAlias = Callable[[State, tuple[Any, ...], Traced], tuple[State, "Tensor | None", tuple[Any, ...]]]
+PerBatch: TypeAlias = tuple[Any, ...]
+# The State after a program, what it reports, and the per-batch values then.
+Ended: TypeAlias = "tuple[State, Tensor | None, PerBatch]"
+Program: TypeAlias = Callable[[State, PerBatch, Traced], Ended]
+
+
+def at(event: Event, state: State, traced: Traced) -> State:
+    """The State of an event that only algorithms handle."""
+    state = seal(state, event)
+    result = traced.handlers.get(event)
+    return state if result is None else apply(event, state, result, traced.stages)
 
 
 @attrs.frozen
