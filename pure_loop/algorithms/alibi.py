@@ -295,7 +295,13 @@ def alibi(
     >>> state.timestamp.batch
     1
     """
-    settings: dict[str, Any] = {"position_embeddings": position_embeddings, "heads": heads, "causal": causal}
-    if slopes is not None:
-        list(map(_slope, slopes))
-    return surgery(name, lambda module: apply_alibi(module, max_length, slopes=slopes, **settings))
+    numbers = None if slopes is None else list(map(_slope, slopes))
+    return surgery(
+        name,
+        apply_alibi,
+        max_length,
+        position_embeddings=position_embeddings,
+        heads=heads,
+        causal=causal,
+        slopes=numbers,
+    )

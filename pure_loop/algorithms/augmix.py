@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from pure_loop._internal.launchers import rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._image_operations import OPERATIONS, SAFE, as_pixels, from_pixels, operated
 from pure_loop.algorithms._mixed import image_of
 from pure_loop.algorithms._parts import by_part
 from pure_loop.algorithms._rows import rows_of
-from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, with_part

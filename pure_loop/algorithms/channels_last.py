@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._parts import by_part
-from pure_loop.algorithms._surgery import copied, nothing_fits
+from pure_loop.algorithms._surgery import copied, nothing_fits, operation
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
 from pure_loop.ranges import Index, checked
@@ -85,9 +85,6 @@ def channels_last(*, input_key: Annotated[BatchKey, Index()] = 0, name: str = "c
     (18, 1, 6, 2)
     """
 
-    def operate(state: State) -> State:
-        return state.with_module(apply_channels_last(state.module()))
-
     @by_part
     def convert(state: State) -> State:
         inputs = part_of(state.batch, input_key, "channels_last", "input_key")
@@ -96,4 +93,4 @@ def channels_last(*, input_key: Annotated[BatchKey, Index()] = 0, name: str = "c
         converted = in_channels_last(inputs)
         return state if converted is inputs else state.replace(batch=with_part(state.batch, input_key, converted))
 
-    return Algorithm(name, {Event.INIT: operate, Event.BEFORE_TRAIN_BATCH: convert})
+    return Algorithm(name, {Event.INIT: operation(name, apply_channels_last), Event.BEFORE_TRAIN_BATCH: convert})

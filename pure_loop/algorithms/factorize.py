@@ -141,8 +141,7 @@ def apply_factorize(
     >>> apply_factorize(nn.Sequential(nn.Linear(300, 300)), 16)[0].up
     Linear(in_features=16, out_features=300, bias=True)
     """
-    _refuse_neither(convs, linears)
-    _refuse_fraction(rank)
+    _refuse_misfits(rank, convs, linears)
     new, reasons = copied(module, "apply_factorize"), []
     kinds = (*((nn.Linear,) if linears else ()), *((nn.Conv1d, nn.Conv2d, nn.Conv3d) if convs else ()))
     changed: list[tuple[str, nn.Module]] = []
@@ -233,16 +232,17 @@ def _is_pair(module: nn.Module) -> bool:
     return type(module) is nn.Sequential and [name for name, _ in module.named_children()] == ["down", "up"]
 
 
-def _refuse_fraction(rank: float) -> None:
+def _refuse_misfits(rank: float, convs: bool, linears: bool) -> None:
+    """
+    Raises:
+        ArgumentError: both kinds are switched off, or a rank above 1 that is no whole number.
+    """
+    if not (convs or linears):
+        raise ArgumentError("factorize: convs and linears are both False, so that it would do nothing.")
     if rank >= 1 and rank != int(rank):
         raise ArgumentError(
             f"factorize: rank={rank} is no number of values; below 1 it is a share: rank={int(rank)}, or rank=0.25."
         )
-
-
-def _refuse_neither(convs: bool, linears: bool) -> None:
-    if not (convs or linears):
-        raise ArgumentError("factorize: convs and linears are both False, so that it would do nothing.")
 
 
 @checked
@@ -280,15 +280,16 @@ def factorize(
     >>> {name: tuple(tensor.shape) for name, tensor in state.params.items()}
     {'down.weight': (2, 8), 'up.weight': (8, 2), 'up.bias': (8,)}
     """
-    _refuse_neither(convs, linears)
-    _refuse_fraction(rank)
-    settings: dict[str, Any] = {
-        "convs": convs,
-        "linears": linears,
-        "min_features": min_features,
-        "init": init,
-        "strict": strict,
-        "only": only,
-        "exclude": exclude,
-    }
-    return surgery(name, lambda module: apply_factorize(module, rank, **settings))
+    _refuse_misfits(rank, convs, linears)
+    return surgery(
+        name,
+        apply_factorize,
+        rank,
+        convs=convs,
+        linears=linears,
+        min_features=min_features,
+        init=init,
+        strict=strict,
+        only=only,
+        exclude=exclude,
+    )

@@ -16,6 +16,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from pure_loop._internal.launchers import rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._mixed import (
     Interpolation,
@@ -29,7 +30,6 @@ from pure_loop.algorithms._mixed import (
 )
 from pure_loop.algorithms._parts import by_part
 from pure_loop.algorithms._soft_targets import IGNORED
-from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.lens import BatchKey, part_of, with_part
 from pure_loop.ranges import AtLeast, Index, Number, Within, checked

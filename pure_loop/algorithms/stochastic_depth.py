@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._surgery import LayerFilter, copied, nothing_fits
+from pure_loop.algorithms._surgery import LayerFilter, copied, nothing_fits, operation
 from pure_loop.errors import ArgumentTypeError, ModelError
 from pure_loop.event import Event
 from pure_loop.ranges import Between, Duration, checked
@@ -194,11 +194,17 @@ def stochastic_depth(
     strength: Strength = rate
     if warmup is not None:
         strength = warmed_up(warmup, rate if callable(rate) else constant(rate))
-    settings: dict[str, Any] = {"distribution": distribution, "mode": mode, "scale": scale, "name": name}
     first = 0.0 if callable(strength) else strength
-
-    def operate(state: State) -> State:
-        return state.with_module(apply_stochastic_depth(state.module(), chosen, first, **settings))
+    operate = operation(
+        name,
+        apply_stochastic_depth,
+        chosen,
+        first,
+        distribution=distribution,
+        mode=mode,
+        scale=scale,
+        name=name,
+    )
 
     def with_rates(state: State) -> State:
         names = [key for key in state.buffers if key.rpartition(".")[2] == f"{name}_rate"]

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._surgery import LayerFilter, chosen, copied, nothing_fits, surgery
+from pure_loop.model.tree import set_class
 from pure_loop.ranges import Above, AtLeast, checked
 
 __all__ = ["apply_weight_standardization", "bake", "standardized", "weight_standardization"]
@@ -41,7 +42,7 @@ def standardized(weight: Tensor, eps: float = 1e-10) -> Tensor:
     return scaled
 
 
-class _Standardized:
+class _Standardized(nn.Module):
     """The forward of a convolution with standardized filters; the parameter ``weight`` stays as it is."""
 
     standardization_eps: float
@@ -64,12 +65,12 @@ class StandardizedConv3d(_Standardized, nn.Conv3d):
     """``nn.Conv3d`` with standardized filters."""
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+_CLASSES: dict[type[nn.Module], type[_Standardized]] = {
     nn.Conv1d: StandardizedConv1d,
     nn.Conv2d: StandardizedConv2d,
     nn.Conv3d: StandardizedConv3d,
 }
-_PLAIN = {standardizing: plain for plain, standardizing in _CLASSES.items()}
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {cls: plain for plain, cls in _CLASSES.items()}
 _CONVOLVE: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
 
@@ -138,9 +139,7 @@ def apply_weight_standardization(
             "nn.Conv1d, nn.Conv2d and nn.Conv3d with filters of more than one weight",
         )
     for _, layer in layers[:kept]:
-        # Of another class, with all it had: names of parameters, hooks, modes and shared references stay.
-        layer.__class__ = _CLASSES[type(layer)]
-        cast("_Standardized", layer).standardization_eps = eps
+        set_class(layer, _CLASSES[type(layer)]).standardization_eps = eps
     return new
 
 
@@ -158,7 +157,7 @@ def bake(module: nn.Module) -> nn.Module:
             eps = cast("_Standardized", layer).standardization_eps
             conv.weight = nn.Parameter(standardized(conv.weight.detach(), eps), conv.weight.requires_grad)
             del layer.standardization_eps
-            layer.__class__ = _PLAIN[type(layer)]
+            set_class(layer, _PLAIN[type(layer)])
     return new
 
 
@@ -194,5 +193,4 @@ def weight_standardization(
     >>> type(state.module()[0]).__name__, type(bake(state.module())[0]).__name__
     ('StandardizedConv2d', 'Conv2d')
     """
-    settings: dict[str, Any] = {"skip_last": skip_last, "only": only, "exclude": exclude, "eps": eps}
-    return surgery(name, lambda module: apply_weight_standardization(module, **settings))
+    return surgery(name, apply_weight_standardization, skip_last=skip_last, only=only, exclude=exclude, eps=eps)

@@ -19,8 +19,7 @@ from pure_loop.compile.program import Ended, PerBatch, at, put_in
 from pure_loop.compile.segment import Program, Traced
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
-from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script, run_to_end
 from pure_loop.state import State, raw_loss, raw_outputs, raw_params, with_fields
 from pure_loop.time import Timestamp
 

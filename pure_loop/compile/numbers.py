@@ -310,6 +310,12 @@ class Number:
             raise TypeError("a number of the step that is negative, or very large, has no hash: write int(number)")
         return result  # type: ignore[no-any-return]
 
+    def __copy__(self) -> Number:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Number:
+        return self
+
     def __format__(self, how: str) -> str:
         return format(self.decide(), how)
 

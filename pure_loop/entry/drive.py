@@ -19,7 +19,7 @@ from pure_loop.entry.start import first_memory
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event, EventName
 from pure_loop.loop import driver
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.stages import Stages

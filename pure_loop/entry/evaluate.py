@@ -32,8 +32,7 @@ from pure_loop.evaluator import (
 from pure_loop.event import Event, EventName
 from pure_loop.loop import evaluation as loop
 from pure_loop.loop.batch import LoopStages
-from pure_loop.loop.driver import drive
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.precision import PrecisionName

@@ -19,6 +19,7 @@ from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Observer, observers
 from pure_loop.entry.assembly import Assembly, assemble
+from pure_loop.entry.compiling import recurrent_layer
 from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
@@ -209,8 +210,6 @@ def _donate(assembly: Assembly) -> str:
 
 
 def _compiled(assembly: Assembly, compile: Any) -> str:
-    from pure_loop.compile.recurrent import recurrent_layer
-
     compiler = assembly.fit.strategy.graphs
     assert compiler is not None
     seen = [event.name for event in Event if event in compiler.observed]

@@ -8,6 +8,7 @@ from typing import Any
 
 from pure_loop.algorithm import Algorithm, flatten
 from pure_loop.data.group import parts_of
+from pure_loop.entry.compiling import interpreted
 from pure_loop.entry.fit import fit
 from pure_loop.loop.stream import run
 from pure_loop.state import State
@@ -62,8 +63,6 @@ def trace(arguments: Mapping[str, Any], batch: Any) -> None:
     Raises:
         CompileError: an algorithm, the model or the loss can't be traced.
     """
-    from pure_loop.compile import interpreted  # with it comes torch's compiler
-
     calls = 2
     changes = {"seed": 0} if isinstance(arguments["model_or_state"], State) else {}
     with interpreted():

@@ -17,8 +17,8 @@ from pure_loop.entry.deterministic import stream_of
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.call import Fit, LastBoundary
-from pure_loop.loop.driver import drive
-from pure_loop.loop.evaluation import Script, evaluation
+from pure_loop.loop.driver import Script, drive
+from pure_loop.loop.evaluation import evaluation
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.strict import Strict
 from pure_loop.recorder import Recorder

@@ -10,7 +10,7 @@ from hypothesis.strategies import SearchStrategy
 import pure_loop as pl
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.testing.callbacks import CallbackSubject

@@ -12,7 +12,7 @@ import pure_loop as pl
 from pure_loop.algorithm import Algorithm
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.testing.case import Pairs

@@ -24,7 +24,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.weights import Weights
 from pure_loop.evaluator import BoundEvaluator
-from pure_loop.loop import driver, evaluators
+from pure_loop.loop import driver
 from pure_loop.loop import evaluation as _evaluation
 from pure_loop.loop import training as loop
 from pure_loop.loop.batch import LoopStages
@@ -217,7 +217,7 @@ def evaluation_trains_batchnorm() -> Fit:
         after = yield from real(state, loop_stages, evaluator, labels)
         return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
 
-    return while_patched(lambda: patch.object(evaluators, "evaluation", evaluation))
+    return while_patched(lambda: patch.object(_evaluation, "evaluation", evaluation))
 
 
 def evaluation_changes_the_data() -> Fit:

@@ -22,7 +22,6 @@ PACKAGE = Path(pl.__file__).parent
 
 SCRIPTS = {
     "loop/batch.py": "the script of a batch's gradient",
-    "loop/evaluators.py": "the evaluations of a call of fit",
     "loop/training.py": "the script of training",
     "loop/evaluation.py": "the scripts of evaluation and prediction",
     "loop/driver.py": "an update that writes nothing: what is counted where nothing is kept",
@@ -53,22 +52,14 @@ DRIVERS = {
 # R2. What changes is a record under way, or the workspace.
 
 _DRAFT = "a draft of a record becomes one"
-_SURGERY = "an algorithm changes layers of a module, before training"
 # Who sets the class of an object: (module, function).
 SETS_CLASS = {
     ("_internal/records.py", "copier"): _DRAFT,
     ("stages/workspace.py", "_overwritten"): "a mapping to whose tensors a step has written refuses to be read",
     ("_internal/lazy.py", "lazily"): "a package whose modules are imported at the first access",
     ("model/model.py", "_rebuilt"): "a module that was pickled; its parameters are of a subclass",
-    ("model/tree.py", "own_classes"): "a copy of a parametrized module",
+    ("model/tree.py", "set_class"): "a copy of a module: parametrized layers, and those that an algorithm changes",
     ("tools/profile.py", "_time"): "the stages of a run that is profiled",
-    ("algorithms/_low_precision.py", "with_low_precision"): _SURGERY,
-    ("algorithms/blurpool.py", "apply_blurpool"): _SURGERY,
-    ("algorithms/gated_linear_units.py", "_gate"): _SURGERY,
-    ("algorithms/ghost_batchnorm.py", "apply_ghost_batchnorm"): _SURGERY,
-    ("algorithms/gyro_dropout.py", "apply_gyro_dropout"): _SURGERY,
-    ("algorithms/weight_standardization.py", "apply_weight_standardization"): _SURGERY,
-    ("algorithms/weight_standardization.py", "bake"): _SURGERY,
 }
 
 # What mappings carry besides their items: (module, class), and each slot with a reason.
@@ -154,6 +145,22 @@ CTYPES = {
     "checkpoint/container.py": "the bytes of a tensor without numpy",
     "checkpoint/flight.py": "the bytes of a tensor without numpy",
     "compile/trace.py": "numbers in the memory of a tensor",
+}
+
+# R5. Compiling is imported by its door, and a step doesn't ask whether it is made into a graph: what that needs, the
+# compiler hands in as an object that answers.
+
+DOOR = "entry/compiling.py"
+# Where such an object may be met, and a tensor without numbers: (module, name).
+ANSWERS = {
+    ("random/seeds.py", "tracer"): "makes seeds and generators of the numbers of the step",
+    ("time.py", "ask"): "a timestamp of the step answers whether something is due",
+    ("time.py", "decide"): "a count that is a number of the step has no range to be checked",
+    ("ranges/strengths.py", "number_of"): "a timestamp of the step gives the value of a strength",
+    ("schedules/_base.py", "number_of"): "a timestamp of the step gives the value of a schedule",
+    ("optim/optimizer.py", "rate"): "a timestamp of the step gives the learning rate",
+    ("optim/optimizer.py", "as_input"): "a timestamp of the step gives the value of a hyperparameter",
+    ("_internal/weights.py", "fake_mode"): "whether a tensor has numbers",
 }
 
 Modules: TypeAlias = Mapping[str, ast.Module]
@@ -405,6 +412,58 @@ def test_no_module_reads_memory_by_its_address() -> None:
     assert differences({module for module, _ in names_in(modules(), {"ctypes"})}, CTYPES) == []
 
 
+# R5
+
+# What is asked for wherever it occurs, and what only where an object may not have it.
+_ASKS = {"tracer", "fake_mode", "FakeTensor", "FakeTensorMode", "is_compiling", "is_fake", "is_tracing"}
+_ANSWERS = {name for _, name in ANSWERS} - _ASKS
+
+
+def imports_compiling(modules: Modules) -> set[str]:
+    """The modules outside of ``compile/`` that import from it, for types, inside of functions and by name, too."""
+    return {
+        module
+        for module, tree in modules.items()
+        for _, node in walk(tree)
+        if not module.startswith("compile/") and any(map(_is_compiling, _modules_named(node)))
+    }
+
+
+def _is_compiling(name: str) -> bool:
+    return f"{name}.".startswith("pure_loop.compile.")
+
+
+def _modules_named(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Import(names=aliases):
+            yield from (alias.name for alias in aliases)
+        case ast.ImportFrom(module=module, names=aliases):
+            yield from (f"{module}.{alias.name}" for alias in aliases)
+        case ast.Constant(value=str(text)):
+            yield text
+
+
+def asks_whether_traced(modules: Modules) -> set[Place]:
+    """Where a step asks whether it is made into a graph."""
+    outside = {name: tree for name, tree in modules.items() if not name.startswith(("compile/", "entry/"))}
+    return names_in(outside, _ASKS) | {
+        (module, each.value)
+        for module, tree in outside.items()
+        for _, node in walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+        for each in node.args[1:]
+        if isinstance(each, ast.Constant) and each.value in _ANSWERS
+    }
+
+
+def test_compiling_has_one_door() -> None:
+    assert imports_compiling(modules()) == {DOOR}
+
+
+def test_no_step_asks_whether_it_is_traced() -> None:
+    assert differences(asks_whether_traced(modules()), ANSWERS) == []
+
+
 # That each rule finds what breaks it.
 
 
@@ -554,6 +613,35 @@ def test_a_question_for_ranks_is_found(question: str) -> None:
     assert not asks_for_ranks({"loop/training.py": ast.parse("def fit(stages):\n    return stages.engine.exchanges")})
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pure_loop.compile import interpreted",
+        "def f():\n    import pure_loop.compile.trace",
+        "from pure_loop import compile",
+        "load('pure_loop.compile._torch')",
+        "if TYPE_CHECKING:\n    from pure_loop.compile.compiler import Compiler",
+    ],
+)
+def test_another_door_to_compiling_is_found(source: str) -> None:
+    assert imports_compiling(parsed(source)) == {"wrong.py"}
+    assert imports_compiling({"compile/trace.py": ast.parse(source)}) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from pure_loop.random.seeds import tracer", "tracer"),
+        ("torch.compiler.is_compiling()", "is_compiling"),
+        ("hasattr(tensor, 'fake_mode')", "fake_mode"),
+        ("getattr(now, 'ask', None)", "ask"),
+    ],
+)
+def test_another_question_whether_a_step_is_traced_is_found(source: str, name: str) -> None:
+    assert asks_whether_traced(parsed(source)) == {("wrong.py", name)}
+    assert asks_whether_traced({"compile/trace.py": ast.parse(source)}) == set()
+
+
 _TESTING = "simulated ranks, and programs for them"
 # Who imports torch.distributed besides the engines of several ranks.
 IMPORTS_DISTRIBUTED = {
@@ -624,3 +712,40 @@ def test_an_import_of_torch_distributed_is_found(source: str) -> None:
 )
 def test_a_look_at_a_shard_is_found(source: str) -> None:
     assert looks_at_shards({"algorithms/ema.py": ast.parse(source)}) == {"algorithms/ema.py"}
+
+
+# R6. A method knows values, stages and operations on trees; how a run is driven, compiled or distributed it does not.
+
+BEYOND_METHODS = {"compile", "distributed", "entry", "loop"}
+# What files of methods import of these folders, for type checkers too.
+METHODS_IMPORT = {("loop.batch", "LoopStages"): "the type of the second argument of a handler"}
+
+
+def imports_beyond(modules: Modules, folder: str) -> set[Place]:
+    """What the modules of a folder import of the folders that methods do not know: (module, name)."""
+    return {
+        (node.module.removeprefix("pure_loop."), alias.name)
+        for module, tree in modules.items()
+        if module.startswith(folder)
+        for _, node in walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("pure_loop")
+        for alias in node.names
+        if not BEYOND_METHODS.isdisjoint([*node.module.split(".")[1:2], alias.name])
+    }
+
+
+def test_algorithms_know_values_stages_and_trees() -> None:
+    assert differences(imports_beyond(modules(), "algorithms/"), METHODS_IMPORT) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pure_loop.distributed.parallel import rank",
+        "if TYPE_CHECKING:\n    from pure_loop.loop.training import Fit",
+        "def f():\n    from pure_loop import compile",
+    ],
+)
+def test_an_import_of_what_methods_do_not_know_is_found(source: str) -> None:
+    assert len(imports_beyond({"algorithms/wrong.py": ast.parse(source)}, "algorithms/")) == 1
+    assert not imports_beyond({"tools/profile.py": ast.parse(source)}, "algorithms/")

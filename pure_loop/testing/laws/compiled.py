@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from pure_loop.entry.compiling import interpreted
 from pure_loop.event import Event
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import close
@@ -52,8 +53,6 @@ def compile_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     Graphs run operation by operation, so that no C++ compiler is needed: the law is about the contents of the graphs.
     Code that can't be traced runs eagerly, between graphs.
     """
-    from pure_loop.compile import interpreted  # torch's compiler takes seconds to import
-
     # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
     case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
     watched = _WATCHED[case.seed % len(_WATCHED)]

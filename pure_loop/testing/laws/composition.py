@@ -83,7 +83,7 @@ def algorithm_order(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Three algorithms record their calls."""
     trace: list[tuple[Event, str]] = []
 
-    def tracer(name: str) -> Algorithm:
+    def logged(name: str) -> Algorithm:
         def note(state: State) -> State:
             assert state.event is not None
             trace.append((state.event, name))
@@ -91,7 +91,7 @@ def algorithm_order(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
 
         return Algorithm(name, dict.fromkeys(Event, note))
 
-    events = [event for event, _ in case.run([tracer(name) for name in "abc"], fit=fit)]
+    events = [event for event, _ in case.run([logged(name) for name in "abc"], fit=fit)]
     wanted: list[tuple[Event, str]] = []
     for event in events:
         backwards = "AFTER" in event.name.split("_") and event is not Event.AFTER_DATALOADER

@@ -1,4 +1,4 @@
-"""What a launcher says of this process, in the environment: its rank among how many, and where rank 0 is.
+"""This process among those that train together: its rank, and what a launcher says of it in the environment.
 
 ``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``; whoever sets these by
 hand overrides every other launcher. ``srun`` sets the variables of a step, ``mpirun`` those of Open MPI or PMI. Those
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import types
 import zlib
 from collections.abc import Iterator, Mapping
 
@@ -16,7 +18,7 @@ import attrs
 
 from pure_loop.errors import DistributedError
 
-__all__ = ["World", "launched", "nodes", "world"]
+__all__ = ["World", "launched", "nodes", "torch_distributed", "rank", "world", "world_size"]
 
 _SET_ADDRESS = (
     "set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there, on all ranks (mpirun -x MASTER_ADDR "
@@ -107,6 +109,38 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
     if environ.get("LOCAL_RANK"):
         local = _number(environ, "LOCAL_RANK")
     return attrs.evolve(result, local_rank=local, host=host, port=port)
+
+
+def rank() -> int:
+    """The rank of this process: in the process group, else as its launcher says (``torchrun``, ``srun``, ``mpirun``).
+
+    Raises:
+        DistributedError: what the launcher says can't be read.
+
+    >>> rank()
+    0
+    """
+    dist = torch_distributed()
+    return world().rank if dist is None else int(dist.get_rank())
+
+
+def world_size() -> int:
+    """The number of ranks: of the process group, else as the launcher says (``torchrun``, ``srun``, ``mpirun``), or 1.
+
+    Raises:
+        DistributedError: what the launcher says can't be read.
+
+    >>> world_size()
+    1
+    """
+    dist = torch_distributed()
+    return world().size if dist is None else int(dist.get_world_size())
+
+
+def torch_distributed() -> types.ModuleType | None:
+    """torch.distributed, if there is a default process group; it is imported wherever one exists."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> World:
