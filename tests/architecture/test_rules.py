@@ -103,7 +103,7 @@ MUTABLE = {
     ("_internal/registry.py", "_by_name"): "classes that checkpoints may hold",
     ("_internal/registry.py", "_roots"): "classes that checkpoints may hold",
     ("_hypothesis.py", "_told"): "classes that Hypothesis was told about",
-    ("progress/screens.py", "_hinted"): "whether the hint was shown in this process",
+    ("progress/display.py", "_hinted"): "whether the hint was shown in this process",
     ("_internal/forks.py", "_generation"): "how often this process was forked",
     ("_internal/forks.py", "_forgetting"): "who is told of a fork",
     ("_internal/owned_files.py", "_held"): "the locks that this process holds",
