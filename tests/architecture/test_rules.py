@@ -37,7 +37,11 @@ SENDS = {
     ("verify/verify.py", "Verified._noted", "script"): "a batch that is recorded; passes on, and seals nothing",
     ("entry/deterministic.py", "_Switching.send", "self._pairs"): "the stream of a run in torch's deterministic mode",
     ("entry/drive.py", "_with_memory", "script"): "a user's script, before the driver; passes on, and seals nothing",
-    ("tools/spans.py", "Recorder.timed_script.called", "pairs"): "a script that is timed; passes on, and seals nothing",
+    (
+        "tools/profile_report.py",
+        "Recorder.timed_script.called",
+        "pairs",
+    ): "a script that is timed; passes on, and seals nothing",
     ("loggers/_tracker.py", "Tracker._send", "self"): "no script: records",
     ("testing/ranks/_group.py", "", "'send'"): "no script: the name of a collective",
     ("testing/ranks/processes.py", "_Rank.__init__", "self"): "no script: messages between processes",
@@ -85,6 +89,7 @@ SLOTS = {
 }
 
 _CACHE = "a cache: a tensor takes longer to make than to look up"
+_DEFINED = "filled where its functions are defined, while the module is imported"
 _STREAMS = "how this process and the other ranks have met"
 # Variables of modules that functions of the module change, or set: (module, variable). Functions that remember what
 # they gave, by functools.cache, say so where they are defined.
@@ -96,6 +101,8 @@ MUTABLE = {
     ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/base.py", "_known"): "a cache: digests of frozen tensors",
     ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
+    ("testing/wrong_algorithms.py", "WRONG_ALGORITHMS"): _DEFINED,
+    ("testing/wrong_loops.py", "WRONG_LOOPS"): _DEFINED,
     ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",
     ("_internal/torch_private.py", "missing"): "names that this torch lacks, of those looked up so far",
     ("compile/_torch.py", "missing"): "names that this torch lacks, of those looked up so far",
