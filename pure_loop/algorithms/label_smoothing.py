@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pure_loop._internal.arguments import check_number
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._mixed import Mixed
-from pure_loop.algorithms._soft_targets import IGNORED, soft_targets
+from pure_loop.algorithms._mixed import IGNORED, Mixed, soft_targets
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part

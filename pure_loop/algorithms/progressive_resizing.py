@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
+from pure_loop.algorithms._images import image_of
 from pure_loop.algorithms._spans import as_span, part_of_training
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event

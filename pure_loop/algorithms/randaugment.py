@@ -20,9 +20,8 @@ from torch import Tensor
 
 from pure_loop._internal.launchers import rank
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._image_operations import OPERATIONS, SAFE, as_pixels, from_pixels, operated
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
+from pure_loop.algorithms._images import OPERATIONS, SAFE, as_pixels, from_pixels, image_of, operated
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, with_part
 from pure_loop.random import generator as generator_of

@@ -18,9 +18,8 @@ from torch.nn import functional
 
 from pure_loop._internal.launchers import rank
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
-from pure_loop.algorithms._rows import rows_of
+from pure_loop.algorithms._batches import by_part, rows_of
+from pure_loop.algorithms._images import image_of
 from pure_loop.algorithms._spans import as_span, part_of_span
 from pure_loop.data.batch import num_samples, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError

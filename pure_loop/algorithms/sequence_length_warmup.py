@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._spans import as_span, part_of_span
 from pure_loop.data.batch import map_tensors, tensors_in
 from pure_loop.errors import ArgumentError, DataError

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pure_loop._internal.launchers import rank
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
 from pure_loop.errors import ArgumentTypeError, DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
