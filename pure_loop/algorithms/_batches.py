@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import Tensor
 
+from pure_loop._internal.types import Batch
 from pure_loop.data.batch import map_tensors
 from pure_loop.data.group import Batches
 from pure_loop.frozendict import FrozenDict
@@ -19,7 +19,7 @@ __all__ = ["by_part", "rows_of"]
 _NESTED = (Tensor, Mapping, list, tuple)
 
 
-def rows_of(batch: Any, index: Tensor, count: int) -> Any:
+def rows_of(batch: Batch, index: Tensor, count: int) -> Batch:
     """A batch with some of its samples, in another order or several times.
 
     Tensors with ``count`` rows, and lists of ``count`` texts or numbers, hold the samples; what else there is belongs
@@ -53,7 +53,7 @@ def by_part(handler: Callable[..., State]) -> Callable[..., State]:
     """
 
     @functools.wraps(handler)
-    def changed(state: State, *stages: Any) -> State:
+    def changed(state: State, *stages: object) -> State:
         if type(state.batch) is not Batches:
             return handler(state, *stages)
         parts = []

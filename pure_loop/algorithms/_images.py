@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pure_loop._internal.types import Batch
 from pure_loop.errors import DataError
 from pure_loop.lens import BatchKey, part_of
 from pure_loop.random import generator
@@ -23,11 +24,15 @@ from pure_loop.state import State
 
 __all__ = [
     *("GEOMETRIC", "OPERATIONS", "SAFE", "as_pixels", "from_pixels", "operated"),
-    *("box_mask", "centres", "image_of"),
+    *("Normalization", "box_mask", "centres", "image_of"),
 ]
 
 
-def image_of(batch: Any, key: BatchKey, where: str, *, dims: int | None = 4) -> Tensor:
+Normalization: TypeAlias = float | Sequence[float] | None
+"""What images were normalized with: a number, or one for each channel."""
+
+
+def image_of(batch: Batch, key: BatchKey, where: str, *, dims: int | None = 4) -> Tensor:
     """The inputs of a batch.
 
     Raises:
@@ -254,7 +259,7 @@ def operated(
     return result
 
 
-def as_pixels(images: Tensor, mean: Any, std: Any, where: str, *, checks: bool) -> Tensor:
+def as_pixels(images: Tensor, mean: Normalization, std: Normalization, where: str, *, checks: bool) -> Tensor:
     """Images as floats from 0 to 255.
 
     Args:
@@ -285,7 +290,7 @@ def as_pixels(images: Tensor, mean: Any, std: Any, where: str, *, checks: bool) 
     return (values * 255.0).clamp(0, 255)
 
 
-def from_pixels(pixels: Tensor, images: Tensor, mean: Any, std: Any, *, before: Tensor) -> Tensor:
+def from_pixels(pixels: Tensor, images: Tensor, mean: Normalization, std: Normalization, *, before: Tensor) -> Tensor:
     """What :func:`as_pixels` read, in the dtype and normalization of ``images``.
 
     Pixels that are those of ``before``, which it gave, are those of ``images``, bit for bit.
@@ -300,7 +305,7 @@ def from_pixels(pixels: Tensor, images: Tensor, mean: Any, std: Any, *, before: 
     return torch.where(pixels == before, images, values.to(images.dtype))
 
 
-def _column(value: Any, like: Tensor) -> Any:
+def _column(value: float | Sequence[float] | Tensor, like: Tensor) -> float | Tensor:
     """A number, or one for each channel, made on the device: a copy would wait for it."""
     if isinstance(value, Sequence):
         return torch.stack([like.new_full((), float(number)) for number in value]).view(-1, 1, 1)

@@ -8,13 +8,14 @@ takes, and at AFTER_LOSS the targets of the samples themselves, which metrics of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
 from pure_loop._internal import pytree
+from pure_loop._internal.types import Batch, Outputs
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.batch import describe, map_tensors, tensors_in
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
@@ -22,7 +23,7 @@ from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
 from pure_loop.random import derive, generator, seeded
 from pure_loop.ranges.strengths import Strength, strength_at
-from pure_loop.state import State
+from pure_loop.state import Loss, State
 
 if TYPE_CHECKING:
     from pure_loop.loop.batch import LoopStages
@@ -57,9 +58,9 @@ class Mixed:
         weight: the share of ``second``, from 0 to 1: 0-d, or (n,) where each sample has its own.
     """
 
-    first: Any
-    second: Any
-    weight: Any
+    first: Batch
+    second: Batch
+    weight: Tensor
 
 
 pytree.register(
@@ -107,7 +108,7 @@ def partners(name: str, state: State, count: int, rank: int) -> Tensor:
     return torch.randperm(count, generator=random, device=state.device)
 
 
-def with_partners(targets: Any, partner: Tensor, weight: Tensor, where: str) -> Mixed:
+def with_partners(targets: Batch, partner: Tensor, weight: Tensor, where: str) -> Mixed:
     """The targets of samples and of their partners.
 
     Args:
@@ -163,7 +164,7 @@ def mixing(
             'samples can\'t weigh. Write interpolate="targets", or leave per_sample out.'
         )
 
-    def with_targets(state: State, targets: Any) -> State:
+    def with_targets(state: State, targets: Batch) -> State:
         return state.replace(microbatch=with_part(state.microbatch, target_key, targets))
 
     def expose(state: State) -> State:
@@ -179,6 +180,8 @@ def mixing(
             return state
         if interpolate == "loss":
             second = stages.loss(with_targets(state, record.second)).loss
+            assert state.loss is not None
+            assert second is not None
             state = state.replace(loss=_mean_loss(state.loss, second, record.weight))
         # Metrics of training read the microbatch after the backward, and know targets only.
         return with_targets(state, record.first).remember(name, None)
@@ -195,7 +198,7 @@ def mixing(
     )
 
 
-def _mean(record: Mixed, outputs: Any, ignore_index: int, factory: str) -> Tensor:
+def _mean(record: Mixed, outputs: Outputs, ignore_index: int, factory: str) -> Tensor:
     """The mean of both targets, as probabilities where they are not floats of the shape of the outputs already."""
     for name, value in (("outputs", outputs), ("targets", record.first)):
         if not isinstance(value, Tensor):
@@ -211,12 +214,18 @@ def _mean(record: Mixed, outputs: Any, ignore_index: int, factory: str) -> Tenso
     return mixed
 
 
-def _mean_loss(first: Any, second: Any, weight: Tensor) -> Any:
+def _mean_loss(first: Loss, second: Loss, weight: Tensor) -> Loss:
     """The mean of two losses: tensors, or mappings of the same names to tensors."""
+
+    def mean(one: Tensor, other: Tensor) -> Tensor:
+        share = weight.to(one.dtype)
+        return (1 - share) * one + share * other
+
     if isinstance(first, Mapping):
-        return {name: _mean_loss(loss, second[name], weight) for name, loss in first.items()}
-    weight = weight.to(first.dtype)
-    return (1 - weight) * first + weight * second
+        assert isinstance(second, Mapping)
+        return {name: mean(loss, second[name]) for name, loss in first.items()}
+    assert not isinstance(second, Mapping)
+    return mean(first, second)
 
 
 def soft_targets(

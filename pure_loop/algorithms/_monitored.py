@@ -54,7 +54,7 @@ class Patience(Range):
 
     typical: tuple[Any, ...] | None = None
 
-    def read(self, setting: Setting, value: Any) -> int | Time:
+    def read(self, setting: Setting, value: object) -> int | Time:
         where = f"{setting.where}: {setting.name}={value!r}"
         if isinstance(value, Time | str):
             try:
@@ -75,7 +75,7 @@ class Patience(Range):
     def in_words(self, setting: Setting) -> str:
         return 'evaluations, or a time above 0 such as `"3ep"`'
 
-    def outside(self, setting: Setting) -> tuple[Any, ...]:
+    def outside(self, setting: Setting) -> tuple[object, ...]:
         return 0, -1, "0ep", "soon", 1.5, True, "10s", "0.5dur"
 
 
@@ -155,10 +155,10 @@ class Monitored:
         Raises:
             ArgumentError: there is none, or it is no number; names those that there are.
         """
-        numbers: dict[str, Any] = {}
+        numbers: dict[str, float] = {}
         for name, value in state.metrics.get(self.label, {}).items():
             numbers |= recordable(f"{self.label}/{name}", value)[0]
-        measured: Any = state.metrics.get(self.label, {})
+        measured: Mapping[str, object] = state.metrics.get(self.label, {})
         kind = measured.get(self.name.partition("/")[2])
         if self.name not in numbers and kind is not None:
             raise ArgumentError(
@@ -170,7 +170,7 @@ class Monitored:
             raise ArgumentError(f"{self.where}: there is no number {self.name!r}{self._instead(list(numbers))}")
         return float(numbers[self.name])
 
-    def loss(self, state: State) -> Any:
+    def loss(self, state: State) -> Tensor:
         """The loss of the batch that ended; shape ().
 
         Raises:
@@ -179,7 +179,8 @@ class Monitored:
         parts = losses(state.loss)
         if self.name not in parts:
             raise ArgumentError(f"{self.where}: the loss has no part {self.name!r}{self._instead(list(parts))}")
-        return parts[self.name]
+        loss: Tensor = parts[self.name]
+        return loss
 
     def _instead(self, there: list[str]) -> str:
         near = nearest(self.name, there)
