@@ -20,6 +20,7 @@ from pure_loop._internal.arguments import (
     positive_or_none,
     refusal,
 )
+from pure_loop._internal.names import check_run_name
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, flatten
 from pure_loop.callback import Callback
@@ -51,6 +52,7 @@ __all__ = [
     "read_order",
     "read_parallel",
     "read_precision",
+    "read_run_name",
     "read_seed",
     "read_steps_per_call",
     "read_strict",
@@ -119,6 +121,19 @@ def read_train_metrics(value: Any) -> tuple[Metric, ...]:
 
 def read_precision(value: Any) -> Precision:
     return Precision.parse(value)
+
+
+def read_run_name(name: object) -> str | None:
+    """
+    Raises:
+        ArgumentTypeError: it is no text.
+        ArgumentError: a folder can't be named so.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f'run_name={name!r}: write a text, such as "baseline-1", or None for a new name.')
+    return check_run_name(name)
 
 
 def read_parallel(value: Any) -> Together:

@@ -20,13 +20,12 @@ from pure_loop.data.group import steps
 from pure_loop.data.source import Source
 from pure_loop.entry.auto_size import AutoSize
 from pure_loop.entry.compiling import compiler
-from pure_loop.entry.counted import counted_in, of_fit, refuse_no_iterations
 from pure_loop.entry.deterministic import refuse_cublas, stream_of
+from pure_loop.entry.record import new_run_name, noted_run_name, recorded_run_name
 from pure_loop.entry.resume import loading, read_start, saving, seed_of
-from pure_loop.entry.run_name import new_run_name, noted_run_name, recorded_run_name
+from pure_loop.entry.schedule_checks import counted_in, of_fit, refuse_endless_warmups, refuse_no_iterations
 from pure_loop.entry.settings import Settings
 from pure_loop.entry.start import first_state, preparation, refuse_no_boundary, refuse_other_optimizer
-from pure_loop.entry.warmups import refuse_endless_warmups
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, with_own_tasks
 from pure_loop.event import Event
@@ -242,7 +241,7 @@ def start(assembly: Assembly) -> Stream:
 def _recorder(settings: Settings) -> Recorder:
     if isinstance(settings.loggers, tuple) and not settings.loggers:
         return Recorder(settings.optimizer)  # nothing is recorded
-    from pure_loop.entry.hyperparameters import hyperparameters  # only loggers need it
+    from pure_loop.entry.record import hyperparameters  # only loggers need it
 
     recorded, measured = hyperparameters(settings), bool(settings.train_metrics)
     return Recorder(settings.optimizer, recorded, settings.algorithms, train_metrics=measured)
@@ -365,7 +364,7 @@ class _Start:
         Raises:
             ResumeError: training can't resume from the State, or the optimizer or an algorithm is another one.
         """
-        from pure_loop.entry.algorithm_state import refuse_other_memories
+        from pure_loop.entry.start import refuse_other_memories
 
         refuse_no_boundary(state)
         refuse_other_optimizer(state, self.settings.optimizer)
@@ -373,7 +372,7 @@ class _Start:
 
     def fitted(self, state: State) -> State:
         """The State with the duration and the length of this call's data, once it is sure to fit."""
-        from pure_loop.entry.algorithm_state import refuse_other_memories
+        from pure_loop.entry.start import refuse_other_memories
 
         refuse_other_optimizer(state, self.settings.optimizer)
         # Both timestamps, because the learning rate of a batch is asked for at the one before it.

@@ -11,9 +11,8 @@ from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.scripts import Alone, Meeting, refuse_of_fit
-from pure_loop.entry.announcing import announced
 from pure_loop.entry.deterministic import stream_of
-from pure_loop.entry.parallel import Together, algorithm_described
+from pure_loop.entry.parallel import Together, algorithm_described, announced
 from pure_loop.entry.settings import StreamSettings
 from pure_loop.entry.start import first_memory
 from pure_loop.errors import ArgumentTypeError

@@ -19,7 +19,7 @@ from pure_loop.algorithm import AlgorithmLike
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.entry.announcing import announced
+from pure_loop.entry.parallel import announced
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, EventName
 from pure_loop.gradients import ClipFunction

@@ -14,10 +14,10 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.algorithm import AlgorithmLike
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.entry.announcing import announced
 from pure_loop.entry.assembly import assemble, start
 from pure_loop.entry.auto_size import LargestSize
 from pure_loop.entry.fit import fit
+from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import DataError
 from pure_loop.event import Event

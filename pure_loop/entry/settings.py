@@ -33,6 +33,7 @@ from pure_loop.entry.arguments import (
     read_order,
     read_parallel,
     read_precision,
+    read_run_name,
     read_seed,
     read_steps_per_call,
     read_strict,
@@ -43,7 +44,6 @@ from pure_loop.entry.arguments import (
 )
 from pure_loop.entry.parallel import Together, algorithm_described
 from pure_loop.entry.resume import folder_of, with_callback
-from pure_loop.entry.run_name import read_run_name
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.metrics import Metric

@@ -12,8 +12,10 @@ from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger, Observer, bind_callbacks, observers
+from pure_loop.data.source import END, Batches, Source
 from pure_loop.entry.assembly import Assembly
 from pure_loop.entry.deterministic import stream_of
+from pure_loop.errors import DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.call import Fit, LastBoundary
@@ -22,16 +24,62 @@ from pure_loop.loop.evaluation import evaluation
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.strict import Strict
 from pure_loop.recorder import Recorder
-from pure_loop.rehearsal.batches import Held
-from pure_loop.rehearsal.duration import Length
-from pure_loop.rehearsal.places import Place, caught_observer, forced_handlers, marker, named_metrics
-from pure_loop.rehearsal.standins import callback_standins, logger_standin
+from pure_loop.rehearsal.measures import Length
+from pure_loop.rehearsal.report import Place
+from pure_loop.rehearsal.standins import (
+    callback_standins,
+    caught_observer,
+    forced_handlers,
+    logger_standin,
+    marker,
+    named_metrics,
+)
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Time, due
 
-__all__ = ["Passes", "is_never"]
+__all__ = ["Held", "Passes", "first_batch", "is_never"]
+
+
+class Held(Source):
+    """One batch, given several times as an epoch, in the place of a dataloader.
+
+    Args:
+        batch: what the dataloader gave.
+        times: how many batches are left of an epoch, at most.
+        length: what the dataloader says of the length of its epochs.
+    """
+
+    def __init__(self, batch: Any, times: int, length: int | None, stream: str) -> None:
+        super().__init__(None, 0, stream, None, None)
+        self._batch, self._times = batch, times
+        self.length = self.loader_length = length
+
+    def epoch(self, epoch: int, start: int = 0, seen: int = 0) -> Batches:
+        times = self._times if self.length is None else min(self._times, max(self.length - start, 0))
+        for _ in range(times):
+            yield self._batch
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        return self.epoch(epoch, start, seen)
+
+
+def first_batch(source: Source) -> Any:
+    """The first batch of the first epoch; the source is closed.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        with closing(source.epoch(0)) as batches:
+            batch = next(batches, END)
+    finally:
+        source.close()
+    if batch is END:
+        raise DataError("the dataloader gave no batch")
+    return batch
+
 
 # How many batches are trained on in a pass: the second step shows that shapes stay as they are.
 _STEPS = 2

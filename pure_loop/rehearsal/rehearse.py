@@ -30,15 +30,11 @@ from pure_loop.entry.layers import layer_table
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, RehearsalError
 from pure_loop.evaluator import BoundEvaluator
-from pure_loop.rehearsal.batches import first_batch
-from pure_loop.rehearsal.duration import Length, try_schedules
-from pure_loop.rehearsal.fake import without_numbers
-from pure_loop.rehearsal.memory import activations, memory_of, memory_per_rank
-from pure_loop.rehearsal.passes import Passes, is_never
-from pure_loop.rehearsal.paths import try_place
-from pure_loop.rehearsal.places import Place
-from pure_loop.rehearsal.report import Phase, Rehearsal
-from pure_loop.rehearsal.standins import destinations
+from pure_loop.rehearsal.calls import collectives, has_group, trace, without_numbers
+from pure_loop.rehearsal.measures import Length, activations, memory_of, memory_per_rank, try_schedules
+from pure_loop.rehearsal.passes import Passes, first_batch, is_never
+from pure_loop.rehearsal.report import Phase, Place, Rehearsal
+from pure_loop.rehearsal.standins import destinations, try_place
 from pure_loop.state import State
 
 __all__ = ["rehearse"]
@@ -318,8 +314,6 @@ class _Phases:
                 self.passed.append(Phase("end of the run", passes.finish(loaded, evaluators)))
             self.place.note = ""
         if self.assembly.settings.compile:
-            from pure_loop.rehearsal.bare import trace
-
             with self.place.collecting("compile=, tracing of a step"):
                 watch, observed = self.assembly.settings.watch, self.assembly.observers
                 watch = None if watch is None else watch | {event for event, some in observed.items() if some}
@@ -374,8 +368,6 @@ class _Phases:
         """The collectives of a step on so many ranks; None where they can't be counted, or nothing trains together."""
         if self.parallel is None or ranks == 1:
             return None
-        from pure_loop.rehearsal.world import collectives, has_group  # with it comes torch.distributed
-
         if self.place.fake or has_group():
             why = "fake=True" if self.place.fake else "this process has a process group"
             self.place.skip(f"collectives: {why}.")

@@ -17,9 +17,9 @@ from torch import nn
 from pure_loop._internal.arguments import check_integer, check_number
 from pure_loop._internal.closing import closing
 from pure_loop._internal.suggestions import refuse_misfit
-from pure_loop.entry.announcing import announced
 from pure_loop.entry.assembly import assemble, start
 from pure_loop.entry.fit import FitOptions, fit
+from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, NonFiniteError
 from pure_loop.event import Event
