@@ -74,14 +74,7 @@ def drive(
             "script is a stream of fit, evaluate, predict or drive, which applies algorithms of its own and takes no "
             "State back: give algorithms, callbacks and loggers to that function, fit(..., algorithms=[...])."
         )
-    settings = StreamSettings(
-        algorithms=algorithms,
-        callbacks=callbacks,
-        loggers=loggers,
-        watch=watch,
-        strict=strict,
-        deterministic=deterministic,
-    )
+    settings = StreamSettings.of(locals())
     together, meeting = Together.of(parallel), Alone()
     if together.parallel is not None:
         refuse_of_fit(together.parallel)

@@ -80,20 +80,7 @@ def evaluate(
     >>> list(state.metrics["test"])
     ['loss']
     """
-    settings = ModelSettings(
-        model_or_state=model_or_state,
-        precision=precision,
-        seed=seed,
-        algorithms=algorithms,
-        callbacks=callbacks,
-        loggers=loggers,
-        device=device,
-        watch=watch,
-        compile=compile,
-        strict=strict,
-        deterministic=deterministic,
-        parallel=parallel,
-    )
+    settings = ModelSettings.of(locals())
     state = _state(settings)
     if evaluators is None:
         raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
@@ -146,20 +133,7 @@ def predict(
     [torch.Size([4, 1])]
     """
     check_flag("gradients", gradients, where="pl.predict")
-    settings = ModelSettings(
-        model_or_state=model_or_state,
-        precision=precision,
-        seed=seed,
-        algorithms=algorithms,
-        callbacks=callbacks,
-        loggers=loggers,
-        device=device,
-        watch=watch,
-        compile=compile,
-        strict=strict,
-        deterministic=deterministic,
-        parallel=parallel,
-    )
+    settings = ModelSettings.of(locals())
     state = _state(settings)
     if task is None:
         module = state.model.skeleton

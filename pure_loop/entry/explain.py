@@ -6,7 +6,6 @@ same functions that bind it in ``fit``, so that the explanation can't drift from
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
 from torch import nn
 
 from pure_loop._internal.arguments import check_integer
-from pure_loop._internal.suggestions import refuse_misfit
+from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Observer, observers
@@ -98,11 +97,9 @@ def explain(*args: Any, file: TextIO | None = None, sample: Any = None, depth: i
             AFTER_LOSS                    algorithm  penalty  (every 10 batches)
       ...
     """
-    refuse_misfit(fit, args, kwargs)
-    bound = inspect.signature(fit).bind(*args, **kwargs)
-    bound.apply_defaults()
+    arguments = arguments_of_call(fit, args, kwargs)
     check_integer("depth", depth, where="explain", least=0)
-    assembly = assemble(Settings(**bound.arguments))
+    assembly = assemble(Settings.of(arguments))
     print("pl.fit, explained; nothing was run", file=file)
     layers = _layers(assembly, sample, depth) if depth else ()
     for part in (_head(assembly), *((layers,) if depth else ()), _loop(assembly), _legend(assembly)):

@@ -14,9 +14,8 @@ from pure_loop._internal.reprs import data, shown
 from pure_loop._text import without_secrets
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger
-from pure_loop.entry.arguments import read_run_name
 from pure_loop.entry.parallel import Together
-from pure_loop.entry.settings import Settings
+from pure_loop.entry.settings import Settings, read_run_name
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import shutil
 import sys
@@ -19,7 +18,7 @@ from torch import nn
 from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop._internal.shapes_only import shapes_only
 from pure_loop._internal.sizes import bytes_of, in_bytes
-from pure_loop._internal.suggestions import refuse_misfit
+from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.distributed.parallel import Parallel, read_parallel
@@ -112,7 +111,7 @@ def rehearse(
       evaluator 'val', first batch, forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)
       not rehearsed: callbacks, and what comes after the second step: an evaluator was not tried to its end.
     """
-    refuse_misfit(fit, args, kwargs)
+    arguments = arguments_of_call(fit, args, kwargs)
     check_flag("call_callbacks", call_callbacks, where="rehearse")
     check_flag("fake", fake, where="rehearse")
     if world_size is not None:
@@ -122,10 +121,9 @@ def rehearse(
             f"rehearse was called on one of {running_ranks()} ranks, and it runs in one process: call it in a program "
             f"of its own, with world_size={running_ranks()}."
         )
-    bound = inspect.signature(fit).bind(*args, **kwargs)
-    bound.apply_defaults()
     place = Place(fake=fake)
-    arguments = without_numbers(bound.arguments, place) if fake else bound.arguments
+    if fake:
+        arguments = without_numbers(arguments, place)
     token = shapes_only.set(fake)
     try:
         return _rehearsed(arguments, place, sample, world_size, call_callbacks and not fake)
@@ -138,7 +136,7 @@ def _rehearsed(
 ) -> Rehearsal:
     with _generators_kept(), tempfile.TemporaryDirectory(prefix="pure_loop-rehearsal-") as folder:
         try:
-            assembly = assemble(Settings(**arguments))
+            assembly = assemble(Settings.of(arguments))
         except Exception as error:
             place.fail(error, "arguments of fit")
             given = [arguments[name] for name in ("callbacks", "loggers")]
