@@ -14,7 +14,7 @@ from pure_loop.distributed.scripts import Alone, Meeting, refuse_of_fit
 from pure_loop.entry.deterministic import stream_of
 from pure_loop.entry.parallel import Together, algorithm_described, announced
 from pure_loop.entry.settings import StreamSettings
-from pure_loop.entry.start import first_memory
+from pure_loop.entry.start import with_first_memories
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event, EventName
 from pure_loop.loop import driver
@@ -105,10 +105,7 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
             event, state = _pair(next(script))
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
-    state = meeting.begin(event, state)
-    for algorithm in algorithms:
-        if algorithm.init is not None and algorithm.name not in state.algorithm_state:
-            state = state.remember(algorithm.name, first_memory(algorithm, state))
+    state = with_first_memories(meeting.begin(event, state), algorithms)
     with closing(script):
         while True:
             meeting.come_to(event, state)

@@ -5,11 +5,13 @@
 the call is assembled.
 """
 
+# ruff: noqa: RUF009 - the fields of a class of attrs are made by a function of this file
+
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import attrs
 import torch
@@ -29,22 +31,26 @@ from pure_loop._internal.arguments import (
 from pure_loop._internal.names import check_run_name
 from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, flatten
-from pure_loop.callback import Callback
+from pure_loop.cadence import CadenceLike
+from pure_loop.callback import Callback, CallbackLike, Logger
 from pure_loop.entry.parallel import Together, algorithm_described
-from pure_loop.entry.resume import folder_of, with_callback
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, as_event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics._base import Metric, as_metrics
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
-from pure_loop.state import State
+from pure_loop.stages.settings import ClipGrad
+from pure_loop.state import Loss, State
+from pure_loop.task import Task
 from pure_loop.time import Time, TimeUnit, read_time
 
 __all__ = [
     "ModelSettings",
     "Settings",
     "StreamSettings",
+    "listed_callbacks",
     "read_batches_per_step",
     "read_clip",
     "read_microbatch_size",
@@ -52,20 +58,22 @@ __all__ = [
     "read_run_name",
 ]
 
+T = TypeVar("T")
+
 _CLOCK = "a function that returns seconds, such as time.monotonic"
 # In what either may be written.
 _OF_A_DURATION = tuple(unit for unit in TimeUnit if unit is not TimeUnit.DURATION)
 _OF_AN_ITERATION = (TimeUnit.EPOCH, TimeUnit.TOKEN)
 
 
-def read_duration(value: Any) -> Time:
+def read_duration(value: object) -> Time:
     duration = read_time(value, "max_duration", _OF_A_DURATION)
     if duration.unit is TimeUnit.DURATION:
         raise ArgumentError(f'max_duration={value!r} is a fraction of itself; write "3ep", "1000ba" or "90m".')
     return duration
 
 
-def read_iteration_length(value: Any) -> Time | None:
+def read_iteration_length(value: object) -> Time | None:
     if value is None:
         return None
     length = read_time(value, "iteration_length", _OF_AN_ITERATION)
@@ -76,11 +84,11 @@ def read_iteration_length(value: Any) -> Time | None:
     return length
 
 
-def read_batches_per_step(value: Any) -> int:
+def read_batches_per_step(value: object) -> int:
     return check_integer("batches_per_step", value, least=1)
 
 
-def read_microbatch_size(value: Any) -> int | Literal["auto"] | None:
+def read_microbatch_size(value: object) -> int | Literal["auto"] | None:
     if isinstance(value, str) and value == "auto":
         return "auto"
     if value is None:
@@ -88,7 +96,7 @@ def read_microbatch_size(value: Any) -> int | Literal["auto"] | None:
     return check_integer("microbatch_size", value, least=1, wanted='a whole number of at least 1, "auto", or None')
 
 
-def read_train_dataloader(value: Any) -> Any:
+def read_train_dataloader(value: Iterable[object]) -> Iterable[object]:
     if isinstance(value, nn.Module | State):
         raise ArgumentTypeError(
             f"train_dataloader is a {type(value).__name__}; the model comes first, then the data: "
@@ -110,7 +118,7 @@ def read_run_name(name: object) -> str | None:
     return check_run_name(name)
 
 
-def read_verify(value: Any) -> Time | None:
+def read_verify(value: object) -> Time | None:
     if value is None:
         return None
     if not isinstance(value, str | Time):
@@ -144,7 +152,7 @@ def read_autoresume(value: Any) -> Any:
     return value
 
 
-def read_watch(value: Any) -> frozenset[Event] | None:
+def read_watch(value: object) -> frozenset[Event] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable):
@@ -152,7 +160,7 @@ def read_watch(value: Any) -> frozenset[Event] | None:
     return frozenset(as_event(event, "watch") for event in value)
 
 
-def read_clip(clip_grad: Any) -> Any:
+def read_clip(clip_grad: object) -> float | ClipGrad | None:
     if clip_grad is None:
         return None
     if callable(clip_grad):
@@ -173,7 +181,7 @@ def read_clip(clip_grad: Any) -> Any:
 class _Clip:
     """A user's clipping function, held to what it must return."""
 
-    function: Callable[[Any, Any], Any]
+    function: Callable[..., object]
 
     def __repr__(self) -> str:
         return repr(self.function)
@@ -183,7 +191,7 @@ class _Clip:
         return name_of(self.function)
 
     @property
-    def parts_of_code(self) -> tuple[Any, ...]:
+    def parts_of_code(self) -> tuple[object, ...]:
         return (self.function,)
 
     def __call__(self, grads: FrozenDict[str, Any], params: FrozenDict[str, Tensor]) -> FrozenDict[str, Any]:
@@ -203,7 +211,7 @@ class _Clip:
             self._refuse_misfit(key, clipped[key], params[key])
         return FrozenDict((key, clipped[key]) for key in grads)
 
-    def _refuse_misfit(self, key: str, gradient: Any, param: Tensor) -> None:
+    def _refuse_misfit(self, key: str, gradient: object, param: Tensor) -> None:
         """Here, because an update in place has taken the old parameters when the optimizer notices, if it does."""
         if gradient is None:
             return
@@ -222,13 +230,13 @@ class _Clip:
                 )
 
 
-def read_optimizer(value: Any) -> Optimizer:
+def read_optimizer(value: object) -> Optimizer:
     if isinstance(value, Optimizer):
         return value
     raise ArgumentTypeError(_about_optimizer(value))
 
 
-def _about_optimizer(value: Any) -> str:
+def _about_optimizer(value: object) -> str:
     if isinstance(value, torch.optim.Optimizer):
         cls = type(value)
         return f"optimizer= is a torch.optim.{cls.__name__}, which changes a module in place. {_ours(cls)}"
@@ -252,16 +260,27 @@ def _ours(cls: type) -> str:
     return f"Write {same}pl.optim.from_torch(torch.optim.{name}, lr=...)."
 
 
+def listed_callbacks(callbacks: object) -> list[Any]:
+    """What was written as callbacks: several, or one."""
+    return [callbacks] if callable(callbacks) or not hasattr(callbacks, "__iter__") else list(callbacks)
+
+
+def _read_by(reader: Callable[[Any], T]) -> T:
+    """A field with what the reader makes of an argument."""
+    field: T = attrs.field(converter=reader)
+    return field
+
+
 @attrs.frozen(kw_only=True)
 class StreamSettings:
     """What runs at the events of a stream, and what the stream yields."""
 
-    algorithms: tuple[Algorithm, ...] = attrs.field(converter=flatten)
-    callbacks: Any
-    loggers: Any
-    watch: frozenset[Event] | None = attrs.field(converter=read_watch)
-    strict: bool | None = attrs.field(converter=lambda value: None if value is None else check_flag("strict", value))
-    deterministic: bool = attrs.field(converter=lambda value: check_flag("deterministic", value))
+    algorithms: tuple[Algorithm, ...] = _read_by(flatten)
+    callbacks: Iterable[CallbackLike]
+    loggers: Iterable[Logger]
+    watch: frozenset[Event] | None = _read_by(read_watch)
+    strict: bool | None = _read_by(lambda value: None if value is None else check_flag("strict", value))
+    deterministic: bool = _read_by(lambda value: check_flag("deterministic", value))
 
     @classmethod
     def of(cls, arguments: Mapping[str, object]) -> Self:
@@ -270,21 +289,22 @@ class StreamSettings:
         Args:
             arguments: by name; further ones are passed over.
         """
-        return cls(**{field.name: arguments[field.name] for field in attrs.fields(cls)})
+        read: dict[str, Any] = {field.name: arguments[field.name] for field in attrs.fields(cls)}
+        return cls(**read)
 
 
 @attrs.frozen(kw_only=True)
 class ModelSettings(StreamSettings):
     """What ``fit``, ``evaluate`` and ``predict`` have in common: a model, and how and where it is computed."""
 
-    model_or_state: Any
-    precision: Precision = attrs.field(converter=Precision.parse)
-    seed: int = attrs.field(converter=lambda value: check_integer("seed", value))
-    device: Any
-    compile: bool | Literal["where possible"] = attrs.field(
-        converter=lambda value: check_choice("compile", value, (True, False, "where possible"))
+    model_or_state: nn.Module | State
+    precision: Precision = _read_by(Precision.parse)
+    seed: int = _read_by(lambda value: check_integer("seed", value))
+    device: torch.device | str | None
+    compile: bool | Literal["where possible"] = _read_by(
+        lambda value: check_choice("compile", value, (True, False, "where possible"))
     )
-    parallel: Together = attrs.field(converter=Together.of)
+    parallel: Together = _read_by(Together.of)
 
     @property
     def algorithms_described(self) -> list[str]:
@@ -296,34 +316,33 @@ class ModelSettings(StreamSettings):
 class Settings(ModelSettings):
     """The arguments of ``fit``."""
 
-    train_dataloader: Any = attrs.field(converter=read_train_dataloader)
-    loss: Any
-    task: Any
-    optimizer: Optimizer = attrs.field(converter=read_optimizer)
-    max_duration: Time = attrs.field(converter=read_duration)
-    iteration_length: Time | None = attrs.field(converter=read_iteration_length)
-    batches_per_epoch: int | None = attrs.field(converter=lambda value: positive_or_none("batches_per_epoch", value))
-    batches_per_step: int = attrs.field(converter=read_batches_per_step)
-    microbatch_size: int | Literal["auto"] | None = attrs.field(converter=read_microbatch_size)
-    evaluators: Any
-    eval_interval: Any
-    train_metrics: tuple[Metric, ...] = attrs.field(converter=lambda value: as_metrics(value, "train_metrics") or ())
-    run_name: str | None = attrs.field(converter=read_run_name)
-    clip_grad: Any = attrs.field(converter=read_clip)
-    nonfinite: Literal["error", "skip"] = attrs.field(
-        converter=lambda value: check_choice("nonfinite", value, ("error", "skip"))
-    )
-    load_path: Any
-    autoresume: str | os.PathLike[str] | None = attrs.field(converter=read_autoresume)
-    donate: bool | Literal["auto"] = attrs.field(
-        converter=lambda value: check_choice("donate", value, ("auto", True, False))
-    )
-    steps_per_call: int = attrs.field(converter=lambda value: check_integer("steps_per_call", value, least=1))
-    order: Literal["current", "2021"] = attrs.field(
-        converter=lambda value: check_choice("order", value, ("current", "2021"))
-    )
-    verify: Time | None = attrs.field(converter=read_verify)
-    clock: Callable[[], float] = attrs.field(converter=lambda value: check_callable("clock", value, _CLOCK))
+    train_dataloader: Iterable[object] = _read_by(read_train_dataloader)
+    loss: Callable[..., Loss] | Task | None
+    task: Task | None
+    optimizer: Optimizer = _read_by(read_optimizer)
+    max_duration: Time = _read_by(read_duration)
+    iteration_length: Time | None = _read_by(read_iteration_length)
+    batches_per_epoch: int | None = _read_by(lambda value: positive_or_none("batches_per_epoch", value))
+    batches_per_step: int = _read_by(read_batches_per_step)
+    microbatch_size: int | Literal["auto"] | None = _read_by(read_microbatch_size)
+    evaluators: EvaluatorsLike
+    eval_interval: CadenceLike
+    train_metrics: tuple[Metric, ...] = _read_by(lambda value: as_metrics(value, "train_metrics") or ())
+    run_name: str | None = _read_by(read_run_name)
+    clip_grad: float | ClipGrad | None = _read_by(read_clip)
+    nonfinite: Literal["error", "skip"] = _read_by(lambda value: check_choice("nonfinite", value, ("error", "skip")))
+    load_path: str | os.PathLike[str] | None
+    autoresume: str | os.PathLike[str] | None = _read_by(read_autoresume)
+    donate: bool | Literal["auto"] = _read_by(lambda value: check_choice("donate", value, ("auto", True, False)))
+    steps_per_call: int = _read_by(lambda value: check_integer("steps_per_call", value, least=1))
+    order: Literal["current", "2021"] = _read_by(lambda value: check_choice("order", value, ("current", "2021")))
+    verify: Time | None = _read_by(read_verify)
+    clock: Callable[[], float] = _read_by(lambda value: check_callable("clock", value, _CLOCK))
+
+    @property
+    def fixed_size(self) -> int | None:
+        """The samples of a forward, at most; None: the whole batch, or a size that is tried."""
+        return None if self.microbatch_size == "auto" else self.microbatch_size
 
     def __attrs_post_init__(self) -> None:
         """
@@ -331,10 +350,14 @@ class Settings(ModelSettings):
             ArgumentError: two arguments that contradict each other.
         """
         steps, order = self.steps_per_call, self.order
+        # Read from a callback that has a folder.
         saver: Any = self.autoresume
-        if isinstance(saver, Callback):
-            object.__setattr__(self, "callbacks", with_callback(self.callbacks, saver))
-            object.__setattr__(self, "autoresume", folder_of(saver))
+        if not (saver is None or is_path(saver)):
+            callbacks = listed_callbacks(self.callbacks)
+            if all(callback is not saver for callback in callbacks):
+                callbacks.append(saver)
+            object.__setattr__(self, "callbacks", callbacks)
+            object.__setattr__(self, "autoresume", saver.folder)
         if self.train_metrics:
             from pure_loop.entry.train_metrics import measuring  # no other run needs it
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import attrs
 import optree
 import torch
 from torch import Tensor
@@ -16,24 +17,28 @@ from torch import Tensor
 from pure_loop._internal.devices import read_device
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.algorithm import Algorithm
+from pure_loop.data.source import Source
+from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
 from pure_loop.model.checks import refuse_untrainable
 from pure_loop.optim import Optimizer
-from pure_loop.precision import LossScale, Precision
+from pure_loop.precision import LossScale
 from pure_loop.random.guards import guard, is_users
-from pure_loop.stages.engine import ONE_RANK, Engine
+from pure_loop.stages.engine import Engine
 from pure_loop.state import POSITIONS, State, refuse_misfit, sort_by_model
+from pure_loop.task import Task
+from pure_loop.time import TimestampFields
 
 __all__ = [
+    "Start",
     "any_state",
     "can_resume_from",
-    "first_memory",
     "first_state",
-    "preparation",
     "refuse_no_boundary",
     "refuse_other_memories",
     "refuse_other_optimizer",
+    "with_first_memories",
 ]
 
 
@@ -134,47 +139,81 @@ def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
         refuse_other_memory(served, state.opt_state, trained)
 
 
-def preparation(
-    optimizer: Optimizer,
-    precision: Precision,
-    algorithms: tuple[Algorithm, ...],
-    engine: Engine = ONE_RANK,
-    meet: Callable[[State], State] | None = None,
-) -> Callable[[State], State]:
-    """What a State still lacks before training: optimizer memory, loss scale, the memory of algorithms.
+@attrs.frozen
+class Start:
+    """What a State has to fit to be trained by a call, the first one and one that is loaded, and what it lacks."""
 
-    ``meet`` comes first: where there are several ranks, they agree on what they start from.
-    """
+    settings: Settings
+    engine: Engine
+    source: Source
+    task: Task
 
-    def prepare(state: State) -> State:
-        if meet is not None:
-            state = meet(state)
-        if state.opt_state is None:
-            served, trained = state.model.served_by(optimizer), state.model.trained(state.params)
-            guarded = guard(state, ("init", "optimizer")) if is_users(served.init) else nullcontext()
-            with guarded:
-                memory = engine.init_opt_state(served, trained)
-            state = state.replace(opt_state=memory)
-        if precision.scaled and state.loss_scale is None:
-            state = state.replace(loss_scale=LossScale.initial(state.device))
-        elif not precision.scaled and state.loss_scale is not None:
-            state = state.replace(loss_scale=None)
-        for algorithm in algorithms:
-            if algorithm.init is not None and algorithm.name not in state.algorithm_state:
-                state = state.remember(algorithm.name, first_memory(algorithm, state))
+    def refuse_misfit(self, state: State) -> None:
+        """
+        Raises:
+            ResumeError: training can't resume from the State, or the optimizer or an algorithm is another one.
+        """
+        refuse_no_boundary(state)
+        refuse_other_optimizer(state, self.settings.optimizer)
+        refuse_other_memories(state, self.settings.algorithms)
+
+    def fitted(self, state: State) -> State:
+        """The State with the duration and the length of this call's data, once it is sure to fit."""
+        refuse_other_optimizer(state, self.settings.optimizer)
+        # Both timestamps, because the learning rate of a batch is asked for at the one before it.
+        t = state.timestamp
+        start = t.batch_in_epoch
+        if start:
+            changed = (
+                None not in (t.batches_per_epoch, self.source.length) and t.batches_per_epoch != self.source.length
+            )
+            start = self.source.resume(t.epoch, start, t.sample_in_epoch, self.task.samples, changed=changed)
+        lasting: TimestampFields = {"max_duration": self.settings.max_duration, "batches_per_epoch": self.source.length}
+        now, before = t.replace(**lasting).replace(batch_in_epoch=start), state.previous_timestamp.replace(**lasting)
+        state = state.replace(timestamp=now, previous_timestamp=before)
+        refuse_other_memories(state, self.settings.algorithms)
         return state
 
-    return prepare
+    def preparation(self, described: Callable[[], Mapping[str, object]], *, fresh: bool) -> Callable[[State], State]:
+        """What gives a State what it lacks before training: optimizer memory, loss scale, the memory of algorithms.
+
+        Where there are several ranks, they agree first on what they start from, of which ``described`` must be equal.
+        """
+        settings = self.settings
+        meet = settings.parallel.meeting(self.engine, self.source, described, fresh)
+
+        def prepare(state: State) -> State:
+            if meet is not None:
+                state = meet(state)
+            if state.opt_state is None:
+                served, trained = state.model.served_by(settings.optimizer), state.model.trained(state.params)
+                with guard(state, ("init", "optimizer")) if is_users(served.init) else nullcontext():
+                    memory = self.engine.init_opt_state(served, trained)
+                state = state.replace(opt_state=memory)
+            if settings.precision.scaled and state.loss_scale is None:
+                state = state.replace(loss_scale=LossScale.initial(state.device))
+            elif not settings.precision.scaled and state.loss_scale is not None:
+                state = state.replace(loss_scale=None)
+            return with_first_memories(state, settings.algorithms)
+
+        return prepare
 
 
-def first_memory(algorithm: Algorithm, state: State) -> Any:
-    assert algorithm.init is not None
-    guarded = guard(state, ("init", algorithm.name)) if is_users(algorithm.init) else nullcontext()
+def with_first_memories(state: State, algorithms: Iterable[Algorithm]) -> State:
+    """The State with the memory of each algorithm that has none yet."""
+    for algorithm in algorithms:
+        if algorithm.init is not None and algorithm.name not in state.algorithm_state:
+            state = state.remember(algorithm.name, _first_memory(algorithm.name, algorithm.init, state))
+    return state
+
+
+def _first_memory(name: str, init: Callable[[State], object], state: State) -> object:
+    guarded = guard(state, ("init", name)) if is_users(init) else nullcontext()
     try:
         with guarded:
-            return algorithm.init(state)
+            return init(state)
     except Exception as error:
-        error.add_note(f"raised by init of algorithm {algorithm.name!r}")
+        error.add_note(f"raised by init of algorithm {name!r}")
         raise
 
 

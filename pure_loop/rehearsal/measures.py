@@ -44,9 +44,9 @@ class Length:
     @classmethod
     def of(cls, assembly: Assembly, samples: int, tokens: int) -> Length:
         """The length of a call of ``fit``, whose first batch has so many samples and tokens."""
-        end, per_epoch = assembly.settings.max_duration, assembly.fit.source.length
+        end, per_epoch = assembly.plan.settings.max_duration, assembly.fit.source.length
         batches = _batches(end, assembly.fit.iteration_length, per_epoch, samples, tokens)
-        return cls(batches, per_epoch, samples, tokens, assembly.state.timestamp)
+        return cls(batches, per_epoch, samples, tokens, assembly.plan.state.timestamp)
 
     def at(self, batch: int) -> Timestamp:
         """The timestamp at which this batch starts, counted from the start of training."""
@@ -104,7 +104,7 @@ def try_schedules(assembly: Assembly, length: Length, place: Place) -> str:
 
     A value that is out of range, and what a schedule raises, is a failure that names the schedule and the place.
     """
-    settings = assembly.settings
+    settings = assembly.plan.settings
     rates: dict[str, list[str]] = {}
     strengths = {**strengths_of(settings.algorithms), **numbers_of(settings.optimizer)}
     for name, timestamp in length.moments().items():

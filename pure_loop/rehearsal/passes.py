@@ -123,7 +123,7 @@ class Passes:
     def start(self) -> State | None:
         """INIT, loading and FIT_START alone: the State that evaluators are tried on."""
         fit, handlers = self._fit(())
-        pairs = self._run(script_of(self.assembly.state, fit), handlers, {}, (), fit)
+        pairs = self._run(script_of(self.assembly.plan.state, fit), handlers, {}, (), fit)
         with closing(pairs):
             for event, state in pairs:
                 if event is Event.FIT_START:
@@ -150,7 +150,7 @@ class Passes:
         """
         fit, handlers = self._fit([self._held(*pair) for pair in evaluators])
         observed, closers, fit = self._observers(fit, called=whole and self.call_callbacks)
-        pairs = self._run(script_of(self.assembly.state, fit), handlers, observed, closers, fit)
+        pairs = self._run(script_of(self.assembly.plan.state, fit), handlers, observed, closers, fit)
         end = Event.EPOCH_CHECKPOINT if fit.order == "current" else Event.EPOCH_END
         with closing(pairs):
             for event, state in pairs:
@@ -245,9 +245,9 @@ class Passes:
         if not called:
             return {}, [], fit
         assembly, place = self.assembly, self.place
-        listed = _given(assembly.settings.callbacks, assembly.run.callbacks)
+        listed = _given(assembly.plan.settings.callbacks, assembly.run.callbacks)
         callbacks = callback_standins(listed, self.folder, place)
-        loggers = logger_standin(assembly.logger.loggers, place)
+        loggers = logger_standin(assembly.plan.logger.loggers, place)
         recorder = next((item for item in assembly.run.callbacks if isinstance(item, Recorder)), None)
         table, objects, _ = observers(callbacks, loggers, recorder)
         run = attrs.evolve(
@@ -279,7 +279,7 @@ class Passes:
         script, events = run
         strict = None if self.place.fake else Strict()
         pairs = drive(script, handlers, table, stages=fit.stages, strict=strict, events=events, closing=closers)
-        return stream_of(pairs, self.assembly.settings.deterministic)
+        return stream_of(pairs, self.assembly.plan.settings.deterministic)
 
 
 def _given(callbacks: Any, bound: Sequence[Callback]) -> list[Any]:

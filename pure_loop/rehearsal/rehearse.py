@@ -228,7 +228,7 @@ class _Phases:
         self.passed.append(Phase("places", "; ".join(found) or "nothing is written to"))
         batch, evaluators = self._data()
         task, source = self.assembly.fit.stages.task, self.assembly.fit.source
-        length = Length(None, source.length, 0, 0, self.assembly.state.timestamp)
+        length = Length(None, source.length, 0, 0, self.assembly.plan.state.timestamp)
         if batch is not _MISSING:
             with self.place.collecting("data, counting samples and tokens"):
                 length = Length.of(self.assembly, task.samples(batch), task.tokens(batch))
@@ -250,7 +250,7 @@ class _Phases:
     def _data(self) -> tuple[Any, list[tuple[BoundEvaluator, Any]]]:
         """The first batch of training, and each evaluator that runs with its first batch."""
         source, found = self.assembly.fit.source, []
-        batch, per_step = _MISSING, self.assembly.settings.batches_per_step
+        batch, per_step = _MISSING, self.assembly.plan.settings.batches_per_step
         if self.sample is not None:
             batch = self.sample if per_step == 1 else Batches((self.sample,) * per_step)
         if batch is _MISSING and source.reads_once:
@@ -311,9 +311,9 @@ class _Phases:
             with self.place.collecting("training"):
                 self.passed.append(Phase("end of the run", passes.finish(loaded, evaluators)))
             self.place.note = ""
-        if self.assembly.settings.compile:
+        if self.assembly.plan.settings.compile:
             with self.place.collecting("compile=, tracing of a step"):
-                watch, observed = self.assembly.settings.watch, self.assembly.observers
+                watch, observed = self.assembly.plan.settings.watch, self.assembly.plan.observers
                 watch = None if watch is None else watch | {event for event, some in observed.items() if some}
                 trace({**self.arguments, "watch": watch}, passes.batch)
                 self.passed.append(Phase("compile", "a step can be traced"))
@@ -342,7 +342,7 @@ class _Phases:
                 kept = activations(passes.first, stages)
             except Exception as error:  # such as a forward with a transform of torch.func, which allows no such hooks
                 self.place.skip(f"memory of activations: it could not be measured ({type(error).__name__}: {error}).")
-        state = passes.kept if passes.kept is not None else self.assembly.state
+        state = passes.kept if passes.kept is not None else self.assembly.plan.state
         memory = memory_of(state, passes.batch, kept)
         per_rank, exchanged = None, None
         if self.world_size is not None:
