@@ -32,8 +32,7 @@ from pure_loop.stages.sizes import found_size
 from pure_loop.stages.update import in_order
 from pure_loop.state import State
 from pure_loop.task import make_task
-from pure_loop.tools.indices import indices_of_batch
-from pure_loop.tools.samples import Measured, OneByOne, norm_of
+from pure_loop.tools.samples import Measured, OneByOne, indices_of_batch, norm_of
 
 __all__ = ["Inspection", "ModuleRow", "ParameterRow", "Sample", "inspect"]
 
