@@ -110,7 +110,7 @@ MUTABLE = {
     ("_internal/registry.py", "_by_name"): "classes that checkpoints may hold",
     ("_internal/registry.py", "_roots"): "classes that checkpoints may hold",
     ("_hypothesis.py", "_told"): "classes that Hypothesis was told about",
-    ("progress/screens.py", "_hinted"): "whether the hint was shown in this process",
+    ("progress/display.py", "_hinted"): "whether the hint was shown in this process",
     ("_internal/forks.py", "_generation"): "how often this process was forked",
     ("_internal/forks.py", "_forgetting"): "who is told of a fork",
     ("_internal/owned_files.py", "_held"): "the locks that this process holds",
@@ -151,7 +151,6 @@ CTYPES = {
     "_internal/torch_private.py": "the bytes of a tensor without numpy",
     "checkpoint/container.py": "the bytes of a tensor without numpy",
     "checkpoint/flight.py": "the bytes of a tensor without numpy",
-    "compile/trace.py": "numbers in the memory of a tensor",
 }
 
 # R5. Compiling is imported by its door, and a step doesn't ask whether it is made into a graph: what that needs, the
@@ -624,7 +623,7 @@ def test_a_question_for_ranks_is_found(question: str) -> None:
     "source",
     [
         "from pure_loop.compile import interpreted",
-        "def f():\n    import pure_loop.compile.trace",
+        "def f():\n    import pure_loop.compile.tracing",
         "from pure_loop import compile",
         "load('pure_loop.compile._torch')",
         "if TYPE_CHECKING:\n    from pure_loop.compile.compiler import Compiler",
@@ -632,7 +631,7 @@ def test_a_question_for_ranks_is_found(question: str) -> None:
 )
 def test_another_door_to_compiling_is_found(source: str) -> None:
     assert imports_compiling(parsed(source)) == {"wrong.py"}
-    assert imports_compiling({"compile/trace.py": ast.parse(source)}) == set()
+    assert imports_compiling({"compile/tracing.py": ast.parse(source)}) == set()
 
 
 @pytest.mark.parametrize(
@@ -646,7 +645,7 @@ def test_another_door_to_compiling_is_found(source: str) -> None:
 )
 def test_another_question_whether_a_step_is_traced_is_found(source: str, name: str) -> None:
     assert asks_whether_traced(parsed(source)) == {("wrong.py", name)}
-    assert asks_whether_traced({"compile/trace.py": ast.parse(source)}) == set()
+    assert asks_whether_traced({"compile/tracing.py": ast.parse(source)}) == set()
 
 
 _TESTING = "simulated ranks, and programs for them"
