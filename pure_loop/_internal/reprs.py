@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from pure_loop._internal.signatures import name_of
+from pure_loop._internal.arguments import name_of
 from pure_loop._text import HIDDEN, is_secret, without_secrets
 
 __all__ = ["call", "cell", "changed_fields", "kind", "shown", "table"]

@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._boxes import box_mask, centres
 from pure_loop.algorithms._mixed import Interpolation, image_of, is_off, mixing, partners, share, with_partners

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._image_operations import OPERATIONS, SAFE, as_pixels, from_pixels, operated
 from pure_loop.algorithms._mixed import image_of

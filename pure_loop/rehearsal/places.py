@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from pure_loop._internal.shapes_only import needs_numbers
+from pure_loop._internal.devices import needs_numbers
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Observer, refuse_return

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pure_loop._internal.arguments import check_flag, check_integer
-from pure_loop._internal.shapes_only import shapes_only
+from pure_loop._internal.devices import shapes_only
 from pure_loop._internal.sizes import bytes_of, in_bytes
 from pure_loop._internal.suggestions import refuse_misfit
 from pure_loop.data.batch import describe

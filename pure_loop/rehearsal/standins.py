@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pure_loop._internal.signatures import name_of
+from pure_loop._internal.arguments import name_of
 from pure_loop.callback import Callback, Logger
 from pure_loop.loggers.in_memory import InMemoryLogger
 from pure_loop.rehearsal.places import Place
