@@ -13,7 +13,9 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from pure_loop._internal.arguments import is_number
 from pure_loop.errors import ArgumentTypeError
 
-__all__ = ["Elsewhere", "nearest", "refuse_misfit", "state_hint", "state_hints", "teaching"]
+__all__ = [
+    *("Elsewhere", "arguments_of_call", "nearest", "refuse_misfit", "state_hint", "state_hints", "teaching"),
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -229,6 +231,18 @@ def refuse_misfit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: M
         place, name = _place(function), function.__name__
         sentences = _said(place, name, signature.parameters, args, kwargs) or [f"{name}: {error}."]
         raise ArgumentTypeError(" ".join(sentences)) from None
+
+
+def arguments_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included.
+
+    Raises:
+        ArgumentTypeError: the function has no such arguments, or lacks one.
+    """
+    refuse_misfit(function, args, kwargs)
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 # Packages whose members are written with the package's name; those of others are pl.NAME.
