@@ -23,7 +23,7 @@ from pure_loop._internal.torch_private import local_tensor as local_tensor
 from pure_loop.errors import ArgumentError, DistributedError
 
 __all__ = [
-    *("alone_on_rank", "are_sharded", "clone_all", "from_local", "full_tensor", "have_same_sharding"),
+    *("alone_on_rank", "are_sharded", "bytes_of", "clone_all", "from_local", "full_tensor", "have_same_sharding"),
     *("in_transform", "is_sharded", "local_tensor", "map_local", "norms", "on_mesh", "placements_of", "shard_like"),
     *("sum_over_shards", "unaliased"),
 ]
@@ -209,3 +209,14 @@ def unaliased(tree: Any, other: Any) -> Any:
 def in_transform() -> bool:
     """Whether this runs inside a transform of ``torch.func``, whose tensors have no memory of their own."""
     return transforms() is not None
+
+
+def bytes_of(tree: Any) -> int:
+    """The bytes of the numbers of all tensors in a tree.
+
+    >>> import torch
+    >>> bytes_of({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.int64)]})
+    28
+    """
+    leaves: list[Any] = optree.tree_leaves(tree, namespace=NAMESPACE)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
