@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pure_loop._internal.patterns import Pattern
+from pure_loop._internal.names import Pattern
 from pure_loop.callback import Callback
 from pure_loop.entry.settings import listed_callbacks
 from pure_loop.entry.start import can_resume_from
