@@ -12,18 +12,17 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import Any
 
 import torch
 
 import pure_loop
-from pure_loop.errors import CompileError
+from pure_loop._internal import torch_private
+from pure_loop.entry.compiling import absent_names
 
 __all__ = ["describe", "main", "render"]
 
-# The modules that look up private names of torch, each with a dict `missing`: what this torch lacks, and what is lost.
-_GATES = {"eager": "pure_loop._internal.torch_private", "compiler": "pure_loop.compile._torch"}
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[([^\]]*)\])?[^;]*(?:;(.*))?")
 _EXTRA = re.compile(r"""\bextra\s*==\s*['"]([\w.-]+)['"]""")
 
@@ -50,17 +49,8 @@ def describe() -> dict[str, Any]:
         "devices": _devices(),
         "extras": _extras(_requirements()),
         "donation": _donation(),
-        "missing": {gate: _missing(module) for gate, module in _GATES.items()},
+        "missing": {"eager": dict(torch_private.missing), "compiler": dict(absent_names())},
     }
-
-
-def _missing(gate: str) -> dict[str, str]:
-    """What a gate lacks; that of the compiler looks its names up when something is compiled, and here."""
-    try:
-        module = import_module(gate)
-    except CompileError as error:
-        return {"torch.fx.experimental.proxy_tensor": str(error)}
-    return dict(module.look_up_all() if hasattr(module, "look_up_all") else module.missing)
 
 
 def render(described: dict[str, Any]) -> str:

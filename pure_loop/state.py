@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_flag, check_integer, check_number
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.records import Record, copier
 from pure_loop._internal.reprs import cell, table
 from pure_loop._internal.state_hints import Elsewhere, hint, hints
-from pure_loop._internal.types import Batch, Outputs, PyTree
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,

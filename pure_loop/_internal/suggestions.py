@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from pure_loop._internal.arguments import is_number
 from pure_loop.errors import ArgumentTypeError
 
-__all__ = ["nearest", "refuse_misfit", "teaching"]
+__all__ = ["arguments_of_call", "nearest", "refuse_misfit", "teaching"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -226,6 +226,18 @@ def refuse_misfit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: M
         place, name = _place(function), function.__name__
         sentences = _said(place, name, signature.parameters, args, kwargs) or [f"{name}: {error}."]
         raise ArgumentTypeError(" ".join(sentences)) from None
+
+
+def arguments_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included.
+
+    Raises:
+        ArgumentTypeError: the function has no such arguments, or lacks one.
+    """
+    refuse_misfit(function, args, kwargs)
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 # Packages whose members are written with the package's name; those of others are pl.NAME.

@@ -19,6 +19,7 @@ __all__ = [
     "Weights",
     "counted_loss",
     "is_number",
+    "has_numbers",
     "is_readable",
     "of_numbers",
     "power_of_two",
@@ -120,9 +121,14 @@ class Weights:
         return _narrowed(mean, losses[0])
 
 
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether it has numbers: a tensor of a step that is being made into a graph has none."""
+    return not hasattr(tensor, "fake_mode")
+
+
 def is_readable(tensor: Tensor) -> bool:
-    """Whether its numbers are at hand: those of a step that is being compiled has none, and a device is waited for."""
-    return tensor.device.type == "cpu" and not hasattr(tensor, "fake_mode")
+    """Whether it has numbers, and they are at hand: a device is waited for."""
+    return tensor.device.type == "cpu" and has_numbers(tensor)
 
 
 def read_weight(weight: Any, what: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
 from pure_loop.data.batch import map_tensors
 from pure_loop.data.group import Batches
 from pure_loop.frozendict import FrozenDict

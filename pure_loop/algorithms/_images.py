@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
+from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import DataError
 from pure_loop.lens import BatchKey, part_of
 from pure_loop.random import generator
-from pure_loop.random.seeds import tracer
 from pure_loop.state import State
 
 __all__ = [
@@ -290,7 +290,7 @@ def as_pixels(images: Tensor, mean: Normalization, std: Normalization, where: st
         values = values * _column(std, values)
     if mean is not None:
         values = values + _column(mean, values)
-    if checks and tracer.get() is None and bool((values.amin() < -1e-3) | (values.amax() > 1 + 1e-3)):
+    if checks and has_numbers(values) and bool((values.amin() < -1e-3) | (values.amax() > 1 + 1e-3)):
         raise DataError(
             f"{where}: the images have values from {float(values.amin()):.3g} to {float(values.amax()):.3g}, and "
             f"floats from 0 to 1 are needed. Say what they were normalized with, {where}(mean=, std=), or give uint8."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pure_loop._internal import pytree
 from pure_loop._internal.launchers import rank
-from pure_loop._internal.types import Batch, Outputs
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
 from pure_loop.data.batch import describe, map_tensors, tensors_in

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.launchers import rank
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._images import box_mask, centres, image_of
 from pure_loop.algorithms._mixed import IGNORED, Interpolation, mixing, with_partners

@@ -20,8 +20,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.tree_ops import are_sharded, map_local
-from pure_loop._internal.types import PyTree
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._averages import (
     AveragedBuffers,

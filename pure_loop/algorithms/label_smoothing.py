@@ -16,7 +16,7 @@ from typing import Annotated
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_number
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._mixed import IGNORED, Mixed, soft_targets
 from pure_loop.errors import ArgumentError, ArgumentTypeError

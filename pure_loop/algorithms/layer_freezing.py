@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from torch import Tensor, nn
 
-from pure_loop._internal.types import PyTree
+from pure_loop._internal.pytree import PyTree
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._spans import as_span, part_of_training
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate

@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._images import image_of
 from pure_loop.algorithms._mixed import IGNORED, Interpolation, by_sample, mixing, with_partners

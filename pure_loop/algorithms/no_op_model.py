@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.types import Batch, Outputs
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._surgery import copied, surgery
 from pure_loop.data.batch import map_tensors, tensors_in

@@ -21,8 +21,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.tree_ops import map_local
-from pure_loop._internal.types import Batch
 from pure_loop._internal.weights import is_number
 from pure_loop.algorithm import Algorithm
 from pure_loop.errors import ArgumentError

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pure_loop._internal.launchers import rank
-from pure_loop._internal.types import Batch, Outputs
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part, rows_of
 from pure_loop.algorithms._images import image_of

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._spans import as_span, part_of_span

@@ -19,8 +19,8 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.tree_ops import map_local
-from pure_loop._internal.types import Batch, PyTree
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._averages import (
     AveragedBuffers,

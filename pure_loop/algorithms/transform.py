@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.launchers import rank
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
 from pure_loop.errors import ArgumentTypeError, DataError

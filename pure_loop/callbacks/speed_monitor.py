@@ -183,7 +183,7 @@ class SpeedMonitor(Callback):
     def _peak_of(self, device: torch.device) -> float | None:
         if device.type != "cuda":
             return None
-        from pure_loop.callbacks._peak_flops import peak_flops_of
+        from pure_loop.callbacks._flops import peak_flops_of
 
         precision = "fp32" if self._run is None else self._run.precision
         return peak_flops_of(torch.cuda.get_device_name(device), precision)

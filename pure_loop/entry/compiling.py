@@ -1,11 +1,18 @@
-"""What ``compile=`` and ``steps_per_call=`` ask for; made here, so that nothing else imports the compiler."""
+"""The door of ``compile/``: nothing else imports it, and it is imported when something is compiled.
+
+With it comes torch's compiler, which takes seconds to import.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
 
 from pure_loop._internal.torch_private import import_compiler
+from pure_loop.errors import CompileError
 from pure_loop.evaluator import BoundEvaluator, measure_loss
 from pure_loop.event import Event
 
@@ -14,11 +21,11 @@ if TYPE_CHECKING:
     from pure_loop.entry.settings import Settings
     from pure_loop.loop.batch import LoopStages
 
-__all__ = ["compiler", "evaluating"]
+__all__ = ["absent_names", "compiler", "evaluating", "interpreted", "recurrent_layer"]
 
 
 def compiler(
-    settings: Settings, stages: LoopStages, observers: Mapping[Event, Any], evaluators: Iterable[BoundEvaluator]
+    settings: Settings, stages: LoopStages, observers: Mapping[Event, object], evaluators: Iterable[BoundEvaluator]
 ) -> Compiler | None:
     """What compiles the steps of a call of ``fit``; None where nothing is compiled.
 
@@ -57,3 +64,26 @@ def evaluating(
 
     where_possible = compile == "where possible"
     return CompiledEvaluation.of(stages, Recorders(), with_loss=measure_loss(evaluators), where_possible=where_possible)
+
+
+def interpreted() -> AbstractContextManager[None]:
+    """Inside, graphs run operation by operation: see :func:`pure_loop.compile.interpreted`."""
+    from pure_loop.compile import interpreted
+
+    return interpreted()
+
+
+def recurrent_layer(module: nn.Module) -> str | None:
+    """The recurrent layer for which forwards run eagerly; None without one."""
+    from pure_loop.compile.refusals import recurrent_layer
+
+    return recurrent_layer(module)
+
+
+def absent_names() -> Mapping[str, str]:
+    """The private names that this torch lacks of those that compiling needs, each with what is lost."""
+    try:
+        from pure_loop.compile._torch import look_up_all
+    except CompileError as error:
+        return {"torch.fx.experimental.proxy_tensor": str(error)}
+    return look_up_all()

@@ -1,12 +1,16 @@
-"""One rank or several: what the arguments of a call become, given its ``parallel=``."""
+"""One rank or several: what the arguments of a call become, given its ``parallel=``.
+
+A call that fails on one of several ranks tells the others, which would wait for it.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import attrs
 
@@ -15,14 +19,44 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.data.open import source
 from pure_loop.data.source import Share, Source
 from pure_loop.distributed.parallel import Parallel, rank, read_parallel, refuse_lone, world_size
-from pure_loop.errors import ResumeError
+from pure_loop.errors import DistributedError, ResumeError
 from pure_loop.random import derive
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import TimestampFields
 
-__all__ = ["Together"]
+__all__ = ["Together", "announced"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Seconds for which a failing call looks for the others, where its own ``parallel=`` can't be read.
+_DEFAULT = 300.0
+
+
+def announced(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function with ``parallel=``; where it raises on one of several ranks, the others are told why."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            _announce(kwargs.get("parallel"), function.__name__, error)
+            raise
+
+    return called
+
+
+def _announce(parallel: Any, name: str, error: Exception) -> None:
+    if not parallel or isinstance(error, DistributedError) or world_size() == 1:
+        return  # what a launcher says can't be read, so no other rank can be found
+    from pure_loop.distributed._rendezvous import Rendezvous, first_line  # with it comes torch.distributed
+
+    seconds = parallel.seconds if isinstance(parallel, Parallel) else _DEFAULT
+    text = f"raised {type(error).__name__} in its call of pl.{name}: {first_line(error)}"
+    Rendezvous(rank(), world_size(), seconds).announce(text)
 
 
 def algorithm_described(algorithm: Algorithm) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pure_loop._internal.patterns import Pattern
 from pure_loop.callback import Callback
+from pure_loop.entry.settings import listed_callbacks
 from pure_loop.entry.start import can_resume_from
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.state import State, outside_batch
@@ -15,12 +16,10 @@ if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
 
 __all__ = [
-    "folder_of",
     "loading",
     "read_start",
     "saving",
     "seed_of",
-    "with_callback",
 ]
 
 
@@ -171,19 +170,3 @@ def saving(autoresume: Any, callbacks: Any) -> Any:
 
         listed.append(CheckpointSaver(autoresume, keep_last=2))
     return listed
-
-
-def folder_of(saver: Any) -> Any:
-    """Where the saver of ``autoresume`` saves to."""
-    return saver.folder
-
-
-def with_callback(callbacks: Any, callback: Callback) -> Any:
-    """The callbacks and this one, which may be among them."""
-    listed = listed_callbacks(callbacks)
-    return listed if any(item is callback for item in listed) else [*listed, callback]
-
-
-def listed_callbacks(callbacks: Any) -> list[Any]:
-    """What was written as callbacks: several, or one."""
-    return [callbacks] if callable(callbacks) or not hasattr(callbacks, "__iter__") else list(callbacks)

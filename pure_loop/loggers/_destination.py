@@ -21,8 +21,7 @@ from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Progress, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.loggers._entry import Entry, Kind, Moment
-from pure_loop.loggers._values import read_numbers
+from pure_loop.loggers._entry import Entry, Kind, Moment, read_numbers
 from pure_loop.state import State
 
 __all__ = ["Destination", "Names", "read_globs"]

@@ -16,8 +16,7 @@ from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import RunFile, first_line, make_folder, read_file_path, remove_written
-from pure_loop.loggers._names import file_part
+from pure_loop.loggers._files import RunFile, file_part, first_line, make_folder, read_file_path, remove_written
 from pure_loop.ranges import checked
 
 __all__ = ["CSVLogger"]

@@ -18,7 +18,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._files import RunFile, make_folder, read_path
-from pure_loop.loggers._journal import Journal
+from pure_loop.loggers._lines import Journal
 from pure_loop.ranges import checked
 
 __all__ = ["WandBLogger"]

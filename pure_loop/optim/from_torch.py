@@ -32,6 +32,7 @@ from pure_loop._internal.cloning import clone_all
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
 from pure_loop._internal.tree_ops import is_sharded
+from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.kept import ATOMS, COMMON, Kept, overlap, range_of, tensors_in, unholdable
@@ -47,7 +48,7 @@ from pure_loop.optim.optimizer import (
     as_schedule,
     rate_at,
 )
-from pure_loop.random.seeds import seeded_all, tracer
+from pure_loop.random.seeds import seeded_all
 
 if TYPE_CHECKING:
     from pure_loop.time import Timestamp
@@ -411,7 +412,7 @@ class _FromTorch:
         attributes = before[1].carried(after[1], opt_state["attributes"], copies)
         removed = FrozenDict(group=before[0].removed(after[0]), attributes=before[1].removed(after[1]))
         shared = _shared(optimizer)
-        if tracer.get() is None:
+        if all(map(has_numbers, copies[:1])):  # a graph in the making has tensors of another class
             self._refuse_unholdable(copies, new_memories, shared, group, attributes)
         for copied in copies:
             copied.grad = None
@@ -734,8 +735,7 @@ def _copied(tree: Any) -> Any:
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     copies = dict(zip(tensors, clone_all(list(tensors.values())), strict=True))
-    traced = tracer.get() is not None  # with numbers of the step among the leaves
     return structure.unflatten(
-        copies[id(leaf)] if isinstance(leaf, Tensor) else leaf if traced or type(leaf) in ATOMS else copy.deepcopy(leaf)
+        copies[id(leaf)] if isinstance(leaf, Tensor) else leaf if type(leaf) in ATOMS else copy.deepcopy(leaf)
         for leaf in leaves
     )

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.tree_ops import is_sharded
+from pure_loop._internal.weights import is_readable
 from pure_loop.errors import ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import no_class
 from pure_loop.optim.kernels import check_state, in_order
 from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
 from pure_loop.optim.resuming import AFRESH, made_by_another, refuse_other_memory
-from pure_loop.random.seeds import tracer
 from pure_loop.time import Timestamp
 
 __all__ = ["master_weights"]
@@ -184,7 +184,7 @@ def _following(master: Tensor, param: Tensor) -> Tensor:
     """The copy, but where it no longer rounds to the parameter that: something else has changed it."""
     rounded = master.to(param.dtype)
     # On a CPU comparing costs less than choosing, and of integers least; elsewhere it would wait for the device.
-    compared_here = param.is_cpu and not is_sharded(param) and tracer.get() is None
+    compared_here = is_readable(param) and not is_sharded(param)
     if compared_here and torch.equal(rounded.view(torch.int16), param.view(torch.int16)):
         return master
     return torch.where(rounded == param, master, param.float())

@@ -12,26 +12,74 @@ from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger, Observer, bind_callbacks, observers
+from pure_loop.data.source import END, Batches, Source
 from pure_loop.entry.assembly import Assembly
 from pure_loop.entry.deterministic import stream_of
+from pure_loop.errors import DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.call import Fit, LastBoundary
-from pure_loop.loop.driver import drive
-from pure_loop.loop.evaluation import Script, evaluation
+from pure_loop.loop.driver import Script, drive
+from pure_loop.loop.evaluation import evaluation
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.strict import Strict
 from pure_loop.recorder import Recorder
-from pure_loop.rehearsal.batches import Held
-from pure_loop.rehearsal.duration import Length
-from pure_loop.rehearsal.places import Place, caught_observer, forced_handlers, marker, named_metrics
-from pure_loop.rehearsal.standins import callback_standins, logger_standin
+from pure_loop.rehearsal.measures import Length
+from pure_loop.rehearsal.report import Place
+from pure_loop.rehearsal.standins import (
+    callback_standins,
+    caught_observer,
+    forced_handlers,
+    logger_standin,
+    marker,
+    named_metrics,
+)
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Time, due
 
-__all__ = ["Passes", "is_never"]
+__all__ = ["Held", "Passes", "first_batch", "is_never"]
+
+
+class Held(Source):
+    """One batch, given several times as an epoch, in the place of a dataloader.
+
+    Args:
+        batch: what the dataloader gave.
+        times: how many batches are left of an epoch, at most.
+        length: what the dataloader says of the length of its epochs.
+    """
+
+    def __init__(self, batch: Any, times: int, length: int | None, stream: str) -> None:
+        super().__init__(None, 0, stream, None, None)
+        self._batch, self._times = batch, times
+        self.length = self.loader_length = length
+
+    def epoch(self, epoch: int, start: int = 0, seen: int = 0) -> Batches:
+        times = self._times if self.length is None else min(self._times, max(self.length - start, 0))
+        for _ in range(times):
+            yield self._batch
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        return self.epoch(epoch, start, seen)
+
+
+def first_batch(source: Source) -> Any:
+    """The first batch of the first epoch; the source is closed.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        with closing(source.epoch(0)) as batches:
+            batch = next(batches, END)
+    finally:
+        source.close()
+    if batch is END:
+        raise DataError("the dataloader gave no batch")
+    return batch
+
 
 # How many batches are trained on in a pass: the second step shows that shapes stay as they are.
 _STEPS = 2
@@ -75,7 +123,7 @@ class Passes:
     def start(self) -> State | None:
         """INIT, loading and FIT_START alone: the State that evaluators are tried on."""
         fit, handlers = self._fit(())
-        pairs = self._run(script_of(self.assembly.state, fit), handlers, {}, (), fit)
+        pairs = self._run(script_of(self.assembly.plan.state, fit), handlers, {}, (), fit)
         with closing(pairs):
             for event, state in pairs:
                 if event is Event.FIT_START:
@@ -102,7 +150,7 @@ class Passes:
         """
         fit, handlers = self._fit([self._held(*pair) for pair in evaluators])
         observed, closers, fit = self._observers(fit, called=whole and self.call_callbacks)
-        pairs = self._run(script_of(self.assembly.state, fit), handlers, observed, closers, fit)
+        pairs = self._run(script_of(self.assembly.plan.state, fit), handlers, observed, closers, fit)
         end = Event.EPOCH_CHECKPOINT if fit.order == "current" else Event.EPOCH_END
         with closing(pairs):
             for event, state in pairs:
@@ -197,9 +245,9 @@ class Passes:
         if not called:
             return {}, [], fit
         assembly, place = self.assembly, self.place
-        listed = _given(assembly.settings.callbacks, assembly.run.callbacks)
+        listed = _given(assembly.plan.settings.callbacks, assembly.run.callbacks)
         callbacks = callback_standins(listed, self.folder, place)
-        loggers = logger_standin(assembly.logger.loggers, place)
+        loggers = logger_standin(assembly.plan.logger.loggers, place)
         recorder = next((item for item in assembly.run.callbacks if isinstance(item, Recorder)), None)
         table, objects, _ = observers(callbacks, loggers, recorder)
         run = attrs.evolve(
@@ -231,7 +279,7 @@ class Passes:
         script, events = run
         strict = None if self.place.fake else Strict()
         pairs = drive(script, handlers, table, stages=fit.stages, strict=strict, events=events, closing=closers)
-        return stream_of(pairs, self.assembly.settings.deterministic)
+        return stream_of(pairs, self.assembly.plan.settings.deterministic)
 
 
 def _given(callbacks: Any, bound: Sequence[Callback]) -> list[Any]:

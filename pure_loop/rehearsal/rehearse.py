@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import shutil
 import sys
@@ -19,7 +18,7 @@ from torch import nn
 from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop._internal.shapes_only import shapes_only
 from pure_loop._internal.sizes import bytes_of, in_bytes
-from pure_loop._internal.suggestions import refuse_misfit
+from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.distributed.parallel import Parallel, read_parallel
@@ -30,15 +29,11 @@ from pure_loop.entry.layers import layer_table
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, RehearsalError
 from pure_loop.evaluator import BoundEvaluator
-from pure_loop.rehearsal.batches import first_batch
-from pure_loop.rehearsal.duration import Length, try_schedules
-from pure_loop.rehearsal.fake import without_numbers
-from pure_loop.rehearsal.memory import activations, memory_of, memory_per_rank
-from pure_loop.rehearsal.passes import Passes, is_never
-from pure_loop.rehearsal.paths import try_place
-from pure_loop.rehearsal.places import Place
-from pure_loop.rehearsal.report import Phase, Rehearsal
-from pure_loop.rehearsal.standins import destinations
+from pure_loop.rehearsal.calls import collectives, has_group, trace, without_numbers
+from pure_loop.rehearsal.measures import Length, activations, memory_of, memory_per_rank, try_schedules
+from pure_loop.rehearsal.passes import Passes, first_batch, is_never
+from pure_loop.rehearsal.report import Phase, Place, Rehearsal
+from pure_loop.rehearsal.standins import destinations, try_place
 from pure_loop.state import State
 
 __all__ = ["rehearse"]
@@ -116,7 +111,7 @@ def rehearse(
       evaluator 'val', first batch, forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)
       not rehearsed: callbacks, and what comes after the second step: an evaluator was not tried to its end.
     """
-    refuse_misfit(fit, args, kwargs)
+    arguments = arguments_of_call(fit, args, kwargs)
     check_flag("call_callbacks", call_callbacks, where="rehearse")
     check_flag("fake", fake, where="rehearse")
     if world_size is not None:
@@ -126,10 +121,9 @@ def rehearse(
             f"rehearse was called on one of {running_ranks()} ranks, and it runs in one process: call it in a program "
             f"of its own, with world_size={running_ranks()}."
         )
-    bound = inspect.signature(fit).bind(*args, **kwargs)
-    bound.apply_defaults()
     place = Place(fake=fake)
-    arguments = without_numbers(bound.arguments, place) if fake else bound.arguments
+    if fake:
+        arguments = without_numbers(arguments, place)
     token = shapes_only.set(fake)
     try:
         return _rehearsed(arguments, place, sample, world_size, call_callbacks and not fake)
@@ -142,7 +136,7 @@ def _rehearsed(
 ) -> Rehearsal:
     with _generators_kept(), tempfile.TemporaryDirectory(prefix="pure_loop-rehearsal-") as folder:
         try:
-            assembly = assemble(Settings(**arguments))
+            assembly = assemble(Settings.of(arguments))
         except Exception as error:
             place.fail(error, "arguments of fit")
             given = [arguments[name] for name in ("callbacks", "loggers")]
@@ -234,7 +228,7 @@ class _Phases:
         self.passed.append(Phase("places", "; ".join(found) or "nothing is written to"))
         batch, evaluators = self._data()
         task, source = self.assembly.fit.stages.task, self.assembly.fit.source
-        length = Length(None, source.length, 0, 0, self.assembly.state.timestamp)
+        length = Length(None, source.length, 0, 0, self.assembly.plan.state.timestamp)
         if batch is not _MISSING:
             with self.place.collecting("data, counting samples and tokens"):
                 length = Length.of(self.assembly, task.samples(batch), task.tokens(batch))
@@ -256,7 +250,7 @@ class _Phases:
     def _data(self) -> tuple[Any, list[tuple[BoundEvaluator, Any]]]:
         """The first batch of training, and each evaluator that runs with its first batch."""
         source, found = self.assembly.fit.source, []
-        batch, per_step = _MISSING, self.assembly.settings.batches_per_step
+        batch, per_step = _MISSING, self.assembly.plan.settings.batches_per_step
         if self.sample is not None:
             batch = self.sample if per_step == 1 else Batches((self.sample,) * per_step)
         if batch is _MISSING and source.reads_once:
@@ -317,11 +311,9 @@ class _Phases:
             with self.place.collecting("training"):
                 self.passed.append(Phase("end of the run", passes.finish(loaded, evaluators)))
             self.place.note = ""
-        if self.assembly.settings.compile:
-            from pure_loop.rehearsal.bare import trace
-
+        if self.assembly.plan.settings.compile:
             with self.place.collecting("compile=, tracing of a step"):
-                watch, observed = self.assembly.settings.watch, self.assembly.observers
+                watch, observed = self.assembly.plan.settings.watch, self.assembly.plan.observers
                 watch = None if watch is None else watch | {event for event, some in observed.items() if some}
                 trace({**self.arguments, "watch": watch}, passes.batch)
                 self.passed.append(Phase("compile", "a step can be traced"))
@@ -350,7 +342,7 @@ class _Phases:
                 kept = activations(passes.first, stages)
             except Exception as error:  # such as a forward with a transform of torch.func, which allows no such hooks
                 self.place.skip(f"memory of activations: it could not be measured ({type(error).__name__}: {error}).")
-        state = passes.kept if passes.kept is not None else self.assembly.state
+        state = passes.kept if passes.kept is not None else self.assembly.plan.state
         memory = memory_of(state, passes.batch, kept)
         per_rank, exchanged = None, None
         if self.world_size is not None:
@@ -374,8 +366,6 @@ class _Phases:
         """The collectives of a step on so many ranks; None where they can't be counted, or nothing trains together."""
         if self.parallel is None or ranks == 1:
             return None
-        from pure_loop.rehearsal.world import collectives, has_group  # with it comes torch.distributed
-
         if self.place.fake or has_group():
             why = "fake=True" if self.place.fake else "this process has a process group"
             self.place.skip(f"collectives: {why}.")

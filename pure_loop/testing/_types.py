@@ -10,12 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-import pure_loop as pl
+from pure_loop import metrics, optim, schedules
 from pure_loop.algorithm import Algorithm, Composition
+from pure_loop.evaluator import Evaluator
+from pure_loop.frozendict import FrozenDict
+from pure_loop.metrics import Metric
+from pure_loop.optim import Optimizer
 from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.state import State
+from pure_loop.task import Task
 from pure_loop.testing import strategies
 from pure_loop.testing.case import Case
 from pure_loop.testing.problems import Problem
+from pure_loop.time import Time, Timestamp
 
 __all__ = ["BY_TYPE"]
 
@@ -41,13 +48,13 @@ def _frozen_dicts(requested: Any) -> Drawn:
         tensors if values is Tensor else st.from_type(values),
         max_size=4,
     )
-    return st.builds(pl.FrozenDict, items)
+    return st.builds(FrozenDict, items)
 
 
 def _evaluators(requested: Any) -> Drawn:
     sizes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
     return st.builds(
-        pl.Evaluator,
+        Evaluator,
         st.builds(lambda problem, sizes: problem.batches(sizes, seed=7), strategies.problems(), sizes),
         interval=st.none() | strategies.times(units=["ep", "ba", "sp"], max_value=9).filter(bool).map(str),
         batches=st.none() | st.integers(1, 3),
@@ -56,8 +63,8 @@ def _evaluators(requested: Any) -> Drawn:
 
 
 def _optimizers(requested: Any) -> Drawn:
-    rates = st.floats(0.001, 0.5) | st.just(pl.schedules.linear(0.05, 0.01, "12ba"))
-    return st.builds(pl.optim.sgd, lr=rates, momentum=st.sampled_from((0.0, 0.9))) | st.builds(pl.optim.adamw, lr=rates)
+    rates = st.floats(0.001, 0.5) | st.just(schedules.linear(0.05, 0.01, "12ba"))
+    return st.builds(optim.sgd, lr=rates, momentum=st.sampled_from((0.0, 0.9))) | st.builds(optim.adamw, lr=rates)
 
 
 def _cross_entropy(outputs: Any, batch: Any) -> Tensor:
@@ -70,8 +77,8 @@ def _tokens(batch: Any) -> int:
 
 def _tasks(requested: Any) -> Drawn:
     tokens = st.just(_tokens)
-    return st.builds(pl.Task, loss=st.just(_cross_entropy)) | st.builds(
-        pl.Task, loss=st.just(_cross_entropy), tokens=tokens, weight=tokens
+    return st.builds(Task, loss=st.just(_cross_entropy)) | st.builds(
+        Task, loss=st.just(_cross_entropy), tokens=tokens, weight=tokens
     )
 
 
@@ -81,24 +88,24 @@ def _absolute(outputs: Any, batch: Any) -> Tensor:
 
 
 def _metrics(requested: Any) -> Drawn:
-    mean = st.builds(pl.metrics.mean, st.just(_absolute), st.just("size"))
-    return st.builds(pl.metrics.loss) | mean | st.builds(pl.metrics.accuracy)
+    mean = st.builds(metrics.mean, st.just(_absolute), st.just("size"))
+    return st.builds(metrics.loss) | mean | st.builds(metrics.accuracy)
 
 
 BY_TYPE: dict[type, Callable[[Any], Drawn]] = {
-    pl.State: lambda asked: strategies.states(),
-    pl.Timestamp: lambda asked: strategies.timestamps(),
-    pl.Time: lambda asked: strategies.times(),
+    State: lambda asked: strategies.states(),
+    Timestamp: lambda asked: strategies.timestamps(),
+    Time: lambda asked: strategies.times(),
     Plan: lambda asked: strategies.plans(),
     EvaluatorPlan: _evaluator_plans,
     Case: lambda asked: strategies.cases(),
     Problem: lambda asked: strategies.problems(),
     Algorithm: _algorithms,
     Composition: lambda asked: strategies.algorithms(),
-    pl.FrozenDict: _frozen_dicts,
-    pl.Evaluator: _evaluators,
-    pl.Optimizer: _optimizers,
-    pl.Task: _tasks,
-    pl.Metric: _metrics,
+    FrozenDict: _frozen_dicts,
+    Evaluator: _evaluators,
+    Optimizer: _optimizers,
+    Task: _tasks,
+    Metric: _metrics,
 }
 """A strategy for each type, made of what was asked for: the type, or ``FrozenDict`` of something."""

@@ -65,7 +65,7 @@ def apart(value: Any, wanted: Any) -> str:
     if not tensors or value.shape != wanted.shape or value.dtype != wanted.dtype:
         return f"{value!r} and {wanted!r}"
     a, b = value.detach().flatten(), wanted.detach().flatten()
-    index = int(((a != b) & ~((a != a) & (b != b))).nonzero()[0])
+    index = next(index for index in range(a.numel()) if not same(a[index], b[index]))
     return f"number {index} is {a[index].item()!r}, and should be {b[index].item()!r}"
 
 
@@ -119,9 +119,9 @@ def _code(tree: Any, path: tuple[Any, ...], name: str) -> str:
 def differences(
     argument: Any, wanted: Any, *, name: str = "state", without: frozenset[str] = frozenset()
 ) -> list[Difference]:
-    """The leaves in which two States, or other trees, are not equal by value; wall-clock times don't count.
+    """The leaves in which two States, or other trees, are not equal; wall-clock times don't count.
 
-    Tensors are equal where all their numbers are, in one dtype: no rounding is allowed for. NaN equals itself.
+    Tensors are equal where all their bits are: 0.0 is not -0.0, and no rounding is allowed for. NaN equals NaN.
 
     Args:
         argument, wanted: the trees.
@@ -224,13 +224,7 @@ def _counts(timestamp: Timestamp) -> list[Any]:
 def _same_trees(a: Any, b: Any) -> bool:
     leaves, spec = optree.tree_flatten(a, namespace=NAMESPACE)
     others, other = optree.tree_flatten(b, namespace=NAMESPACE)
-    return spec == other and all(map(_same_leaf, leaves, others))
-
-
-def _same_leaf(a: Any, b: Any) -> bool:
-    if type(a) is Tensor and type(b) is Tensor:
-        return a.dtype == b.dtype and a.device == b.device and (torch.equal(a, b) or same(a, b))
-    return same(a, b)
+    return spec == other and all(map(same, leaves, others))
 
 
 class Snapshot:
@@ -265,7 +259,7 @@ class Snapshot:
                 if leaf is not before and not same(leaf, before):
                     return Difference(self._name(index), leaf, before)
                 continue
-            if not _same_leaf(leaf, value):
+            if not same(leaf, value):
                 return Difference(self._name(index), leaf, value)
             if leaf.requires_grad != required:
                 return Difference(f"{self._name(index)}.requires_grad", leaf.requires_grad, required)
@@ -326,7 +320,7 @@ class Keeper:
     def changed(self) -> tuple[State, Difference] | None:
         """The first State that has a tensor which is not what it was, and the leaf."""
         for leaf, value, state, index in self._tensors.values():
-            if not _same_leaf(leaf, value):
+            if not same(leaf, value):
                 tree: Any = state
                 name = optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
                 return state, Difference(name, leaf, value)

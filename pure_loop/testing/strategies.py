@@ -17,12 +17,10 @@ from __future__ import annotations
 
 from pure_loop import _hypothesis
 from pure_loop.testing._batches import batches
-from pure_loop.testing._cases import cases, problems
 from pure_loop.testing._compositions import algorithms
-from pure_loop.testing._event_streams import event_streams
 from pure_loop.testing._plans import plans
-from pure_loop.testing._states import state_at, states
-from pure_loop.testing._times import times, timestamps
+from pure_loop.testing._states import cases, problems, state_at, states
+from pure_loop.testing._times import event_streams, times, timestamps
 from pure_loop.testing.case import Case
 from pure_loop.testing.problems import Problem
 

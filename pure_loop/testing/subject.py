@@ -5,25 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from hypothesis.strategies import SearchStrategy
 
 from pure_loop.algorithm import Algorithm, Composition, flatten
 from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError, PureLoopError
 from pure_loop.event import Event
+from pure_loop.order import Plan
 from pure_loop.testing._surroundings import unchanged
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
-
-if TYPE_CHECKING:
-    from pure_loop.testing.law import Law
 
 __all__ = ["AlgorithmSubject", "Draw", "Problems", "Subject", "assigned", "drawn_from", "fresh_copies", "imported"]
 
 Problems: TypeAlias = Problem | str | Iterable[Problem | str] | None
 
-Draw: TypeAlias = "Callable[[Law], SearchStrategy[Any] | str]"
+
+class CasesOfLaw(Protocol):
+    """A law, as far as a subject knows one."""
+
+    def cases(self, problems: Problems, plans: SearchStrategy[Plan] | None) -> SearchStrategy[Case] | str: ...
+
+
+Draw: TypeAlias = Callable[[CasesOfLaw], SearchStrategy[Any] | str]
 """Gives the strategy of the cases on which a law is tried, or a text that says why there are none."""
 
 
@@ -84,7 +89,7 @@ class Subject(ABC):
         )
 
 
-def drawn_from(problems: Problems = None, plans: SearchStrategy[Any] | None = None) -> Draw:
+def drawn_from(problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> Draw:
     """Cases of these problems and plans; None: of all built-in problems.
 
     Raises:
@@ -123,7 +128,7 @@ class AlgorithmSubject(Subject):
     kind = "algorithm"
     laws = "testing.laws"
 
-    def __init__(self, value: Any, problems: Problems = None, plans: SearchStrategy[Any] | None = None) -> None:
+    def __init__(self, value: Any, problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> None:
         self.make = _maker(value)
         with unchanged():
             result = self.make()

@@ -18,8 +18,8 @@ from pure_loop._internal.reprs import table
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.data.group import Batches
-from pure_loop.entry.arguments import read_batches_per_step, read_clip, read_microbatch_size, read_optimizer
 from pure_loop.entry.fit import fit
+from pure_loop.entry.settings import read_batches_per_step, read_clip, read_microbatch_size, read_optimizer
 from pure_loop.entry.start import refuse_other_optimizer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
@@ -32,8 +32,7 @@ from pure_loop.stages.sizes import found_size
 from pure_loop.stages.update import in_order
 from pure_loop.state import State
 from pure_loop.task import make_task
-from pure_loop.tools.indices import indices_of_batch
-from pure_loop.tools.samples import Measured, OneByOne, norm_of
+from pure_loop.tools.samples import Measured, OneByOne, indices_of_batch, norm_of
 
 __all__ = ["Inspection", "ModuleRow", "ParameterRow", "Sample", "inspect"]
 

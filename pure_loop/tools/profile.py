@@ -25,9 +25,8 @@ from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.exporting.files import try_to_write
 from pure_loop.loop.stream import Stream
-from pure_loop.tools.parts import Parts, replace_each, set_attribute, set_method
-from pure_loop.tools.profile_report import Profile, chrome_trace
-from pure_loop.tools.spans import Key, Recorder, TimedBatches
+from pure_loop.tools.profile_report import Key, Profile, Recorder, TimedBatches, chrome_trace
+from pure_loop.tools.steps import Parts, replace_each, set_attribute, set_method
 
 __all__ = ["profile"]
 

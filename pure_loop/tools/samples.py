@@ -1,4 +1,4 @@
-"""The loss of each sample of a microbatch, and the norm of its gradient.
+"""The samples of a batch: their indices in the dataset, their losses, and the norms of their gradients.
 
 A sample's loss is that of its row of the outputs of the microbatch, where all outputs have the samples along their
 first dimension; a forward of a few samples shows that they do. Else each sample has a forward of its own.
@@ -7,19 +7,22 @@ first dimension; a forward of a few samples shows that they do. Else each sample
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, TypeAlias
 
 import attrs
 import optree
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import registered_pytrees
 from pure_loop.data.batch import describe, map_tensors, tensors_in
+from pure_loop.data.open import source
 from pure_loop.errors import ArgumentError, LossError, PureLoopError
 from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss
@@ -27,7 +30,41 @@ from pure_loop.stages.search import is_finite
 from pure_loop.state import State
 from pure_loop.task import Task
 
-__all__ = ["Measured", "OneByOne", "norm_of"]
+__all__ = ["Measured", "OneByOne", "indices_of_batch", "norm_of"]
+
+
+class _Positions(Dataset[int]):
+    """A dataset as long as another one whose items are their positions."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return int(index)
+
+
+def indices_of_batch(dataloader: Any, state: State, settings: Mapping[str, Any]) -> list[int] | None:
+    """The indices in the dataset of the rows of a State's batch; None: the dataloader has none, or several ranks do.
+
+    The sampler is drawn from as in the run, on a dataset of positions: no sample is read.
+    """
+    if not isinstance(dataloader, DataLoader) or dataloader.batch_sampler is None:
+        return None
+    if not hasattr(dataloader.dataset, "__len__") or settings.get("parallel") is not None:
+        return None
+    positions = DataLoader(_Positions(len(dataloader.dataset)), batch_sampler=dataloader.batch_sampler, collate_fn=list)
+    per_step = settings.get("batches_per_step", 1)
+    batches = source(positions, seed=state.seed, stream="train", batches_per_step=per_step)
+    t = state.timestamp
+    batch: Any = next(islice(batches.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch), 1), None)
+    if batch is None:
+        return None
+    parts = batch if per_step > 1 else [batch]
+    return [index for part in parts for index in part]
+
 
 # (stage, number of the microbatch)
 Seeding: TypeAlias = Callable[[str, int], AbstractContextManager[Any]]

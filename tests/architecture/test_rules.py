@@ -22,7 +22,6 @@ PACKAGE = Path(pl.__file__).parent
 
 SCRIPTS = {
     "loop/batch.py": "the script of a batch's gradient",
-    "loop/evaluators.py": "the evaluations of a call of fit",
     "loop/training.py": "the script of training",
     "loop/evaluation.py": "the scripts of evaluation and prediction",
     "loop/driver.py": "an update that writes nothing: what is counted where nothing is kept",
@@ -38,7 +37,11 @@ SENDS = {
     ("verify/verify.py", "Verified._noted", "script"): "a batch that is recorded; passes on, and seals nothing",
     ("entry/deterministic.py", "_Switching.send", "self._pairs"): "the stream of a run in torch's deterministic mode",
     ("entry/drive.py", "_with_memory", "script"): "a user's script, before the driver; passes on, and seals nothing",
-    ("tools/spans.py", "Recorder.timed_script.called", "pairs"): "a script that is timed; passes on, and seals nothing",
+    (
+        "tools/profile_report.py",
+        "Recorder.timed_script.called",
+        "pairs",
+    ): "a script that is timed; passes on, and seals nothing",
     ("loggers/_tracker.py", "Tracker._send", "self"): "no script: records",
     ("testing/ranks/_group.py", "", "'send'"): "no script: the name of a collective",
     ("testing/ranks/processes.py", "_Rank.__init__", "self"): "no script: messages between processes",
@@ -86,6 +89,7 @@ SLOTS = {
 }
 
 _CACHE = "a cache: a tensor takes longer to make than to look up"
+_DEFINED = "filled where its functions are defined, while the module is imported"
 _STREAMS = "how this process and the other ranks have met"
 # Variables of modules that functions of the module change, or set: (module, variable). Functions that remember what
 # they gave, by functools.cache, say so where they are defined.
@@ -97,6 +101,8 @@ MUTABLE = {
     ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/base.py", "_known"): "a cache: digests of frozen tensors",
     ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
+    ("testing/wrong_algorithms.py", "WRONG_ALGORITHMS"): _DEFINED,
+    ("testing/wrong_loops.py", "WRONG_LOOPS"): _DEFINED,
     ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",
     ("_internal/torch_private.py", "missing"): "names that this torch lacks, of those looked up so far",
     ("compile/_torch.py", "missing"): "names that this torch lacks, of those looked up so far",
@@ -104,7 +110,7 @@ MUTABLE = {
     ("_internal/registry.py", "_by_name"): "classes that checkpoints may hold",
     ("_internal/registry.py", "_roots"): "classes that checkpoints may hold",
     ("_hypothesis.py", "_told"): "classes that Hypothesis was told about",
-    ("progress/screens.py", "_hinted"): "whether the hint was shown in this process",
+    ("progress/display.py", "_hinted"): "whether the hint was shown in this process",
     ("_internal/forks.py", "_generation"): "how often this process was forked",
     ("_internal/forks.py", "_forgetting"): "who is told of a fork",
     ("_internal/owned_files.py", "_held"): "the locks that this process holds",
@@ -145,7 +151,22 @@ CTYPES = {
     "_internal/torch_private.py": "the bytes of a tensor without numpy",
     "checkpoint/container.py": "the bytes of a tensor without numpy",
     "checkpoint/flight.py": "the bytes of a tensor without numpy",
-    "compile/trace.py": "numbers in the memory of a tensor",
+}
+
+# R5. Compiling is imported by its door, and a step doesn't ask whether it is made into a graph: what that needs, the
+# compiler hands in as an object that answers.
+
+DOOR = "entry/compiling.py"
+# Where such an object may be met, and a tensor without numbers: (module, name).
+ANSWERS = {
+    ("random/seeds.py", "tracer"): "makes seeds and generators of the numbers of the step",
+    ("time.py", "ask"): "a timestamp of the step answers whether something is due",
+    ("time.py", "decide"): "a count that is a number of the step has no range to be checked",
+    ("ranges/strengths.py", "number_of"): "a timestamp of the step gives the value of a strength",
+    ("schedules/_base.py", "number_of"): "a timestamp of the step gives the value of a schedule",
+    ("optim/optimizer.py", "rate"): "a timestamp of the step gives the learning rate",
+    ("optim/optimizer.py", "as_input"): "a timestamp of the step gives the value of a hyperparameter",
+    ("_internal/weights.py", "fake_mode"): "whether a tensor has numbers",
 }
 
 Modules: TypeAlias = Mapping[str, ast.Module]
@@ -397,6 +418,58 @@ def test_no_module_reads_memory_by_its_address() -> None:
     assert differences({module for module, _ in names_in(modules(), {"ctypes"})}, CTYPES) == []
 
 
+# R5
+
+# What is asked for wherever it occurs, and what only where an object may not have it.
+_ASKS = {"tracer", "fake_mode", "FakeTensor", "FakeTensorMode", "is_compiling", "is_fake", "is_tracing"}
+_ANSWERS = {name for _, name in ANSWERS} - _ASKS
+
+
+def imports_compiling(modules: Modules) -> set[str]:
+    """The modules outside of ``compile/`` that import from it, for types, inside of functions and by name, too."""
+    return {
+        module
+        for module, tree in modules.items()
+        for _, node in walk(tree)
+        if not module.startswith("compile/") and any(map(_is_compiling, _modules_named(node)))
+    }
+
+
+def _is_compiling(name: str) -> bool:
+    return f"{name}.".startswith("pure_loop.compile.")
+
+
+def _modules_named(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Import(names=aliases):
+            yield from (alias.name for alias in aliases)
+        case ast.ImportFrom(module=module, names=aliases):
+            yield from (f"{module}.{alias.name}" for alias in aliases)
+        case ast.Constant(value=str(text)):
+            yield text
+
+
+def asks_whether_traced(modules: Modules) -> set[Place]:
+    """Where a step asks whether it is made into a graph."""
+    outside = {name: tree for name, tree in modules.items() if not name.startswith(("compile/", "entry/"))}
+    return names_in(outside, _ASKS) | {
+        (module, each.value)
+        for module, tree in outside.items()
+        for _, node in walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+        for each in node.args[1:]
+        if isinstance(each, ast.Constant) and each.value in _ANSWERS
+    }
+
+
+def test_compiling_has_one_door() -> None:
+    assert imports_compiling(modules()) == {DOOR}
+
+
+def test_no_step_asks_whether_it_is_traced() -> None:
+    assert differences(asks_whether_traced(modules()), ANSWERS) == []
+
+
 # That each rule finds what breaks it.
 
 
@@ -544,6 +617,35 @@ def test_engines_are_asked() -> None:
 def test_a_question_for_ranks_is_found(question: str) -> None:
     assert asks_for_ranks({"loop/training.py": ast.parse(f"def fit(stages):\n    return {question}")})
     assert not asks_for_ranks({"loop/training.py": ast.parse("def fit(stages):\n    return stages.engine.exchanges")})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pure_loop.compile import interpreted",
+        "def f():\n    import pure_loop.compile.tracing",
+        "from pure_loop import compile",
+        "load('pure_loop.compile._torch')",
+        "if TYPE_CHECKING:\n    from pure_loop.compile.compiler import Compiler",
+    ],
+)
+def test_another_door_to_compiling_is_found(source: str) -> None:
+    assert imports_compiling(parsed(source)) == {"wrong.py"}
+    assert imports_compiling({"compile/tracing.py": ast.parse(source)}) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from pure_loop.random.seeds import tracer", "tracer"),
+        ("torch.compiler.is_compiling()", "is_compiling"),
+        ("hasattr(tensor, 'fake_mode')", "fake_mode"),
+        ("getattr(now, 'ask', None)", "ask"),
+    ],
+)
+def test_another_question_whether_a_step_is_traced_is_found(source: str, name: str) -> None:
+    assert asks_whether_traced(parsed(source)) == {("wrong.py", name)}
+    assert asks_whether_traced({"compile/tracing.py": ast.parse(source)}) == set()
 
 
 _TESTING = "simulated ranks, and programs for them"

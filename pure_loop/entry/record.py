@@ -1,9 +1,11 @@
-"""The arguments of a call of ``fit`` as hyperparameters: numbers, flags and texts by name, for any logger."""
+"""What loggers record of a call of ``fit``: the name of its run, and its arguments as hyperparameters."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -11,15 +13,43 @@ import attrs
 from pure_loop._internal.reprs import data, shown
 from pure_loop._text import without_secrets
 from pure_loop.cadence import Cadence
+from pure_loop.callback import Callback, Logger
 from pure_loop.entry.parallel import Together
-from pure_loop.entry.settings import Settings
+from pure_loop.entry.settings import Settings, read_run_name
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.time import Time
 
-__all__ = ["hyperparameters"]
+__all__ = ["hyperparameters", "new_run_name", "noted_run_name", "recorded_run_name"]
+
+_QUALITIES = ("amber", "bold", "brisk", "calm", "clear", "crisp", "early", "gentle", "green", "keen", "lucid", "mellow")
+_NOUNS = ("aspen", "birch", "brook", "cedar", "cliff", "dune", "fern", "harbor", "heron", "island", "maple", "river")
+
+
+def new_run_name() -> str:
+    """A name that reads well, of the time and two words: ``20250131-142501-calm-river``.
+
+    Its words are drawn from the system's own generator, so that no seed of the run plays a part and none is moved.
+    """
+    words = secrets.choice(_QUALITIES), secrets.choice(_NOUNS)
+    return "-".join((time.strftime("%Y%m%d-%H%M%S"), *words))
+
+
+def noted_run_name(notes: Mapping[str, Any]) -> str | None:
+    """The name of the run that a ``CheckpointSaver`` noted in a checkpoint; None: none, or one that no run can have."""
+    try:
+        return read_run_name(notes.get("run_name"))
+    except (ArgumentError, ArgumentTypeError):
+        return None
+
+
+def recorded_run_name(callbacks: Iterable[Callback]) -> str | None:
+    """The name of the run that loggers have a record of; None: none has one."""
+    names = (callback.recorded_run_name for callback in callbacks if isinstance(callback, Logger))
+    return next((name for name in names if name is not None), None)
 
 
 def hyperparameters(settings: Settings) -> dict[str, Any]:
