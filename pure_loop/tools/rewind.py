@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.closing import closing
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.flight import (
