@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.progress.display import _pass_on
-from pure_loop.progress.facts import Facts
-from pure_loop.progress.snapshot import Snapshot
+from pure_loop.progress.estimate import Facts
+from pure_loop.progress.screens import Snapshot
 from pure_loop.progress.terminal import Bar
 from pure_loop.progress.tracker import Tracker
 

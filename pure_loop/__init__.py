@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pure_loop.entry.explain import explain
     from pure_loop.entry.largest_microbatch import largest_microbatch
     from pure_loop.exporting import export
-    from pure_loop.loop.evaluation import Script
+    from pure_loop.loop.driver import Script
     from pure_loop.progress import progress
     from pure_loop.rehearsal.rehearse import rehearse
     from pure_loop.stages import Stages
@@ -123,7 +123,7 @@ __all__ = [
 
 # What a plain fit doesn't use.
 _LAZY: dict[str, str | None] = {
-    "Script": "pure_loop.loop.evaluation",
+    "Script": "pure_loop.loop.driver",
     "ablate": "pure_loop.tools.ablate",
     "best": "pure_loop.checkpoint",
     "blame": "pure_loop.tools.changes",
@@ -163,4 +163,4 @@ def __dir__() -> list[str]:
 # Whichever of the two is imported second introduces them: these lines, or the entry point that Hypothesis calls. While
 # Hypothesis is half imported it has no register_random; it calls the entry point at its end.
 if hasattr(_sys.modules.get("hypothesis"), "register_random"):
-    _import_module("pure_loop._hypothesis").register()
+    _import_module("pure_loop.entry.hypothesis").register()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pure_loop._internal.types import Batch
 from pure_loop._text import one_line, without_long_words, without_secrets
 
 __all__ = [
@@ -145,7 +144,7 @@ class NonFiniteError(PureLoopError, FloatingPointError):
 
     state: Any = None
     index: int | None = None
-    batch: Batch = None
+    batch: Any = None
     kind: str | None = None
     name: str | None = None
     rows: tuple[int, ...] = ()

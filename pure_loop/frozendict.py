@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pure_loop._internal import pytree as _pytree
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import cell, shown, table
-from pure_loop._internal.types import PyTree
 from pure_loop.errors import DonatedStateError, FrozenDictError, MissingNameError
 
 __all__ = ["FrozenDict", "Overwritten", "OverwrittenValue"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal import pytree as _pytree
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.torch_private import amp_update_scale
-from pure_loop._internal.types import PyTree
 from pure_loop.errors import ArgumentError
 
 __all__ = ["LossScale", "Precision", "PrecisionName"]

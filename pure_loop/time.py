@@ -22,8 +22,8 @@ import attrs
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_integer, check_number
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.records import Record, copier
-from pure_loop._internal.types import PyTree
 from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
 from pure_loop.event import Event
 

@@ -1,4 +1,4 @@
-"""Registration of our types as pytrees, once, for both engines.
+"""Pytrees: names of them for annotations, and registration of our types, once, for both engines.
 
 optree (namespace ``"pure_loop"``) and torch's own pytrees see the same children in the same
 order under the same names, so ``optree.tree_map`` and ``torch.func`` agree about every leaf.
@@ -7,15 +7,23 @@ order under the same names, so ``optree.tree_map`` and ``torch.func`` agree abou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import optree
 
 from pure_loop._internal.torch_private import register_pytree
 
-__all__ = ["NAMESPACE", "register"]
+__all__ = ["NAMESPACE", "Batch", "Outputs", "PyTree", "register"]
 
 NAMESPACE = "pure_loop"
+
+# What others make, and a loop passes on, has no type of its own.
+PyTree: TypeAlias = Any
+"""Nested containers of leaves, such as an optimizer state, the memory of an algorithm or an accumulator."""
+Batch: TypeAlias = Any
+"""What a dataloader gives: a tensor, a tuple, a mapping, any object."""
+Outputs: TypeAlias = Any
+"""What a model's forward returns."""
 
 
 def register(

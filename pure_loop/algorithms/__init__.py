@@ -4,8 +4,9 @@ Each method's arithmetic is a function of tensors, mappings or modules as well, 
 method keeps from event to event is in ``state.algorithm_state``, and not in a closure or an attribute, so that training
 resumes bitwise. A handler returns a new State and writes to no tensor of the one that it received.
 
-May import ``loop`` and what is below; only ``entry`` and ``testing`` import it. Begin with ``gradient_clipping.py``;
-``make new-algorithm NAME=...`` writes the skeletons of a method and its test, and lists it here.
+May import ``stages`` and what is below, and of the loop the type of its stages; only ``entry`` and ``testing`` import
+it. Begin with ``gradient_clipping.py``; ``make new-algorithm NAME=...`` writes the skeletons of a method and its test,
+and lists it here.
 """
 
 # Generated from the modules by docs/generate.py (make docs); only the docstring is written by hand.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pure_loop.algorithms._surgery import LayerFilter, chosen, copied, nothing_fits
+from pure_loop.algorithms._surgery import LayerFilter, with_layers
+from pure_loop.model.tree import set_class
 
-__all__ = ["KINDS", "with_low_precision"]
+__all__ = ["with_low_precision"]
 
 
 def _dtype_at(tensor: Tensor) -> torch.dtype | None:
@@ -62,32 +61,31 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
             return functional.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
 
 
-KINDS: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
-    "layer": {nn.LayerNorm: LowPrecisionLayerNorm, nn.RMSNorm: LowPrecisionRMSNorm},
-    "group": {nn.GroupNorm: LowPrecisionGroupNorm},
+_CLASSES: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
+    "low_precision_layernorm": {nn.LayerNorm: LowPrecisionLayerNorm, nn.RMSNorm: LowPrecisionRMSNorm},
+    "low_precision_groupnorm": {nn.GroupNorm: LowPrecisionGroupNorm},
 }
 
 
 def with_low_precision(
-    module: nn.Module, kind: str, where: str, only: LayerFilter | None, exclude: LayerFilter | None
+    module: nn.Module, where: str, only: LayerFilter | None, exclude: LayerFilter | None
 ) -> nn.Module:
-    """A copy of a module whose normalizations of a kind compute in the precision of autocast.
+    """A copy of a module whose normalizations, those of the algorithm ``where``, compute in the precision of autocast.
 
     Raises:
         ModelError: there is none.
         ArgumentTypeError: not a module, or a filter that is no function.
     """
-    classes, new = KINDS[kind], copied(module, f"apply_{where}")
-    reasons, changed = [], False
-    for name, layer in chosen(new, only, exclude, where):
-        if type(layer) in classes.values():
-            reasons.append(f"{name} is a {type(layer).__name__} already")
-        elif type(layer) in classes:
-            # Of another class, with all it had: names of parameters, hooks, modes and shared references stay.
-            cast("Any", layer).__class__ = classes[type(layer)]
-            changed = True
-        elif isinstance(layer, tuple(classes)):
-            reasons.append(f"{name} is a {type(layer).__name__}, a subclass")
-    if not changed:
-        raise nothing_fits(where, module, reasons, " and ".join(f"nn.{cls.__name__}" for cls in classes))
-    return new
+    classes = _CLASSES[where]
+
+    def change(name: str, layer: nn.Module) -> bool | str:
+        cls = type(layer)
+        if cls in classes.values():
+            return f"{name} is a {cls.__name__} already"
+        if cls in classes:
+            set_class(layer, classes[cls])
+            return True
+        return isinstance(layer, tuple(classes)) and f"{name} is a {cls.__name__}, a subclass"
+
+    serves = " and ".join(f"nn.{cls.__name__}" for cls in classes)
+    return with_layers(module, change, where, serves, only, exclude)

@@ -17,7 +17,7 @@ from pure_loop.event import Event
 from pure_loop.random import derive, seeded
 from pure_loop.state import State
 
-__all__ = ["LayerFilter", "chosen", "copied", "nothing_fits", "surgery"]
+__all__ = ["LayerFilter", "chosen", "copied", "nothing_fits", "surgery", "with_layers"]
 
 LayerFilter: TypeAlias = Callable[[str, nn.Module], bool]
 """``(name, layer) -> bool``, of a layer and its dotted name in the module."""
@@ -64,11 +64,47 @@ def nothing_fits(where: str, module: nn.Module, reasons: list[str], serves: str)
     )
 
 
-def surgery(name: str, change: Callable[[nn.Module], nn.Module]) -> Algorithm:
-    """An algorithm that puts a changed module into the State at INIT; what ``change`` draws is of the run's seed."""
+def with_layers(
+    module: nn.Module,
+    change: Callable[[str, nn.Module], bool | str],
+    where: str,
+    serves: str,
+    only: LayerFilter | None = None,
+    exclude: LayerFilter | None = None,
+) -> nn.Module:
+    """A copy of a module with some of its layers changed.
+
+    Args:
+        change: changes a layer of the copy, ``(name, layer)``. True: it has; a text: why it has not; False: the layer
+            is of another kind.
+        where: the algorithm, for errors.
+        serves: what it can change, for errors.
+        only, exclude: which layers are passed to ``change``, and which are not.
+
+    Raises:
+        ModelError: no layer was changed.
+        ArgumentTypeError: not a module, or a filter that is no function.
+    """
+    clone, reasons, changed = copied(module, f"apply_{where}"), [], False
+    for name, layer in chosen(clone, only, exclude, where):
+        result = change(name, layer)
+        if isinstance(result, str):
+            reasons.append(result)
+        else:
+            changed |= result
+    if not changed:
+        raise nothing_fits(where, module, reasons, serves)
+    return clone
+
+
+def surgery(apply: Callable[..., nn.Module], name: str, **settings: object) -> Algorithm:
+    """An algorithm that puts ``apply(module, **settings)`` into the State at INIT; what it draws is of the run's seed.
+
+    A factory whose settings are those of the function, besides ``name``, is ``return surgery(apply_x, **locals())``.
+    """
 
     def operate(state: State) -> State:
         with seeded(derive(state.seed, name), state.device):
-            return state.with_module(change(state.module()))
+            return state.with_module(apply(state.module(), **settings))
 
     return Algorithm(name, {Event.INIT: operate})

@@ -13,24 +13,26 @@ that images of any size pass; and ``blur_first``, which costs less, is the defau
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from typing import Annotated, Any, cast
+from typing import Annotated, TypeAlias, TypeGuard, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
-from pure_loop.event import Event
+from pure_loop.algorithms._surgery import copied, surgery
+from pure_loop.errors import ArgumentError, ModelError
+from pure_loop.model.tree import set_class
 from pure_loop.ranges import AtLeast, Flag, checked
-from pure_loop.state import State
 
 __all__ = ["apply_blurpool", "blurpool"]
 
 SERVES = "images"
 
 
+Conv: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Pool: TypeAlias = nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d
+_CONV, _POOL = (nn.Conv1d, nn.Conv2d, nn.Conv3d), (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _AVERAGES = {1: functional.avg_pool1d, 2: functional.avg_pool2d, 3: functional.avg_pool3d}
 _MAXIMA = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
 
@@ -56,14 +58,14 @@ def blur(images: Tensor, stride: tuple[int, ...], filtered: tuple[int, ...] | No
     # [1 2 1] is [1 1] twice, and the mean over what is inside repeats the edge. No filter tensor, no padded copy,
     # and a backward that is deterministic on every device, which that of reflection padding is not; but for volumes, of
     # which torch's mean on a GPU is not.
-    average: Any = _AVERAGES[len(stride)]
+    average = _AVERAGES[len(stride)]
     kernel = tuple(2 if s > 1 else 1 for s in (stride if filtered is None else filtered))
     once = average(images, kernel, 1, tuple(k - 1 for k in kernel), count_include_pad=False)
     blurred: Tensor = average(once, kernel, stride)
     return blurred
 
 
-class _BlurConv:
+class _BlurConv(nn.Module):
     """A strided convolution, filtered before (``blur_stride`` is then 1) or after; parameters as in torch's class."""
 
     filtered: tuple[int, ...]
@@ -71,14 +73,13 @@ class _BlurConv:
 
     def forward(self, input: Tensor) -> Tensor:
         """(n, in_channels, ...) to what the convolution gave before it was replaced, in shape and dtype."""
-        convolve: Any = super()
         if max(self.blur_stride) == 1:
-            return cast("Tensor", convolve.forward(blur(input, self.blur_stride, self.filtered)))
-        return blur(convolve.forward(input), self.blur_stride)
+            convolved: Tensor = super().forward(blur(input, self.blur_stride, self.filtered))
+            return convolved
+        return blur(super().forward(input), self.blur_stride)
 
     def extra_repr(self) -> str:
-        convolution: Any = super()
-        return f"{convolution.extra_repr()}, filtered={self.filtered}, blur_stride={self.blur_stride}"
+        return f"{super().extra_repr()}, filtered={self.filtered}, blur_stride={self.blur_stride}"
 
 
 class BlurConv1d(_BlurConv, nn.Conv1d):
@@ -93,15 +94,15 @@ class BlurConv3d(_BlurConv, nn.Conv3d):
     """A strided convolution of volumes, filtered."""
 
 
-class _BlurMaxPool:
+class _BlurMaxPool(nn.Module):
     """A max pool of stride 1, filtered and then subsampled."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(n, channels, ...) to what the pool gave before it was replaced, in shape and dtype."""
-        pool: Any = self
-        stride = _sizes(pool)
-        largest: Any = _MAXIMA[len(stride)]
-        return blur(largest(input, pool.kernel_size, 1, pool.padding, pool.dilation), stride)
+        assert isinstance(self, _POOL)
+        stride = _sizes(self)
+        largest: Tensor = _MAXIMA[len(stride)](input, self.kernel_size, 1, self.padding, self.dilation)
+        return blur(largest, stride)
 
 
 class BlurMaxPool1d(_BlurMaxPool, nn.MaxPool1d):
@@ -116,8 +117,16 @@ class BlurMaxPool3d(_BlurMaxPool, nn.MaxPool3d):
     """A max pool of volumes, filtered."""
 
 
-_CONVS: dict[type, type] = {nn.Conv1d: BlurConv1d, nn.Conv2d: BlurConv2d, nn.Conv3d: BlurConv3d}
-_POOLS: dict[type, type] = {nn.MaxPool1d: BlurMaxPool1d, nn.MaxPool2d: BlurMaxPool2d, nn.MaxPool3d: BlurMaxPool3d}
+_CONVS: dict[type[nn.Module], type[_BlurConv]] = {
+    nn.Conv1d: BlurConv1d,
+    nn.Conv2d: BlurConv2d,
+    nn.Conv3d: BlurConv3d,
+}
+_POOLS: dict[type[nn.Module], type[_BlurMaxPool]] = {
+    nn.MaxPool1d: BlurMaxPool1d,
+    nn.MaxPool2d: BlurMaxPool2d,
+    nn.MaxPool3d: BlurMaxPool3d,
+}
 _DIMENSIONS = {kind: count for kinds in (_CONVS, _POOLS) for count, kind in enumerate(kinds, 1)}
 
 
@@ -153,32 +162,28 @@ def apply_blurpool(
     BlurMaxPool2d(kernel_size=2, stride=2, padding=0, dilation=1, ceil_mode=False)
     """
     _refuse_neither(replace_convs, replace_maxpools)
-    if not isinstance(module, nn.Module):
-        raise ArgumentTypeError(f"apply_blurpool: {module!r} of type {type(module).__name__} is not a torch.nn.Module.")
-    new = copy.deepcopy(module)
+    clone = copied(module, "apply_blurpool")
     replaced = False
-    for layer in list(new.modules()):
+    for layer in list(clone.modules()):
         if replace_maxpools and _is_pool(layer):
-            # Of another class, with all it had: names of parameters, hooks, modes and shared references stay.
-            layer.__class__ = _POOLS[type(layer)]
+            set_class(layer, _POOLS[type(layer)])
             replaced = True
-        elif replace_convs and _is_conv(layer) and cast("nn.Conv2d", layer).in_channels >= min_channels:
-            conv: Any = layer
-            stride = _sizes(conv)
+        elif replace_convs and _is_conv(layer) and layer.in_channels >= min_channels:
+            stride = _sizes(layer)
             ones = (1,) * len(stride)
-            conv.__class__ = _CONVS[type(conv)]
+            conv = set_class(layer, _CONVS[type(layer)])
             conv.filtered, conv.blur_stride = stride, ones
             if not blur_first:
-                conv.stride, conv.blur_stride = ones, stride
+                layer.stride, conv.blur_stride = ones, stride
             replaced = True
     if not replaced:
-        result = "; ".join(_why_not(new, replace_convs)) or "no layer that subsamples"
+        result = "; ".join(_why_not(clone, replace_convs)) or "no layer that subsamples"
         raise ModelError(
             f"blurpool finds nothing to replace in {type(module).__name__}: {result}. It serves nn.Conv1d, 2d, 3d and "
             f"nn.MaxPool1d, 2d, 3d with a stride above 1, convolutions from min_channels={min_channels} input channels "
             "on: lower min_channels, or leave blurpool out."
         )
-    return new
+    return clone
 
 
 @checked
@@ -213,18 +218,8 @@ def blurpool(
     >>> type(state.module()[1]).__name__, type(net[1]).__name__
     ('BlurMaxPool2d', 'MaxPool2d')
     """
-    settings: dict[str, Any] = {
-        "replace_convs": replace_convs,
-        "replace_maxpools": replace_maxpools,
-        "blur_first": blur_first,
-        "min_channels": min_channels,
-    }
     _refuse_neither(replace_convs, replace_maxpools)
-
-    def operate(state: State) -> State:
-        return state.with_module(apply_blurpool(state.module(), **settings))
-
-    return Algorithm(name, {Event.INIT: operate})
+    return surgery(apply_blurpool, **locals())
 
 
 def _refuse_neither(replace_convs: bool, replace_maxpools: bool) -> None:
@@ -232,41 +227,34 @@ def _refuse_neither(replace_convs: bool, replace_maxpools: bool) -> None:
         raise ArgumentError("blurpool: replace_convs and replace_maxpools are both False, so it would do nothing.")
 
 
-def _sizes(layer: Any) -> tuple[int, ...]:
+def _sizes(layer: Conv | Pool) -> tuple[int, ...]:
     """The stride of a layer, of each dimension."""
     count = next(count for kind, count in _DIMENSIONS.items() if isinstance(layer, kind))
     stride = layer.stride
     return (stride,) * count if isinstance(stride, int) else tuple(stride) * (count if len(stride) == 1 else 1)
 
 
-def _is_strided(layer: nn.Module) -> bool:
-    return isinstance(layer, tuple(_DIMENSIONS)) and max(_sizes(layer)) > 1
+def _is_conv(layer: nn.Module) -> TypeGuard[Conv]:
+    return type(layer) in _CONVS and max(_sizes(cast("Conv", layer))) > 1
 
 
-def _is_conv(layer: nn.Module) -> bool:
-    return type(layer) in _CONVS and max(_sizes(layer)) > 1
-
-
-def _is_pool(layer: nn.Module) -> bool:
-    if type(layer) not in _POOLS or max(_sizes(layer)) == 1:
+def _is_pool(layer: nn.Module) -> TypeGuard[Pool]:
+    if type(layer) not in _POOLS:
         return False
-    pool: Any = layer
-    return not (pool.ceil_mode or pool.return_indices)
+    pool = cast("Pool", layer)
+    return max(_sizes(pool)) > 1 and not (pool.ceil_mode or pool.return_indices)
 
 
 def _why_not(module: nn.Module, convs: bool) -> Iterator[str]:
     """Why layers that subsample were left as they are."""
-    strided = ((name, layer) for name, layer in module.named_modules() if _is_strided(layer))
-    for name, layer in strided:
+    for name, layer in module.named_modules():
+        if not isinstance(layer, (*_CONV, *_POOL)) or max(_sizes(layer)) == 1:
+            continue
         kind = type(layer).__name__
         if isinstance(layer, _BlurConv | _BlurMaxPool):
             yield f"{name} is a {kind} already"
         elif _is_conv(layer):
-            yield (
-                f"{name} has {cast(nn.Conv2d, layer).in_channels} input channels"
-                if convs
-                else f"{name}: replace_convs is False"
-            )
+            yield (f"{name} has {layer.in_channels} input channels" if convs else f"{name}: replace_convs is False")
         elif _is_pool(layer):
             yield f"{name}: replace_maxpools is False"
         elif type(layer) in _POOLS:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._surgery import copied, nothing_fits
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
@@ -50,13 +50,13 @@ def apply_channels_last(module: nn.Module) -> nn.Module:
     >>> apply_channels_last(nn.Sequential(nn.Conv2d(3, 8, 3)))[0].weight.stride()
     (27, 1, 9, 3)
     """
-    new = copied(module, "apply_channels_last")
-    tensors = [tensor for tensor in (*new.parameters(), *new.buffers()) if tensor.ndim in _FORMATS]
+    clone = copied(module, "apply_channels_last")
+    tensors = [tensor for tensor in (*clone.parameters(), *clone.buffers()) if tensor.ndim in _FORMATS]
     if not tensors:
         raise nothing_fits("channels_last", module, [], "models with weights of 4 or 5 dimensions, of convolutions")
     for tensor in tensors:
         tensor.data = in_channels_last(tensor)
-    return new
+    return clone
 
 
 @checked

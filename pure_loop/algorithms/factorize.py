@@ -141,16 +141,15 @@ def apply_factorize(
     >>> apply_factorize(nn.Sequential(nn.Linear(300, 300)), 16)[0].up
     Linear(in_features=16, out_features=300, bias=True)
     """
-    _refuse_neither(convs, linears)
-    _refuse_fraction(rank)
-    new, reasons = copied(module, "apply_factorize"), []
+    _refuse_misfits(rank, convs, linears)
+    clone, reasons = copied(module, "apply_factorize"), []
     kinds = (*((nn.Linear,) if linears else ()), *((nn.Conv1d, nn.Conv2d, nn.Conv3d) if convs else ()))
     changed: list[tuple[str, nn.Module]] = []
     # A weight that several layers own would be theirs alone afterwards, and no longer tied.
-    owners = Counter(id(weight) for _, weight in new.named_parameters(remove_duplicate=False))
-    made = {id(part) for pair in new.modules() if _is_pair(pair) for part in pair.children()}
-    for name, layer in chosen(new, only, exclude, "factorize"):
-        if type(layer) not in kinds or id(layer) in made:
+    owners = Counter(id(weight) for _, weight in clone.named_parameters(remove_duplicate=False))
+    parts = {id(part) for pair in clone.modules() if _is_pair(pair) for part in pair.children()}
+    for name, layer in chosen(clone, only, exclude, "factorize"):
+        if type(layer) not in kinds or id(layer) in parts:
             continue
         conv: Any = layer
         weight: Tensor = conv.weight
@@ -180,16 +179,16 @@ def apply_factorize(
     for name, pair in changed:
         if not name:
             return pair
-        new.set_submodule(name, pair)
-        parent = new.get_submodule(name.rpartition(".")[0])
+        clone.set_submodule(name, pair)
+        parent = clone.get_submodule(name.rpartition(".")[0])
         if isinstance(parent, nn.TransformerEncoderLayer):
             # In evaluation its fused kernel reads weights of linear layers, which are no longer there.
             parent.activation_relu_or_gelu = 0
-    return new
+    return clone
 
 
 factorize_module = apply_factorize
-"""The same function, by the name that it has beside :func:`set_rank`."""
+""":func:`apply_factorize`, by the name that it has beside :func:`set_rank`."""
 
 
 @checked
@@ -210,8 +209,8 @@ def set_rank(module: nn.Module, rank: Annotated[int, AtLeast(1)]) -> nn.Module:
     >>> set_rank(net, 4)[0].down
     Linear(in_features=300, out_features=4, bias=False)
     """
-    new = copied(module, "set_rank")
-    pairs: list[Any] = [pair for pair in new.modules() if _is_pair(pair)]
+    clone = copied(module, "set_rank")
+    pairs: list[Any] = [pair for pair in clone.modules() if _is_pair(pair)]
     if not pairs:
         raise nothing_fits("set_rank", module, [], "modules that apply_factorize has made")
     for pair in pairs:
@@ -226,23 +225,24 @@ def set_rank(module: nn.Module, rank: Annotated[int, AtLeast(1)]) -> nn.Module:
             down.out_features = up.in_features = len(inner)
         else:
             down.out_channels = up.in_channels = len(inner)
-    return new
+    return clone
 
 
 def _is_pair(module: nn.Module) -> bool:
     return type(module) is nn.Sequential and [name for name, _ in module.named_children()] == ["down", "up"]
 
 
-def _refuse_fraction(rank: float) -> None:
+def _refuse_misfits(rank: float, convs: bool, linears: bool) -> None:
+    """
+    Raises:
+        ArgumentError: both kinds are switched off, or a rank above 1 that is no whole number.
+    """
+    if not (convs or linears):
+        raise ArgumentError("factorize: convs and linears are both False, so that it would do nothing.")
     if rank >= 1 and rank != int(rank):
         raise ArgumentError(
             f"factorize: rank={rank} is no number of values; below 1 it is a share: rank={int(rank)}, or rank=0.25."
         )
-
-
-def _refuse_neither(convs: bool, linears: bool) -> None:
-    if not (convs or linears):
-        raise ArgumentError("factorize: convs and linears are both False, so that it would do nothing.")
 
 
 @checked
@@ -280,15 +280,5 @@ def factorize(
     >>> {name: tuple(tensor.shape) for name, tensor in state.params.items()}
     {'down.weight': (2, 8), 'up.weight': (8, 2), 'up.bias': (8,)}
     """
-    _refuse_neither(convs, linears)
-    _refuse_fraction(rank)
-    settings: dict[str, Any] = {
-        "convs": convs,
-        "linears": linears,
-        "min_features": min_features,
-        "init": init,
-        "strict": strict,
-        "only": only,
-        "exclude": exclude,
-    }
-    return surgery(name, lambda module: apply_factorize(module, rank, **settings))
+    _refuse_misfits(rank, convs, linears)
+    return surgery(apply_factorize, **locals())

@@ -9,7 +9,7 @@ With the weights ``W_g`` that the block had, new ones ``W_v``, and an activation
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._surgery import copied, nothing_fits, surgery
+from pure_loop.algorithms._surgery import surgery, with_layers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
+from pure_loop.model.tree import set_class
 from pure_loop.ranges import checked
 
 __all__ = ["FeedForward", "apply_gated_linear_units", "gated", "gated_linear_units"]
@@ -68,7 +69,7 @@ def gated(gate: Tensor, value: Tensor, activation: Activation = "gelu") -> Tenso
     return _function(activation)(gate) * value
 
 
-def _function(activation: Any) -> Callable[[Tensor], Tensor]:
+def _function(activation: Activation) -> Callable[[Tensor], Tensor]:
     """
     Raises:
         ArgumentError, ArgumentTypeError: it is no name of an activation, or function.
@@ -87,7 +88,7 @@ def _function(activation: Any) -> Callable[[Tensor], Tensor]:
         raise ArgumentTypeError(
             f"gated_linear_units: activation={activation!r} is no function of a tensor, such as torch.relu."
         )
-    return cast("Callable[[Tensor], Tensor]", activation)
+    return activation
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ class GatedLinear(nn.Linear):
     """A linear layer whose activated output is multiplied by that of another one, ``value``."""
 
     value: nn.Linear
-    gate_activation: Any
+    gate_activation: Activation
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
@@ -139,40 +140,43 @@ def apply_gated_linear_units(
     >>> sorted(name for name, _ in apply_gated_linear_units(net).named_parameters())
     ['0.bias', '0.value.weight', '0.weight', '2.bias', '2.weight']
     """
-    function = activation if activation is None or isinstance(activation, str) else _function(activation)
-    _function(activation)
-    if init == "old" and not bias:
-        raise ArgumentError(
-            'gated_linear_units: init="old" is a bias of 1 and weights of 0: write bias=True, or init="random".'
-        )
+    _refuse_misfits(activation, bias, init)
     if blocks is not None and not callable(blocks):
         raise ArgumentTypeError(
             f"gated_linear_units: blocks={blocks!r} is not a function of (name, layer) that returns a FeedForward, or "
             "None."
         )
-    new, reasons, changed = copied(module, "apply_gated_linear_units"), [], False
-    for name, block in list(new.named_modules()):
+
+    def change(name: str, block: nn.Module) -> bool | str:
         parts = _parts_of(block) if blocks is None else blocks(name, block)
         if parts is None:
-            continue
+            return False
         up, down = (_linear(block, path, name) for path in (parts.up, parts.down))
         if isinstance(up, GatedLinear):
-            reasons.append(f"{name or 'it'} has a gate already")
-            continue
+            return f"{name or 'it'} has a gate already"
         if hidden == "two_thirds":
             _shorten(up, down, max(1, up.out_features * 2 // 3))
-        _gate(up, function, bias, init)
+        _gate(up, activation, bias, init)
         _replace_activation(block, parts.activation)
-        changed = True
-    if not changed:
-        raise nothing_fits(
-            "gated_linear_units",
-            module,
-            reasons,
-            "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Sequential of two linear layers with an "
-            "activation between them, and what blocks= says",
+        return True
+
+    serves = (
+        "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Sequential of two linear layers with an "
+        "activation between them, and what blocks= says"
+    )
+    return with_layers(module, change, "gated_linear_units", serves)
+
+
+def _refuse_misfits(activation: Activation, bias: bool, init: str) -> None:
+    """
+    Raises:
+        ArgumentError, ArgumentTypeError: an activation that there is not, or ``init="old"`` without a bias.
+    """
+    _function(activation)
+    if init == "old" and not bias:
+        raise ArgumentError(
+            'gated_linear_units: init="old" is a bias of 1 and weights of 0: write bias=True, or init="random".'
         )
-    return new
 
 
 def _parts_of(block: nn.Module) -> FeedForward | None:
@@ -223,14 +227,12 @@ def _shorten(up: nn.Linear, down: nn.Linear, size: int) -> None:
     up.out_features = down.in_features = size
 
 
-def _gate(up: nn.Linear, activation: Any, bias: bool, init: str) -> None:
-    place: dict[str, Any] = {"device": up.weight.device, "dtype": up.weight.dtype}
-    value = nn.Linear(up.in_features, up.out_features, bias=bias, **place)
+def _gate(up: nn.Linear, activation: Activation, bias: bool, init: str) -> None:
+    value = nn.Linear(up.in_features, up.out_features, bias, up.weight.device, up.weight.dtype)
     if init == "old":
         nn.init.zeros_(value.weight)
         nn.init.ones_(value.bias)
-    up.__class__ = GatedLinear
-    layer = cast("GatedLinear", up)
+    layer = set_class(up, GatedLinear)
     layer.gate_activation = activation
     layer.value = value.train(up.training)
 
@@ -277,10 +279,5 @@ def gated_linear_units(
     >>> state.params["0.value.weight"].shape
     torch.Size([4, 2])
     """
-    _function(activation)
-    if init == "old" and not bias:
-        raise ArgumentError(
-            'gated_linear_units: init="old" is a bias of 1 and weights of 0: write bias=True, or init="random".'
-        )
-    settings: dict[str, Any] = {"hidden": hidden, "bias": bias, "init": init, "blocks": blocks}
-    return surgery(name, lambda module: apply_gated_linear_units(module, activation, **settings))
+    _refuse_misfits(activation, bias, init)
+    return surgery(apply_gated_linear_units, **locals())

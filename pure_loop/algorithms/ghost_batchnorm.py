@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._surgery import LayerFilter, chosen, copied, nothing_fits, surgery
+from pure_loop.algorithms._surgery import LayerFilter, surgery, with_layers
+from pure_loop.model.tree import set_class
 from pure_loop.ranges import AtLeast, checked
 
 __all__ = ["apply_ghost_batchnorm", "ghost_batchnorm"]
@@ -51,7 +52,7 @@ def _normalized(
     return normalized, mean.view(chunks, channels), variance.view(chunks, channels)
 
 
-class _Ghost:
+class _Ghost(nn.Module):
     """The forward of a batch normalization of chunks; parameters, buffers and evaluation as they were."""
 
     ghost_size: int
@@ -61,15 +62,15 @@ class _Ghost:
         layer = cast("nn.BatchNorm2d", self)
         n, size = len(input), self.ghost_size
         if not layer.training or n <= size:
-            result: Tensor = super().forward(input)  # type: ignore[misc]
+            result: Tensor = super().forward(input)
             return result
         # A last chunk of one sample has no variance: that sample joins the chunk before it.
         rest = n % size if n % size != 1 else size + 1
-        whole = (n - rest) // size
+        full_chunks = (n - rest) // size
         parts: list[Tensor] = []
         means: list[Tensor] = []
         variances: list[Tensor] = []
-        for features, chunks in ((input[: n - rest], whole), (input[n - rest :], 1 if rest else 0)):
+        for features, chunks in ((input[: n - rest], full_chunks), (input[n - rest :], 1 if rest else 0)):
             if chunks:
                 part, mean, variance = _normalized(features, chunks, layer.weight, layer.bias, layer.eps)
                 parts.append(part)
@@ -87,8 +88,7 @@ class _Ghost:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def extra_repr(self) -> str:
-        shape = cast("str", super().extra_repr())  # type: ignore[misc]
-        return f"{shape}, ghost_size={self.ghost_size}"
+        return f"{super().extra_repr()}, ghost_size={self.ghost_size}"
 
 
 class GhostBatchNorm1d(_Ghost, nn.BatchNorm1d):
@@ -103,7 +103,7 @@ class GhostBatchNorm3d(_Ghost, nn.BatchNorm3d):
     """``nn.BatchNorm3d`` of chunks."""
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+_CLASSES: dict[type[nn.Module], type[_Ghost]] = {
     nn.BatchNorm1d: GhostBatchNorm1d,
     nn.BatchNorm2d: GhostBatchNorm2d,
     nn.BatchNorm3d: GhostBatchNorm3d,
@@ -136,20 +136,19 @@ def apply_ghost_batchnorm(
     >>> net(torch.tensor([[1.0], [3.0], [5.0], [9.0]])).flatten().round().tolist()
     [-1.0, 1.0, -1.0, 1.0]
     """
-    new, reasons, changed = copied(module, "apply_ghost_batchnorm"), [], False
-    for name, layer in chosen(new, only, exclude, "ghost_batchnorm"):
+
+    def change(name: str, layer: nn.Module) -> bool | str:
         if isinstance(layer, nn.SyncBatchNorm):
-            reasons.append(f"{name} is a SyncBatchNorm, which has one statistic of all ranks: that is the opposite")
-        elif isinstance(layer, _Ghost):
-            reasons.append(f"{name} is a {type(layer).__name__} already")
-        elif type(layer) in _CLASSES:
-            # Of another class, with all it had: names of parameters, hooks, modes and shared references stay.
-            layer.__class__ = _CLASSES[type(layer)]
-            cast("_Ghost", layer).ghost_size = size
-            changed = True
-    if not changed:
-        raise nothing_fits("ghost_batchnorm", module, reasons, "nn.BatchNorm1d, nn.BatchNorm2d and nn.BatchNorm3d")
-    return new
+            return f"{name} is a SyncBatchNorm, which has one statistic of all ranks: that is the opposite"
+        if isinstance(layer, _Ghost):
+            return f"{name} is a {type(layer).__name__} already"
+        if type(layer) not in _CLASSES:
+            return False
+        set_class(layer, _CLASSES[type(layer)]).ghost_size = size
+        return True
+
+    serves = "nn.BatchNorm1d, nn.BatchNorm2d and nn.BatchNorm3d"
+    return with_layers(module, change, "ghost_batchnorm", serves, only, exclude)
 
 
 @checked
@@ -184,5 +183,4 @@ def ghost_batchnorm(
     >>> type(state.module()[0]).__name__
     'GhostBatchNorm1d'
     """
-    settings: dict[str, Any] = {"only": only, "exclude": exclude}
-    return surgery(name, lambda module: apply_ghost_batchnorm(module, size, **settings))
+    return surgery(apply_ghost_batchnorm, **locals())

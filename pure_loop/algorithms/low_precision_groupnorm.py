@@ -40,7 +40,7 @@ def apply_low_precision_groupnorm(
     >>> type(apply_low_precision_groupnorm(nn.Sequential(nn.Linear(2, 4), nn.GroupNorm(2, 4)))[1]).__name__
     'LowPrecisionGroupNorm'
     """
-    return with_low_precision(module, "group", "low_precision_groupnorm", only, exclude)
+    return with_low_precision(module, "low_precision_groupnorm", only, exclude)
 
 
 @checked
@@ -69,4 +69,4 @@ def low_precision_groupnorm(
     >>> type(state.module()[1]).__name__
     'LowPrecisionGroupNorm'
     """
-    return surgery(name, lambda module: apply_low_precision_groupnorm(module, only=only, exclude=exclude))
+    return surgery(apply_low_precision_groupnorm, **locals())

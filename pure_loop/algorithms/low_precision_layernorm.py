@@ -40,7 +40,7 @@ def apply_low_precision_layernorm(
     >>> type(apply_low_precision_layernorm(nn.Sequential(nn.Linear(2, 4), nn.LayerNorm(4)))[1]).__name__
     'LowPrecisionLayerNorm'
     """
-    return with_low_precision(module, "layer", "low_precision_layernorm", only, exclude)
+    return with_low_precision(module, "low_precision_layernorm", only, exclude)
 
 
 @checked
@@ -69,4 +69,4 @@ def low_precision_layernorm(
     >>> type(state.module()[1]).__name__
     'LowPrecisionLayerNorm'
     """
-    return surgery(name, lambda module: apply_low_precision_layernorm(module, only=only, exclude=exclude))
+    return surgery(apply_low_precision_layernorm, **locals())

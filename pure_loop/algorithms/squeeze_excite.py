@@ -7,13 +7,13 @@ With the output ``x`` of a convolution, (n, C, height, width), and two matrices 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._surgery import LayerFilter, chosen, copied, nothing_fits, surgery
+from pure_loop.algorithms._surgery import LayerFilter, surgery, with_layers
 from pure_loop.ranges import Above, AtLeast, checked
 
 __all__ = ["SqueezeExcite", "apply_squeeze_excite", "squeeze_excite"]
@@ -33,7 +33,15 @@ class SqueezeExcite(nn.Module):
     torch.Size([1, 8, 1, 1])
     """
 
-    def __init__(self, channels: int, latent: int, *, identity: bool, device: Any = None, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        channels: int,
+        latent: int,
+        *,
+        identity: bool,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.down = nn.Linear(channels, latent, bias=False, device=device, dtype=dtype)
         self.up = nn.Linear(latent, channels, bias=False, device=device, dtype=dtype)
@@ -53,8 +61,8 @@ class SqueezeExcite(nn.Module):
 class _Gated:
     """The hook of a convolution: its output, scaled by its gates. An object of a module, so that it can be pickled."""
 
-    def __call__(self, layer: Any, inputs: Any, output: Tensor) -> Tensor:
-        gates: Tensor = layer.squeeze_excite(output)
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        gates: Tensor = layer.get_submodule("squeeze_excite")(output)
         return output * gates
 
 
@@ -89,30 +97,23 @@ def apply_squeeze_excite(
     >>> net[0].squeeze_excite.down
     Linear(in_features=8, out_features=2, bias=False)
     """
-    new, reasons, changed = copied(module, "apply_squeeze_excite"), [], False
-    for name, layer in chosen(new, only, exclude, "squeeze_excite"):
+
+    def change(name: str, layer: nn.Module) -> bool | str:
         if not isinstance(layer, nn.Conv2d):
-            continue
+            return False
         if hasattr(layer, "squeeze_excite"):
-            reasons.append(f"{name} has gates already")
-        elif min(layer.in_channels, layer.out_channels) < min_channels:
-            reasons.append(f"{name} has {layer.in_channels} input and {layer.out_channels} output channels")
-        else:
-            channels = layer.out_channels
-            size = max(1, round(latent * channels)) if latent < 1 else int(latent)
-            place = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-            layer.squeeze_excite = SqueezeExcite(channels, size, identity=init == "identity", **place)
-            layer.squeeze_excite.train(layer.training)
-            layer.register_forward_hook(_Gated())
-            changed = True
-    if not changed:
-        raise nothing_fits(
-            "squeeze_excite",
-            module,
-            reasons,
-            f"nn.Conv2d with at least min_channels={min_channels} input and output channels: lower min_channels",
-        )
-    return new
+            return f"{name} has gates already"
+        if min(layer.in_channels, layer.out_channels) < min_channels:
+            return f"{name} has {layer.in_channels} input and {layer.out_channels} output channels"
+        channels, weight = layer.out_channels, layer.weight
+        size = max(1, round(latent * channels)) if latent < 1 else int(latent)
+        gates = SqueezeExcite(channels, size, identity=init == "identity", device=weight.device, dtype=weight.dtype)
+        layer.squeeze_excite = gates.train(layer.training)
+        layer.register_forward_hook(_Gated())
+        return True
+
+    serves = f"nn.Conv2d with at least min_channels={min_channels} input and output channels: lower min_channels"
+    return with_layers(module, change, "squeeze_excite", serves, only, exclude)
 
 
 @checked
@@ -146,5 +147,4 @@ def squeeze_excite(
     >>> sorted(name for name in state.params if name.startswith("0."))
     ['0.bias', '0.squeeze_excite.down.weight', '0.squeeze_excite.up.weight', '0.weight']
     """
-    settings: dict[str, Any] = {"min_channels": min_channels, "init": init, "only": only, "exclude": exclude}
-    return surgery(name, lambda module: apply_squeeze_excite(module, latent, **settings))
+    return surgery(apply_squeeze_excite, **locals())

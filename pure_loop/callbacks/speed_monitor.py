@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import attrs
 import torch
 
-from pure_loop._internal.arguments import check_number, is_number, refusal
-from pure_loop._internal.signatures import accepts
+from pure_loop._internal.arguments import accepts, check_number, is_number, refusal
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError
@@ -183,7 +182,7 @@ class SpeedMonitor(Callback):
     def _peak_of(self, device: torch.device) -> float | None:
         if device.type != "cuda":
             return None
-        from pure_loop.callbacks._peak_flops import peak_flops_of
+        from pure_loop.callbacks._flops import peak_flops_of
 
         precision = "fp32" if self._run is None else self._run.precision
         return peak_flops_of(torch.cuda.get_device_name(device), precision)

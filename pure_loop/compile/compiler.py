@@ -18,9 +18,8 @@ from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages, gradients
 from pure_loop.loop.call import Fit, Stopwatch
-from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.evaluation import Script
-from pure_loop.loop.evaluators import current
+from pure_loop.loop.driver import Script, run_to_end
+from pure_loop.loop.evaluation import current
 from pure_loop.loop.training import Eager, train_batch
 from pure_loop.stages.ownership import Ownership, Request
 from pure_loop.state import NON_FINITE_ADVICE, State, outside_batch, with_fields

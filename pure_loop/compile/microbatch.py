@@ -20,8 +20,7 @@ from pure_loop.compile.segment import Ended, PerBatch, Program, Traced, at
 from pure_loop.compile.segments import INSIDE_MICROBATCH, Segments
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
-from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script, run_to_end
 from pure_loop.state import State, raw_loss, raw_outputs, raw_params, with_fields
 from pure_loop.time import Timestamp
 

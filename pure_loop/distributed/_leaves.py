@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pure_loop._internal import pytree as _pytree
-from pure_loop._internal.types import PyTree
+from pure_loop._internal.pytree import PyTree
 from pure_loop.frozendict import FrozenDict
 
 __all__ = ["LazyLeaves"]

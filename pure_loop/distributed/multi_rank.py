@@ -14,9 +14,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch, PyTree
 from pure_loop._internal.tree_ops import are_sharded, full_tensor, is_sharded
-from pure_loop._internal.types import Batch, PyTree
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data.batch import map_tensors, to_device
 from pure_loop.data.source import END, Part, Source

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +11,7 @@ import attrs
 from torch import nn
 
 from pure_loop._internal.arguments import as_float, check_callable, check_choice, check_number, is_number
+from pure_loop._internal.processes import launched, rank, torch_distributed, world, world_size
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time, TimeUnit
 
@@ -24,42 +24,6 @@ _ON_PURPOSE = "or parallel=False, if each is a run of its own on purpose"
 __all__ = ["Parallel", "rank", "read_parallel", "refuse_lone", "world_size"]
 
 
-def rank() -> int:
-    """The rank of this process: in the process group, else as its launcher says (``torchrun``, ``srun``, ``mpirun``).
-
-    Raises:
-        DistributedError: what the launcher says can't be read.
-
-    >>> rank()
-    0
-    """
-    from pure_loop.distributed.launchers import world  # a plain import needs none
-
-    dist = _grouped()
-    return world().rank if dist is None else int(dist.get_rank())
-
-
-def world_size() -> int:
-    """The number of ranks: of the process group, else as the launcher says (``torchrun``, ``srun``, ``mpirun``), or 1.
-
-    Raises:
-        DistributedError: what the launcher says can't be read.
-
-    >>> world_size()
-    1
-    """
-    from pure_loop.distributed.launchers import world
-
-    dist = _grouped()
-    return world().size if dist is None else int(dist.get_world_size())
-
-
-def _grouped() -> Any:
-    """torch.distributed, if there is a default process group; it is imported wherever one exists."""
-    dist = sys.modules.get("torch.distributed")
-    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
-
-
 def refuse_lone(parallel: Parallel | None) -> None:
     """Refuse what would be n trainings of one model by n processes that a launcher started.
 
@@ -68,9 +32,7 @@ def refuse_lone(parallel: Parallel | None) -> None:
             know of each other.
         DistributedError: what the launcher says can't be read, or not where rank 0 is.
     """
-    from pure_loop.distributed.launchers import launched, world
-
-    grouped, size, other = _grouped() is not None, world_size(), launched()
+    grouped, size, other = torch_distributed() is not None, world_size(), launched()
     if size > 1 and parallel is None:
         source = "its process group" if grouped else world().launcher
         raise ArgumentError(

@@ -22,10 +22,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pure_loop._internal.autograd import scalar_like, zero_unless
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.torch_private import drop_groups_of_fsdp
 from pure_loop._internal.tree_ops import from_local, full_tensor, is_sharded, local_tensor
-from pure_loop._internal.types import Batch, Outputs, PyTree
 from pure_loop.distributed._leaves import LazyLeaves
 from pure_loop.distributed._meshes import break_mesh, find_mesh
 from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters

@@ -24,8 +24,7 @@ from pure_loop.data.group import parts_of
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Feed, Fit, Graphs, Stopwatch, Strategy
-from pure_loop.loop.driver import drive
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.training import Eager
 from pure_loop.stages.sizes import NAME, found_size
 from pure_loop.stages.workspace import Workspace

@@ -1,16 +1,20 @@
-"""One recorded thing, and where in a run it was recorded."""
+"""What was recorded, where in a run, and its values read from their device in groups."""
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import attrs
+import torch
+from torch import Tensor
 
 from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = ["Entry", "Kind", "Moment"]
+__all__ = ["Entry", "Kind", "Moment", "read_numbers"]
 
 Kind: TypeAlias = Literal["metric", "table", "images", "text", "file", "hyperparameters"]
 
@@ -74,3 +78,24 @@ class Entry:
     value: Any
     moment: Moment
     seconds: float
+
+
+def read_numbers(values: Sequence[Any]) -> list[int | float]:
+    """The values as Python numbers, with one transfer for all tensors of a kind instead of one for each.
+
+    Args:
+        values: real numbers, and tensors of one element, on any device.
+
+    >>> read_numbers([1, torch.tensor(0.5), torch.tensor([3]), True])
+    [1, 0.5, 3, 1]
+    """
+    read = list(values)
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            alike.setdefault((value.device, value.dtype), []).append(index)
+    for indices in alike.values():
+        group = torch.stack([values[index].detach().reshape(()) for index in indices]).tolist()
+        for index, number in zip(indices, group, strict=True):
+            read[index] = number
+    return [int(value) if isinstance(value, numbers.Integral) else float(value) for value in read]

@@ -15,7 +15,7 @@ from torch import Tensor
 from pure_loop._internal.owned_files import naming
 from pure_loop.errors import ArgumentError
 from pure_loop.loggers._entry import Entry
-from pure_loop.loggers._names import file_part
+from pure_loop.loggers._files import file_part
 
 __all__ = ["as_masks", "as_pixels", "overlay", "packed", "png", "unpacked", "write_images"]
 

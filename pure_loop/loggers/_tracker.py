@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pure_loop._internal.patterns import Pattern
+from pure_loop._internal.names import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import RunFile, make_folder, read_path
-from pure_loop.loggers._journal import Journal
-from pure_loop.loggers._names import file_part
+from pure_loop.loggers._files import RunFile, file_part, make_folder, read_path
+from pure_loop.loggers._lines import Journal
 
 __all__ = ["Tracker", "csv_of", "file_name", "image_layers", "new_id", "own_draws", "variables"]
 

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pure_loop._internal.names import printable
+from pure_loop._internal.names import Pattern, printable
 from pure_loop._internal.owned_files import naming, release, reserve
-from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import RunFile, first_line, make_folder, read_file_path, remove_written
-from pure_loop.loggers._names import file_part
+from pure_loop.loggers._files import RunFile, file_part, first_line, make_folder, read_file_path, remove_written
 from pure_loop.ranges import checked
 
 __all__ = ["CSVLogger"]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_file_name
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop._internal.owned_files import naming
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError
+from pure_loop.loggers._entry import read_numbers
 from pure_loop.loggers._files import make_folder, read_file_path
-from pure_loop.loggers._values import read_numbers
 from pure_loop.ranges import checked
 from pure_loop.state import State
 from pure_loop.time import Timestamp

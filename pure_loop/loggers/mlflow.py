@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pure_loop._internal.extras import require
-from pure_loop._internal.patterns import Pattern
+from pure_loop._internal.lazy import require
+from pure_loop._internal.names import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import RunFile, json_safe, make_folder, read_path
-from pure_loop.loggers._names import mlflow_key
+from pure_loop.loggers._files import RunFile, json_safe, make_folder, mlflow_key, read_path
 from pure_loop.loggers._tracker import file_name
 from pure_loop.ranges import Name, checked
 

@@ -7,13 +7,13 @@ from typing import Any, Literal, Protocol
 
 import attrs
 
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
 from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
-from pure_loop.loop.evaluation import Script
+from pure_loop.loop.driver import Script
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.time import Time

@@ -5,13 +5,13 @@ from __future__ import annotations
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import ref
 
 import torch
 
 from pure_loop._internal.closing import call_all
-from pure_loop._internal.forks import generation, here
+from pure_loop._internal.processes import generation, here
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Observer, refuse_return
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from pure_loop.loop.strict import Strict
     from pure_loop.stages import Stages
 
-__all__ = ["Handlers", "apply", "drive", "run_to_end"]
+__all__ = ["Handlers", "Script", "apply", "drive", "run_to_end"]
 
 Handlers = Mapping[Event, tuple[Handler, ...]]
 Observers = Mapping[Event, tuple[Observer, ...]]
-Script = Generator[tuple[Event, State], State, Any]
+Script: TypeAlias = Generator[tuple[Event, State], State, State]
 
 _NOTHING: FrozenDict[Event, Any] = FrozenDict()
 _set_grads = vars(State)["_grads"].__set__
 
 
 def drive(
-    script: Script,
+    script: Generator[tuple[Event, State], State, Any],
     handlers: Handlers = _NOTHING,
     observers: Observers = _NOTHING,
     *,
@@ -126,7 +126,7 @@ def drive(
                 error = None  # its traceback refers to this frame
 
 
-def run_to_end(script: Script, handlers: Handlers, stages: Any) -> Any:
+def run_to_end(script: Generator[tuple[Event, State], State, Any], handlers: Handlers, stages: Any) -> Any:
     """Run a script to its end with its algorithms and nothing else; gives what it returns."""
     try:
         next(drive(script, handlers, stages=stages, watch=frozenset()))

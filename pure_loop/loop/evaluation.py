@@ -1,12 +1,11 @@
-"""Evaluation and prediction as scripts: forwards in eval mode, on a branch of the State."""
+"""Evaluation and prediction as scripts: forwards in eval mode, on a branch of the State; which evaluators are due."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
-from typing import TypeAlias
 
 import optree
 import torch
@@ -14,14 +13,17 @@ from torch import Tensor
 
 from pure_loop._internal.bits import Digest, digest
 from pure_loop._internal.closing import closing
-from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.types import PyTree
+from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop.cadence import Cadence
 from pure_loop.data.batch import map_tensors
 from pure_loop.data.source import END, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.loop.batch import LoopStages
+from pure_loop.loop.call import Fit
+from pure_loop.loop.driver import Script, drive
 from pure_loop.metrics import Metric
 from pure_loop.metrics._base import updated
 from pure_loop.metrics._defaults import default_metrics
@@ -29,11 +31,12 @@ from pure_loop.random.guards import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
-from pure_loop.state import MetricValue, State, outside_batch
+from pure_loop.state import MetricValue, State, outside_batch, with_fields
 
-__all__ = ["Script", "evaluate", "evaluation", "predict", "refuse_misfit", "without_metrics"]
-
-Script: TypeAlias = Generator[tuple[Event, State], State, State]
+__all__ = [
+    *("current", "evaluate", "evaluation", "evaluations", "predict", "refuse_misfit", "refuse_misfits"),
+    "without_metrics",
+]
 
 
 def _no_rows(tensor: Tensor) -> Tensor:
@@ -252,3 +255,69 @@ def predict(
     stages.place.clear()
     stages.engine.barrier(state, Event.PREDICT_END)
     return (yield Event.PREDICT_END, outside_batch(state))
+
+
+def refuse_misfits(state: State, stages: LoopStages, evaluators: Sequence[BoundEvaluator]) -> None:
+    """Refuse metrics that do not fit what they measure, before training: hours may pass before the first evaluation.
+
+    Each evaluator with metrics that were passed measures one microbatch of its data, on a branch that is dropped. Left
+    out is data that can't be begun again, or has workers to start, and what several ranks would have to do together.
+    """
+    if stages.engine.exchanges:
+        return
+    for evaluator in evaluators:
+        never = isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
+        if evaluator.source.repeats and not never and not all(metric.of_loss for metric in evaluator.metrics or ()):
+            script, label = evaluation(state, stages, evaluator), evaluator.label
+            about = noting(lambda: f"raised by the first microbatch of evaluator {label!r}, before training")  # noqa: B023
+            with closing(script), about:
+                for _, shown in drive(script, stages.handlers, stages=stages, watch={Event.EVAL_AFTER_FORWARD}):
+                    refuse_misfit(shown, stages, evaluator.metrics or ())
+                    break
+
+
+def due_evaluators(state: State, fit: Fit, event: Event) -> list[BoundEvaluator]:
+    """The evaluators due at BATCH_END or EPOCH_END; at FIT_END those that did not run at the last batch.
+
+    A function that is an interval is asked about a State without the metrics of evaluators: its answer is the same
+    before and after :func:`current`, and where training resumes in between.
+    """
+    if not all(isinstance(evaluator.interval, Cadence) for evaluator in fit.evaluators):
+        if fit.stages.workspace.ownership is not None:
+            fit.stages.workspace.ownership.observed = True  # a function of the user's is shown the State
+        state = without_metrics(state, {evaluator.label for evaluator in fit.evaluators})
+    due = []
+    for evaluator in fit.evaluators:
+        users = is_users(evaluator.interval)
+        at = with_fields(state, event=event) if users else state
+        with fit.stages.guard(at, ("interval", evaluator.label)) if users else nullcontext():
+            if evaluator.due_at_end(state) if event is Event.FIT_END else evaluator.due(state, event):
+                due.append(evaluator)
+    return due
+
+
+def current(state: State, fit: Fit, event: Event) -> State:
+    """The State of BATCH_END or EPOCH_END, without metrics that are about to be measured again at this event.
+
+    They are those of an earlier evaluation, and would be taken for those of the batch or epoch that has just ended.
+    """
+    if state.metrics.keys().isdisjoint([evaluator.label for evaluator in fit.evaluators]):
+        return state
+    return without_metrics(state, {evaluator.label for evaluator in due_evaluators(state, fit, event)})
+
+
+def evaluations(state: State, fit: Fit, *events: Event) -> Script:
+    """The evaluators that are due at one of these events; decided before the first one runs."""
+    requested = [item for event in events for item in due_evaluators(state, fit, event)]
+    due_now = [item for item in fit.evaluators if item in requested]
+    if not due_now:
+        return state
+    state = without_metrics(state, {item.label for item in due_now})
+    fit.boundary.state = state if state.event is not None else state.replace(event=state.position)
+    state = yield Event.EVAL_BEFORE_ALL, state
+    labels = [item.label for item in fit.evaluators]
+    for evaluator in due_now:
+        state = yield from evaluation(state, fit.evaluating, evaluator, labels)
+    state = yield Event.EVAL_AFTER_ALL, state
+    fit.boundary.state = None
+    return state

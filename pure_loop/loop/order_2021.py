@@ -10,8 +10,8 @@ from collections.abc import Collection
 from pure_loop.event import Event, events_between
 from pure_loop.loop import training
 from pure_loop.loop.call import Fit, Stopwatch
-from pure_loop.loop.evaluation import Script
-from pure_loop.loop.evaluators import evaluations, refuse_misfits
+from pure_loop.loop.driver import Script
+from pure_loop.loop.evaluation import evaluations, refuse_misfits
 from pure_loop.state import State
 
 __all__ = ["EVENTS_OF_2021", "fit_2021", "script_of"]

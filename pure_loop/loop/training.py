@@ -13,14 +13,14 @@ from collections.abc import Callable, Generator
 from typing import TypeAlias
 
 from pure_loop._internal.closing import closing
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
 from pure_loop.data.source import END
 from pure_loop.errors import DataError
 from pure_loop.event import Event
 from pure_loop.loop.batch import gradients
 from pure_loop.loop.call import Feed, Fit, Stopwatch
-from pure_loop.loop.evaluation import Script
-from pure_loop.loop.evaluators import current, evaluations, refuse_misfits
+from pure_loop.loop.driver import Script
+from pure_loop.loop.evaluation import current, evaluations, refuse_misfits
 from pure_loop.state import State, outside_batch, setter
 from pure_loop.time import TimeUnit
 

@@ -7,22 +7,28 @@ training runs: values are copied behind the computation and shown when they have
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+import importlib.util
+import os
+import sys
+from collections.abc import Generator, Iterable, Sequence
 from functools import partial
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pure_loop._internal.arguments import check_number, refusal
 from pure_loop._internal.closing import Closing, call_all
-from pure_loop._internal.forks import here
+from pure_loop._internal.processes import here
 from pure_loop.distributed.parallel import rank
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
-from pure_loop.progress.facts import Facts
-from pure_loop.progress.screens import screen_for
+from pure_loop.progress.estimate import Facts
+from pure_loop.progress.screens import Lines, Screen
 from pure_loop.progress.tracker import Tracker
 from pure_loop.state import State
 
-__all__ = ["progress"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["progress", "screen_for"]
 
 Pairs = Generator[tuple[Event, State], None, None]
 
@@ -111,3 +117,61 @@ def _pass_on(stream: Iterable[tuple[Event, State]], tracker: Tracker) -> Pairs:
 
 
 _WORDS: dict[type[BaseException], str] = {GeneratorExit: "stopped", KeyboardInterrupt: "interrupted"}
+
+
+def screen_for(file: TextIO | None, labels: Sequence[str] = ()) -> Screen:
+    """The screen for a file.
+
+    Args:
+        file: None: standard error, or the notebook.
+        labels: those of the evaluators, in the order of their columns.
+    """
+    target = sys.stderr if file is None else file
+    if _is_terminal(target):
+        if not _installed("rich"):
+            _hint(target)
+            return Lines(target)
+        console = _console(target)
+        # Inside another bar this one prints its lines above that.
+        if console.is_interactive and not hasattr(target, "rich_proxied_file"):
+            from pure_loop.progress.terminal import Bar
+
+            return Bar(console, labels)
+    elif file is None and _in_notebook():
+        from pure_loop.progress.notebook import Notebook
+
+        return Notebook(labels)
+    return Lines(target)
+
+
+def _is_terminal(file: Any) -> bool:
+    isatty = getattr(file, "isatty", None)
+    return isatty is not None and bool(isatty()) and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def _console(file: TextIO) -> Console:
+    from rich.console import Console
+
+    return Console(file=file, highlight=False)
+
+
+_hinted: list[bool] = []
+
+
+def _hint(file: TextIO) -> None:
+    """Once in a process: what a bar needs."""
+    if not _hinted:
+        _hinted.append(True)
+        print('pl.progress: for a table and a live bar: pip install "pure_loop[progress]"', file=file, flush=True)
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ in ("ZMQInteractiveShell", "Shell")
+
+
+def _installed(name: str) -> bool:
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return importlib.util.find_spec(name) is not None

@@ -9,8 +9,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from pure_loop.progress.deferred_signals import deferred_signals
-from pure_loop.progress.snapshot import Snapshot, batch_of, percent, time_left
+from pure_loop.progress.screens import Snapshot, batch_of, deferred_signals, percent, time_left
 from pure_loop.progress.table import Row, Table
 
 __all__ = ["Notebook"]

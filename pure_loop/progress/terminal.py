@@ -13,9 +13,18 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from pure_loop.progress import words as _words
-from pure_loop.progress.deferred_signals import deferred_signals
 from pure_loop.progress.estimate import Inside
-from pure_loop.progress.snapshot import Part, Snapshot, batch_of, percent, side_by_side, that_fit, time_left, width_of
+from pure_loop.progress.screens import (
+    Part,
+    Snapshot,
+    batch_of,
+    deferred_signals,
+    percent,
+    side_by_side,
+    that_fit,
+    time_left,
+    width_of,
+)
 from pure_loop.progress.table import Column, Row, Table
 
 if TYPE_CHECKING:

@@ -12,12 +12,9 @@ from torch import Tensor
 
 from pure_loop._internal.recordable import is_scalar
 from pure_loop.event import Event
-from pure_loop.progress.device_reads import Reading, on_cpu
-from pure_loop.progress.estimate import Estimate
-from pure_loop.progress.facts import Facts, rates
-from pure_loop.progress.losses import MeanLoss
-from pure_loop.progress.screens import Screen
-from pure_loop.progress.snapshot import Snapshot, batch_of
+from pure_loop.progress.estimate import Estimate, Facts, rates
+from pure_loop.progress.measurements import MeanLoss, Reading, on_cpu
+from pure_loop.progress.screens import Screen, Snapshot, batch_of
 from pure_loop.progress.table import TRAIN, Row
 from pure_loop.progress.words import epoch as epoch_number
 from pure_loop.state import State

@@ -12,29 +12,31 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial, reduce, wraps
-from typing import Annotated, Any
+from typing import Annotated, Protocol, TypeVar, cast
 
 import attrs
 
+from pure_loop._internal.arguments import name_of, refuse_no_schedule
 from pure_loop._internal.reprs import call, changed_fields
-from pure_loop._internal.signatures import name_of, refuse_no_schedule
-from pure_loop.errors import ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import Duration, Number, checked
 from pure_loop.schedules._time import End
-from pure_loop.time import Time, Timestamp
+from pure_loop.time import Time, Timestamp, read_time
 
 __all__ = ["Schedule", "constant", "product"]
 
 LASTING = Duration(clock=True, zero="a schedule can't change over a time of {time!r}; write constant(value) instead")
 """The range of a time over which a schedule changes."""
 
+S = TypeVar("S")
 
-def _as_one_number(call: Callable[[Any, Timestamp], float]) -> Callable[[Any, Timestamp], float]:
+
+def _as_one_number(call: Callable[[S, Timestamp], float]) -> Callable[[S, Timestamp], float]:
     """In a step that is traced a schedule is one number, whatever its code asks of the timestamp on the way."""
 
     @wraps(call)
-    def called(self: Any, timestamp: Timestamp) -> float:
-        traced: Any = getattr(timestamp, "number_of", None)
+    def called(self: S, timestamp: Timestamp) -> float:
+        traced: Callable[[Callable[[Timestamp], float]], float] | None = getattr(timestamp, "number_of", None)
         return call(self, timestamp) if traced is None else traced(partial(call, self))
 
     return called
@@ -61,14 +63,13 @@ class Schedule(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        call: Any = vars(cls).get("__call__")
-        if call is not None and not hasattr(call, "__wrapped__"):
-            cls.__call__ = _as_one_number(call)  # type: ignore[assignment, method-assign]
+        if "__call__" in vars(cls) and not hasattr(cls.__call__, "__wrapped__"):
+            type.__setattr__(cls, "__call__", _as_one_number(cls.__call__))
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
         if "__repr__" in vars(cls) and vars(cls)["__repr__"].__code__.co_filename.startswith("<attrs generated"):
-            cls.__repr__ = Schedule.__repr__  # type: ignore[method-assign]
+            type.__setattr__(cls, "__repr__", Schedule.__repr__)
 
     def __repr__(self) -> str:
         return call(type(self).__name__, changed_fields(self))
@@ -86,6 +87,24 @@ class Schedule(ABC):
 
     def __rmul__(self, other: Callable[[Timestamp], float] | float) -> product:
         return product((as_schedule(other), self))
+
+
+class Timed(Protocol):
+    """What changes over a time."""
+
+    @property
+    def time(self) -> Time: ...
+
+
+class Rising(Schedule):
+    """A schedule that rises from 0 over its field ``warmup``, if it has one."""
+
+    __slots__ = ()
+
+    warmup: Time | None
+
+    def endless_warmup(self, end: End) -> Time | None:
+        return self.warmup if self.warmup is not None and end.comes_before(self.warmup) else None
 
 
 @checked
@@ -146,7 +165,7 @@ def as_schedule(value: Callable[[Timestamp], float] | float) -> Callable[[Timest
     return value
 
 
-def refuse_no_numbers(schedules: Iterable[Callable[[Timestamp], Any]], timestamp: Timestamp) -> None:
+def refuse_no_numbers(schedules: Iterable[Callable[[Timestamp], object]], timestamp: Timestamp) -> None:
     """
     Raises:
         ArgumentTypeError: one of them gives no number; names it.
@@ -165,6 +184,26 @@ def warmup_in(schedule: object, end: End) -> Time | None:
     return schedule.endless_warmup(end) if isinstance(schedule, Schedule) else None
 
 
+def field_names(schedule: Schedule) -> list[str]:
+    """The fields of a schedule, each of which is one of its settings."""
+    return [field.name for field in attrs.fields(cast("type[attrs.AttrsInstance]", type(schedule)))]
+
+
 def as_time(value: str | int | Time) -> Time:
     """A time, as the annotation of a field has it."""
     return Time.parse(value)
+
+
+def as_warmup(value: str | int | Time | None) -> Time | None:
+    return None if value is None else read_time(value, "warmup")
+
+
+def leaves_room(schedule: Timed, attribute: attrs.Attribute[Time | None], warmup: Time | None) -> None:
+    """
+    Raises:
+        ArgumentError: nothing is left of the time after the warmup.
+    """
+    if warmup is not None and warmup.unit is schedule.time.unit and warmup.value >= schedule.time.value:
+        raise ArgumentError(
+            f"a warmup of {str(warmup)!r} leaves nothing of {str(schedule.time)!r}; time counts the warmup too"
+        )

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import attrs
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import checked
-from pure_loop.schedules._base import Schedule, as_schedule, warmup_in
+from pure_loop.schedules._base import Schedule, as_schedule, field_names, warmup_in
 from pure_loop.schedules._time import End, amount_of, finished
 from pure_loop.time import Time, Timestamp, TimeUnit
 
@@ -90,7 +89,7 @@ class chain(Schedule):
         return f"chain({self.first!r}{stages}{', restart=True' if self.restart else ''})"
 
 
-def _times_in(schedule: Any) -> Iterator[Time]:
+def _times_in(schedule: object) -> Iterator[Time]:
     """The times of a schedule, and of those that it is made of."""
     if isinstance(schedule, Time):
         yield schedule
@@ -98,12 +97,11 @@ def _times_in(schedule: Any) -> Iterator[Time]:
         for part in schedule:
             yield from _times_in(part)
     elif isinstance(schedule, Schedule):
-        record: Any = type(schedule)
-        for field in attrs.fields(record):
-            yield from _times_in(getattr(schedule, field.name))
+        for name in field_names(schedule):
+            yield from _times_in(getattr(schedule, name))
 
 
-def _refuse_other_units(time: Time, schedule: Any) -> None:
+def _refuse_other_units(time: Time, schedule: object) -> None:
     if time.unit not in _SHIFTED:
         raise ArgumentError(
             f"chain: restart=True at {str(time)!r}: write the time in batches, epochs, samples or tokens."

@@ -11,9 +11,8 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import End, between, warmed_up
-from pure_loop.schedules._warmup import as_warmup, leaves_room
+from pure_loop.schedules._base import LASTING, Rising, as_time, as_warmup, leaves_room
+from pure_loop.schedules._time import between, warmed_up
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["cosine"]
@@ -21,7 +20,7 @@ __all__ = ["cosine"]
 
 @checked
 @attrs.frozen
-class cosine(Schedule):
+class cosine(Rising):
     """A warmup from 0 to ``peak``, then half a cosine from ``peak`` to ``final``, which ``time`` reaches.
 
     With ``tau`` the part of the time from the end of the warmup to ``time`` that is over, the value is
@@ -41,6 +40,3 @@ class cosine(Schedule):
     def __call__(self, timestamp: Timestamp) -> float:
         factor, tau = warmed_up(self.time, self.warmup, timestamp)
         return factor * between(self.peak, self.final, (1.0 - math.cos(math.pi * tau)) / 2.0)
-
-    def endless_warmup(self, end: End) -> Time | None:
-        return self.warmup if self.warmup is not None and end.comes_before(self.warmup) else None

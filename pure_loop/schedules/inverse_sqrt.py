@@ -11,8 +11,8 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import End, amount_of, finished
+from pure_loop.schedules._base import LASTING, Rising, as_time
+from pure_loop.schedules._time import amount_of, finished
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["inverse_sqrt"]
@@ -20,7 +20,7 @@ __all__ = ["inverse_sqrt"]
 
 @checked
 @attrs.frozen
-class inverse_sqrt(Schedule):
+class inverse_sqrt(Rising):
     """From 0 to ``peak`` over ``warmup``, linearly, and ``peak sqrt(warmup / now)`` from there on.
 
     https://arxiv.org/abs/1706.03762, where ``peak`` is ``(d warmup)^-0.5`` for a model of width d.
@@ -39,6 +39,3 @@ class inverse_sqrt(Schedule):
         if now < amount:
             return self.peak * float(now / amount)
         return self.peak * math.sqrt(float(amount / now)) if now else self.peak
-
-    def endless_warmup(self, end: End) -> Time | None:
-        return self.warmup if end.comes_before(self.warmup) else None

@@ -10,9 +10,8 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Above, Number, checked
-from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import End, between, warmed_up
-from pure_loop.schedules._warmup import as_warmup, leaves_room
+from pure_loop.schedules._base import LASTING, Rising, as_time, as_warmup, leaves_room
+from pure_loop.schedules._time import between, warmed_up
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["polynomial"]
@@ -20,7 +19,7 @@ __all__ = ["polynomial"]
 
 @checked
 @attrs.frozen
-class polynomial(Schedule):
+class polynomial(Rising):
     """A warmup from 0 to ``peak``, then ``final + (peak - final) (1 - tau)^power``, with the times of :class:`cosine`.
 
     >>> schedule = polynomial("4ba", power=2)
@@ -37,6 +36,3 @@ class polynomial(Schedule):
     def __call__(self, timestamp: Timestamp) -> float:
         factor, tau = warmed_up(self.time, self.warmup, timestamp)
         return factor * between(self.final, self.peak, (1.0 - tau) ** self.power)
-
-    def endless_warmup(self, end: End) -> Time | None:
-        return self.warmup if self.warmup is not None and end.comes_before(self.warmup) else None

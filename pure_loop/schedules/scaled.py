@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
-
-import attrs
+from typing import Annotated, TypeVar
 
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.ranges import Above, checked
-from pure_loop.schedules._base import Schedule
+from pure_loop.schedules._base import Schedule, field_names
 from pure_loop.time import Time, TimeUnit
 
 __all__ = ["scaled"]
@@ -40,10 +38,12 @@ def scaled(schedule: S, ratio: Annotated[float, Above(0)], *, warmup: bool = Fal
             f"scaled: {schedule!r} is none of pl.schedules: the times of a function of your own are not known; scale "
             "them in it."
         )
-    return _scaled(schedule, ratio, warmup)  # type: ignore[no-any-return]
+    result = _scaled(schedule, ratio, warmup)
+    assert isinstance(result, type(schedule))
+    return result
 
 
-def _scaled(value: Any, ratio: float, warmup: bool) -> Any:
+def _scaled(value: object, ratio: float, warmup: bool) -> object:
     if isinstance(value, Time):
         if value.unit is TimeUnit.DURATION or not value:
             return value
@@ -53,14 +53,9 @@ def _scaled(value: Any, ratio: float, warmup: bool) -> Any:
         return tuple(_scaled(part, ratio, warmup) for part in value)
     if not isinstance(value, Schedule):
         return value
-    record: Any = type(value)
     rises = "time" if type(value).__name__ == "warmup" else "warmup"
-    changes = {
-        field.name: _scaled(getattr(value, field.name), ratio, warmup)
-        for field in attrs.fields(record)
-        if warmup or field.name != rises
-    }
-    made = object.__new__(record)
-    for field in attrs.fields(record):
-        object.__setattr__(made, field.name, changes.get(field.name, getattr(value, field.name)))
+    made = object.__new__(type(value))
+    for name in field_names(value):
+        field = getattr(value, name)
+        object.__setattr__(made, name, _scaled(field, ratio, warmup) if warmup or name != rises else field)
     return made

@@ -11,8 +11,8 @@ import attrs
 
 from pure_loop.errors import ArgumentError
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import End, amount_of, between, finished, part_over
+from pure_loop.schedules._base import LASTING, Rising, as_time
+from pure_loop.schedules._time import amount_of, between, finished, part_over
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["warmup_stable_decay"]
@@ -20,7 +20,7 @@ __all__ = ["warmup_stable_decay"]
 
 @checked
 @attrs.frozen
-class warmup_stable_decay(Schedule):
+class warmup_stable_decay(Rising):
     """From 0 to ``peak`` over ``warmup``, then ``peak``, and to ``final`` over the last ``decay`` of ``time``; linear.
 
     https://arxiv.org/abs/2404.06395.
@@ -59,6 +59,3 @@ class warmup_stable_decay(Schedule):
         if finished(unit, timestamp) > amount - decay:
             return between(self.peak, self.final, part_over(self.time, timestamp, amount - decay))
         return part_over(self.warmup, timestamp) * self.peak
-
-    def endless_warmup(self, end: End) -> Time | None:
-        return self.warmup if end.comes_before(self.warmup) else None

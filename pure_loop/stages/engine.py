@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.autograd import add_gradient, gradient_of, zero_unless
-from pure_loop._internal.types import Batch, PyTree
+from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.weights import Weights
 from pure_loop.data.batch import beside
 from pure_loop.data.source import END

@@ -12,8 +12,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.types import Batch, Outputs
+from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs
 from pure_loop.data.group import parts_of
 from pure_loop.errors import NonFiniteError
 from pure_loop.stages.nonfinite import real_numbers, total_loss

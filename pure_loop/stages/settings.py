@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_choice, is_number, positive_or_none, refusal
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop._internal.torch_private import (
     any_autocast_enabled,
     any_global_hook,
     code_around_operations,
 )
-from pure_loop._internal.types import Batch
 from pure_loop.data.group import parts_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
-from pure_loop.precision import Precision
+from pure_loop.precision import Precision, PrecisionName
 from pure_loop.random.guards import Place, guard, is_users, runs_users_code
 from pure_loop.random.seeds import SeededHosts, derive, seeded
 from pure_loop.stages.engine import ONE_RANK, Engine
@@ -44,11 +43,11 @@ NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 _CHECKED = frozenset({"forward", "loss", "validate", "validation loss"})
 
 
-def _precision(value: object) -> Precision:
+def _precision(value: Precision | PrecisionName) -> Precision:
     return Precision.parse(value)
 
 
-def _size(value: object) -> int | None:
+def _size(value: int | None) -> int | None:
     return positive_or_none("microbatch_size", value, where="Stages")
 
 

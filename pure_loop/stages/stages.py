@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import refuse_strangers
-from pure_loop._internal.types import Batch
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, is_number, of_numbers
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of

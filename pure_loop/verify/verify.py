@@ -21,9 +21,8 @@ from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Fit
-from pure_loop.loop.driver import run_to_end
-from pure_loop.loop.evaluation import Script
-from pure_loop.loop.evaluators import current
+from pure_loop.loop.driver import Script, run_to_end
+from pure_loop.loop.evaluation import current
 from pure_loop.loop.training import Eager
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State

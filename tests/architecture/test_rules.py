@@ -22,7 +22,6 @@ PACKAGE = Path(pl.__file__).parent
 
 SCRIPTS = {
     "loop/batch.py": "the script of a batch's gradient",
-    "loop/evaluators.py": "the evaluations of a call of fit",
     "loop/training.py": "the script of training",
     "loop/evaluation.py": "the scripts of evaluation and prediction",
     "loop/driver.py": "an update that writes nothing: what is counted where nothing is kept",
@@ -38,7 +37,11 @@ SENDS = {
     ("verify/verify.py", "Verified._noted", "script"): "a batch that is recorded; passes on, and seals nothing",
     ("entry/deterministic.py", "_Switching.send", "self._pairs"): "the stream of a run in torch's deterministic mode",
     ("entry/drive.py", "_with_memory", "script"): "a user's script, before the driver; passes on, and seals nothing",
-    ("tools/spans.py", "Recorder.timed_script.called", "pairs"): "a script that is timed; passes on, and seals nothing",
+    (
+        "tools/profile_report.py",
+        "Recorder.timed_script.called",
+        "pairs",
+    ): "a script that is timed; passes on, and seals nothing",
     ("loggers/_tracker.py", "Tracker._send", "self"): "no script: records",
     ("testing/ranks/_group.py", "", "'send'"): "no script: the name of a collective",
     ("testing/ranks/processes.py", "_Rank.__init__", "self"): "no script: messages between processes",
@@ -53,22 +56,14 @@ DRIVERS = {
 # R2. What changes is a record under way, or the workspace.
 
 _DRAFT = "a draft of a record becomes one"
-_SURGERY = "an algorithm changes layers of a module, before training"
 # Who sets the class of an object: (module, function).
 SETS_CLASS = {
     ("_internal/records.py", "copier"): _DRAFT,
     ("stages/workspace.py", "_overwritten"): "a mapping to whose tensors a step has written refuses to be read",
     ("_internal/lazy.py", "lazily"): "a package whose modules are imported at the first access",
     ("model/model.py", "_rebuilt"): "a module that was pickled; its parameters are of a subclass",
-    ("model/tree.py", "own_classes"): "a copy of a parametrized module",
+    ("model/tree.py", "set_class"): "a copy of a module: parametrized layers, and those that an algorithm changes",
     ("tools/profile.py", "_time"): "the stages of a run that is profiled",
-    ("algorithms/_low_precision.py", "with_low_precision"): _SURGERY,
-    ("algorithms/blurpool.py", "apply_blurpool"): _SURGERY,
-    ("algorithms/gated_linear_units.py", "_gate"): _SURGERY,
-    ("algorithms/ghost_batchnorm.py", "apply_ghost_batchnorm"): _SURGERY,
-    ("algorithms/gyro_dropout.py", "apply_gyro_dropout"): _SURGERY,
-    ("algorithms/weight_standardization.py", "apply_weight_standardization"): _SURGERY,
-    ("algorithms/weight_standardization.py", "bake"): _SURGERY,
 }
 
 # What mappings carry besides their items: (module, class), and each slot with a reason.
@@ -94,6 +89,7 @@ SLOTS = {
 }
 
 _CACHE = "a cache: a tensor takes longer to make than to look up"
+_DEFINED = "filled where its functions are defined, while the module is imported"
 _STREAMS = "how this process and the other ranks have met"
 # Variables of modules that functions of the module change, or set: (module, variable). Functions that remember what
 # they gave, by functools.cache, say so where they are defined.
@@ -105,16 +101,18 @@ MUTABLE = {
     ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/base.py", "_known"): "a cache: digests of frozen tensors",
     ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
+    ("testing/wrong_algorithms.py", "WRONG_ALGORITHMS"): _DEFINED,
+    ("testing/wrong_loops.py", "WRONG_LOOPS"): _DEFINED,
     ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",
     ("_internal/torch_private.py", "missing"): "names that this torch lacks, of those looked up so far",
     ("compile/_torch.py", "missing"): "names that this torch lacks, of those looked up so far",
     ("_internal/registry.py", "_by_class"): "classes that checkpoints may hold",
     ("_internal/registry.py", "_by_name"): "classes that checkpoints may hold",
     ("_internal/registry.py", "_roots"): "classes that checkpoints may hold",
-    ("_hypothesis.py", "_told"): "classes that Hypothesis was told about",
-    ("progress/screens.py", "_hinted"): "whether the hint was shown in this process",
-    ("_internal/forks.py", "_generation"): "how often this process was forked",
-    ("_internal/forks.py", "_forgetting"): "who is told of a fork",
+    ("entry/hypothesis.py", "_told"): "classes that Hypothesis was told about",
+    ("progress/display.py", "_hinted"): "whether the hint was shown in this process",
+    ("_internal/processes.py", "_generation"): "how often this process was forked",
+    ("_internal/processes.py", "_forgetting"): "who is told of a fork",
     ("_internal/owned_files.py", "_held"): "the locks that this process holds",
     ("_internal/owned_files.py", "_turn"): "the lock of its threads, a new one in a fork",
     ("data/source.py", "_iterators"): "iterators whose workers are of this process",
@@ -720,3 +718,40 @@ def test_an_import_of_torch_distributed_is_found(source: str) -> None:
 )
 def test_a_look_at_a_shard_is_found(source: str) -> None:
     assert looks_at_shards({"algorithms/ema.py": ast.parse(source)}) == {"algorithms/ema.py"}
+
+
+# R6. A method knows values, stages and operations on trees; how a run is driven, compiled or distributed it does not.
+
+BEYOND_METHODS = {"compile", "distributed", "entry", "loop"}
+# What files of methods import of these folders, for type checkers too.
+METHODS_IMPORT = {("loop.batch", "LoopStages"): "the type of the second argument of a handler"}
+
+
+def imports_beyond(modules: Modules, folder: str) -> set[Place]:
+    """What the modules of a folder import of the folders that methods do not know: (module, name)."""
+    return {
+        (node.module.removeprefix("pure_loop."), alias.name)
+        for module, tree in modules.items()
+        if module.startswith(folder)
+        for _, node in walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("pure_loop")
+        for alias in node.names
+        if not BEYOND_METHODS.isdisjoint([*node.module.split(".")[1:2], alias.name])
+    }
+
+
+def test_algorithms_know_values_stages_and_trees() -> None:
+    assert differences(imports_beyond(modules(), "algorithms/"), METHODS_IMPORT) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from pure_loop.distributed.parallel import rank",
+        "if TYPE_CHECKING:\n    from pure_loop.loop.training import Fit",
+        "def f():\n    from pure_loop import compile",
+    ],
+)
+def test_an_import_of_what_methods_do_not_know_is_found(source: str) -> None:
+    assert len(imports_beyond({"algorithms/wrong.py": ast.parse(source)}, "algorithms/")) == 1
+    assert not imports_beyond({"tools/profile.py": ast.parse(source)}, "algorithms/")

@@ -314,7 +314,7 @@ def test_a_script_has_nothing_to_count():
 
 
 def test_peaks_are_dense_and_by_precision():
-    from pure_loop.callbacks._peak_flops import peak_flops_of
+    from pure_loop.callbacks._flops import peak_flops_of
 
     assert peak_flops_of("NVIDIA H100 80GB HBM3", "amp_bf16") == 989.4e12
     assert peak_flops_of("NVIDIA H100 PCIe", "amp_fp16") == 756e12

@@ -29,7 +29,7 @@ from pure_loop.loggers import (
     SlackLogger,
     TensorBoardLogger,
 )
-from pure_loop.loggers._names import file_part, mlflow_key
+from pure_loop.loggers._files import file_part, mlflow_key
 from tests.support.extras import needs
 from tests.support.runs import cross_entropy, mlp, points
 

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop.progress.display import _pass_on
-from pure_loop.progress.facts import Facts
+from pure_loop.progress.estimate import Facts
 from pure_loop.progress.tracker import Tracker
 from tests.progress.conftest import Clock
 from tests.progress.test_progress import DATA, Recording, fit

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 import pure_loop as pl
-from pure_loop.progress import screens as _screens
+from pure_loop.progress import display as _display
 from pure_loop.progress.display import progress
 from tests.progress.test_progress import DATA, fit
 
@@ -107,7 +107,7 @@ def test_names_of_users_are_text(notebook):
 
 
 def test_a_long_table_is_sent_less_often(notebook):
-    screen = _screens.screen_for(None)
+    screen = _display.screen_for(None)
     before = screen.seconds
     pl.run(progress(fit(DATA[:1], max_duration="200ep"), refresh_seconds=0))
     assert len(notebook.messages) < 60

@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
-from pure_loop.progress import device_reads as _readings
-from pure_loop.progress import screens as _screens
+from pure_loop.progress import display as _display
+from pure_loop.progress import measurements as _readings
 from pure_loop.progress.display import _pass_on, progress
 from pure_loop.progress.tracker import Tracker
 from tests.progress.conftest import Clock, Terminal
@@ -286,7 +286,7 @@ def test_a_terminal_without_rich_gets_lines_and_one_hint(terminal, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setattr(_screens, "_hinted", [])
+    monkeypatch.setattr(_display, "_hinted", [])
     pl.run(progress(fit(), file=terminal))
     pl.run(progress(fit(), file=terminal))
     lines = terminal.getvalue().splitlines()
@@ -298,7 +298,7 @@ def test_a_terminal_without_rich_gets_lines_and_one_hint(terminal, monkeypatch):
 
 def test_a_pipe_without_rich_gets_no_hint(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setattr(_screens, "_hinted", [])
+    monkeypatch.setattr(_display, "_hinted", [])
     out = io.StringIO()
     pl.run(progress(fit(), file=out))
     assert "pip install" not in out.getvalue()
@@ -320,7 +320,7 @@ def test_a_log_gets_lines_even_where_colours_are_forced(monkeypatch):
 
 def test_rich_is_not_imported_before_it_is_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert "screen_for" in runpy.run_path(_screens.__file__)
+    assert "screen_for" in runpy.run_path(_display.__file__)
 
 
 # A device that computes behind the loop's back.

@@ -16,8 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
-from pure_loop.progress.deferred_signals import deferred_signals
 from pure_loop.progress.display import progress
+from pure_loop.progress.screens import deferred_signals
 from pure_loop.progress.words import number
 from tests.progress.conftest import Terminal
 from tests.progress.emulator import Emulator
