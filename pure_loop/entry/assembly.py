@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 
 from pure_loop.algorithm import bind
-from pure_loop.callback import LoggerGroup, Observer, bind_callbacks, observers
+from pure_loop.callback import LoggerGroup
 from pure_loop.callback import Run as BoundRun
 from pure_loop.data.batch import num_tokens
 from pure_loop.data.group import steps
@@ -33,6 +33,7 @@ from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Fit, LastBoundary, Strategy
 from pure_loop.loop.driver import drive
+from pure_loop.loop.observers import Observer, bind_callbacks, observers
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict

@@ -11,7 +11,7 @@ import attrs
 from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
-from pure_loop.callback import Callback, Logger, Observer, bind_callbacks, observers
+from pure_loop.callback import Callback, Logger
 from pure_loop.entry.assembly import Assembly
 from pure_loop.entry.deterministic import stream_of
 from pure_loop.evaluator import BoundEvaluator
@@ -19,6 +19,7 @@ from pure_loop.event import Event
 from pure_loop.loop.call import Fit, LastBoundary
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.evaluation import evaluation
+from pure_loop.loop.observers import Observer, bind_callbacks, observers
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.strict import Strict
 from pure_loop.recorder import Recorder

@@ -12,11 +12,11 @@ import attrs
 from pure_loop._internal.shapes_only import needs_numbers
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
-from pure_loop.callback import Observer, refuse_return
 from pure_loop.errors import ImpurityError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.contract import check_returned
+from pure_loop.loop.observers import Observer, refuse_return
 from pure_loop.metrics import Metric
 from pure_loop.state import State
 from pure_loop.time import Timestamp

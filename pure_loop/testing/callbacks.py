@@ -9,9 +9,10 @@ from hypothesis.strategies import SearchStrategy
 
 import pure_loop as pl
 from pure_loop.algorithm import Algorithm, Composition
-from pure_loop.callback import Callback, Logger, LoggerGroup, observers
+from pure_loop.callback import Callback, Logger, LoggerGroup
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
+from pure_loop.loop.observers import observers
 from pure_loop.state import State
 from pure_loop.testing.subject import Problems, Subject, assigned, drawn_from, fresh_copies
 

@@ -13,10 +13,11 @@ from typing import Any
 import attrs
 
 from pure_loop.algorithm import Handler
-from pure_loop.callback import Logger, Observer
+from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop.call import Fit
+from pure_loop.loop.observers import Observer
 from pure_loop.loop.stream import Stream, arguments_of
 from pure_loop.state import State
 
