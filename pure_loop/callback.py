@@ -28,7 +28,7 @@ from pure_loop.task import Task
 from pure_loop.time import Time
 
 if TYPE_CHECKING:
-    from pure_loop._internal.patterns import Fields
+    from pure_loop._internal.names import Fields
     from pure_loop.data.source import Source
     from pure_loop.loop.call import LastBoundary
     from pure_loop.optim import Optimizer
@@ -143,7 +143,7 @@ class Callback:
     """Whether it only passes values to the logger. It is then shown an event at which an algorithm or another callback
     raises, too, so that the record of a run ends with the values of its last event."""
 
-    made_with: Mapping[str, Any] | None = None
+    made_with: Mapping[str, object] | None = None
     """The arguments with which it was constructed, by name; None: not known."""
 
     def __repr__(self) -> str:

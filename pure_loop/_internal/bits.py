@@ -20,18 +20,17 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal by value: bitwise for tensors, with NaN equal to itself; ``==`` for everything else.
+    """Whether two leaves are equal: tensors bit by bit, so that 0.0 is not -0.0, with NaN equal to NaN.
 
-    >>> same(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
-    True
+    Tensors of a subclass, whose memory isn't known, and NumPy's arrays are equal where their numbers are; all else
+    where ``==`` says so.
+
+    >>> same(torch.tensor([float("nan")]), torch.tensor([float("nan")])), same(torch.tensor(0.0), torch.tensor(-0.0))
+    (True, False)
     """
     a, b = local_tensor(a), local_tensor(b)
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-            return False
-        if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or a.layout != b.layout:
-            return False
-        return all(map(_same_numbers, _dense_parts(a.detach()), _dense_parts(b.detach())))
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and not tensors_differ(a, b)
     if hasattr(a, "__array__") and hasattr(b, "__array__"):  # NumPy's: their == is an array
         return bool(a.shape == b.shape and a.dtype == b.dtype and ((a == b) | ((a != a) & (b != b))).all())
     return bool(a == b)
@@ -65,7 +64,7 @@ def tensors_differ(a: Tensor, b: Tensor) -> bool | Tensor:
     if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or a.layout != b.layout:
         return True
     if not (_has_bits(a) and _has_bits(b)):
-        return not same(a, b)
+        return not all(map(_same_numbers, _dense_parts(a), _dense_parts(b)))
     results = [_bits_differ(one, other) for one, other in zip(_dense_parts(a), _dense_parts(b), strict=True)]
     on_device = [result for result in results if isinstance(result, Tensor)]
     return torch.stack(on_device).any() if on_device else any(results)

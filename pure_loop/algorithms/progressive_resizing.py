@@ -10,15 +10,15 @@ Sides are rounded to multiples of ``increment``. A method of fast.ai; https://ar
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
+from pure_loop.algorithms._images import image_of
 from pure_loop.algorithms._spans import as_span, part_of_training
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
@@ -27,6 +27,7 @@ from pure_loop.random import generator
 from pure_loop.ranges import AtLeast, Index, Within, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
+from pure_loop.time import Time
 
 __all__ = ["progressive_resizing", "resized", "side_of"]
 
@@ -64,15 +65,15 @@ def resized(
     tensor([[[[3]]]])
     """
     smooth = interpolation in ("bilinear", "bicubic")
-    whole = not images.is_floating_point()
+    integral = not images.is_floating_point()
     computed = functional.interpolate(
-        images.float() if whole and interpolation != "nearest" else images.double() if whole else images,
+        images.float() if integral and interpolation != "nearest" else images.double() if integral else images,
         size=(height, width),
         mode=interpolation,
         align_corners=False if smooth else None,
         antialias=antialias and smooth,
     )
-    if not whole:
+    if not integral:
         return computed
     if images.dtype is torch.uint8:
         computed = computed.clamp(0, 255)
@@ -83,8 +84,8 @@ def resized(
 def progressive_resizing(
     initial: Annotated[float, Within(0.01, 1, typical=(0.4, 0.8))] = 0.5,
     *,
-    delay: Any = "0.5dur",
-    finetune: Any = "0.2dur",
+    delay: str | int | Time = "0.5dur",
+    finetune: str | int | Time = "0.2dur",
     increment: Annotated[int, AtLeast(1, typical=(1, 2))] = 4,
     size: Annotated[Strength | None, Within(0.01, 1, typical=())] = None,
     mode: Literal["resize", "crop"] = "resize",
@@ -140,11 +141,11 @@ def progressive_resizing(
         )
 
     def scale_at(state: State) -> float:
-        now = state.timestamp
+        timestamp = state.timestamp
         if size is not None:
-            return strength_at(size, now)
-        start, rest = (part_of_training(time, now, "progressive_resizing") for time in (begins, left))
-        elapsed = now.elapsed or 0.0
+            return strength_at(size, timestamp)
+        start, rest = (part_of_training(time, timestamp, "progressive_resizing") for time in (begins, left))
+        elapsed = timestamp.elapsed or 0.0
         if elapsed < start:
             return initial
         growing = 1 - rest - start
@@ -161,8 +162,8 @@ def progressive_resizing(
         if mode == "crop":
             random = generator(state.seed, name, state.timestamp.batch)
             top, left_edge = (
-                int(torch.randint(whole - part + 1, (), generator=random))
-                for whole, part in zip(full, (height, width), strict=True)
+                int(torch.randint(side - length + 1, (), generator=random))
+                for side, length in zip(full, (height, width), strict=True)
             )
 
             def smaller(tensor: Tensor, nearest: bool) -> Tensor:

@@ -12,13 +12,13 @@ the rate ``r l / L``, or all have ``r``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._surgery import LayerFilter, copied, nothing_fits, operation
+from pure_loop.algorithms._surgery import LayerFilter, copied, nothing_fits
 from pure_loop.errors import ArgumentTypeError, ModelError
 from pure_loop.event import Event
 from pure_loop.ranges import Between, Duration, checked
@@ -34,9 +34,10 @@ SERVES = "images"
 
 Blocks: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...] | LayerFilter
 Distribution: TypeAlias = Literal["linear", "uniform"]
+Rate = TypeVar("Rate", float, Tensor)
 
 
-def rates(count: int, rate: Any, distribution: Distribution = "linear") -> list[Any]:
+def rates(count: int, rate: Rate, distribution: Distribution = "linear") -> list[Rate]:
     """The rate of each of ``count`` blocks, from the first to the last, where that of the last is ``rate``.
 
     >>> rates(4, 0.2)
@@ -51,7 +52,7 @@ class _Dropped:
     def __init__(self, name: str, buffer: str, mode: str, scale: bool) -> None:
         self.name, self.buffer, self.mode, self.scale = name, buffer, mode, scale
 
-    def __call__(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    def __call__(self, block: nn.Module, inputs: tuple[object, ...], output: object) -> Tensor | None:
         if not block.training and self.scale:
             return None
         start = inputs[0] if inputs else None
@@ -65,12 +66,12 @@ class _Dropped:
                 f"{after}. A block that is left out gives its input, so both are tensors of one shape: choose other "
                 "blocks, blocks=lambda name, layer: ...."
             )
-        kept = 1 - getattr(block, self.buffer)
+        survival: Tensor = 1 - getattr(block, self.buffer)
         if not block.training:
-            return start + kept.to(output.dtype) * (output - start)
+            return start + survival.to(output.dtype) * (output - start)
         shape = (len(output) if self.mode == "sample" else 1, *(1,) * (output.ndim - 1))
-        mask = (torch.rand(shape, device=output.device) < kept).to(output.dtype)
-        return start + (mask / kept.to(output.dtype) if self.scale else mask) * (output - start)
+        mask = (torch.rand(shape, device=output.device) < survival).to(output.dtype)
+        return start + (mask / survival.to(output.dtype) if self.scale else mask) * (output - start)
 
 
 def _blocks_of(module: nn.Module, blocks: Blocks) -> list[tuple[str, nn.Module]]:
@@ -81,7 +82,7 @@ def _blocks_of(module: nn.Module, blocks: Blocks) -> list[tuple[str, nn.Module]]
     return [(name, layer) for name, layer in layers if blocks(name, layer)]
 
 
-def _checked_blocks(blocks: Any, where: str) -> Blocks:
+def _refuse_other_blocks(blocks: object, where: str) -> None:
     """
     Raises:
         ArgumentTypeError: no class of modules, tuple of such or function.
@@ -96,13 +97,12 @@ def _checked_blocks(blocks: Any, where: str) -> Blocks:
             f"{where}: blocks={blocks!r} is no class of modules, tuple of such, or function of (name, layer): "
             f"{where}(BasicBlock), or {where}(lambda name, layer: name.startswith('layers.'))."
         )
-    return blocks  # type: ignore[no-any-return]
 
 
 @checked
 def apply_stochastic_depth(
     module: nn.Module,
-    blocks: Any,
+    blocks: Blocks,
     rate: Annotated[float, Between(0, 1)] = 0.2,
     *,
     distribution: Distribution = "linear",
@@ -134,23 +134,23 @@ def apply_stochastic_depth(
     >>> apply_stochastic_depth(net, nn.Linear, 0.5)[0].stochastic_depth_rate
     tensor(0.2500)
     """
-    chosen = _checked_blocks(blocks, "apply_stochastic_depth")
-    new = copied(module, "apply_stochastic_depth")
-    found = _blocks_of(new, chosen)
+    _refuse_other_blocks(blocks, "apply_stochastic_depth")
+    clone = copied(module, "apply_stochastic_depth")
+    layers = _blocks_of(clone, blocks)
     buffer = f"{name}_rate"
-    reasons = [f"{path} can be left out already" for path, block in found if hasattr(block, buffer)]
-    if not found or reasons:
+    reasons = [f"{path} can be left out already" for path, block in layers if hasattr(block, buffer)]
+    if not layers or reasons:
         raise nothing_fits("stochastic_depth", module, reasons, "the submodules that blocks= chooses, once")
-    for (path, block), share in zip(found, rates(len(found), rate, distribution), strict=True):
-        tensor = next(iter([*block.parameters(), *new.parameters()]), torch.zeros(()))
+    for (path, block), share in zip(layers, rates(len(layers), rate, distribution), strict=True):
+        tensor = next(iter([*block.parameters(), *clone.parameters()]), torch.zeros(()))
         block.register_buffer(buffer, torch.tensor(share, device=tensor.device), persistent=False)
         block.register_forward_hook(_Dropped(path, buffer, mode, scale))
-    return new
+    return clone
 
 
 @checked
 def stochastic_depth(
-    blocks: Any,
+    blocks: Blocks,
     rate: Annotated[Strength, Between(0, 1, typical=(0.1, 0.6))] = 0.2,
     *,
     distribution: Distribution = "linear",
@@ -190,21 +190,17 @@ def stochastic_depth(
     >>> state.buffers["0.stochastic_depth_rate"], state.buffers["1.stochastic_depth_rate"]
     (tensor(0.2000), tensor(0.4000))
     """
-    chosen = _checked_blocks(blocks, "stochastic_depth")
+    _refuse_other_blocks(blocks, "stochastic_depth")
     strength: Strength = rate
     if warmup is not None:
         strength = warmed_up(warmup, rate if callable(rate) else constant(rate))
     first = 0.0 if callable(strength) else strength
-    operate = operation(
-        name,
-        apply_stochastic_depth,
-        chosen,
-        first,
-        distribution=distribution,
-        mode=mode,
-        scale=scale,
-        name=name,
-    )
+
+    def operate(state: State) -> State:
+        module = apply_stochastic_depth(
+            state.module(), blocks, first, distribution=distribution, mode=mode, scale=scale, name=name
+        )
+        return state.with_module(module)
 
     def with_rates(state: State) -> State:
         names = [key for key in state.buffers if key.rpartition(".")[2] == f"{name}_rate"]

@@ -7,7 +7,8 @@ With the filter ``w`` of one output channel::
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from collections.abc import Callable
+from typing import Annotated, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -71,13 +72,13 @@ _CLASSES: dict[type[nn.Module], type[_Standardized]] = {
     nn.Conv3d: StandardizedConv3d,
 }
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {cls: plain for plain, cls in _CLASSES.items()}
-_CONVOLVE: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+_CONVOLVE: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
 
 def _convolved(layer: nn.Conv2d, features: Tensor, weight: Tensor) -> Tensor:
     """The convolution of a layer with another weight."""
     convolve = _CONVOLVE[weight.ndim - 2]
-    padding: Any = layer.padding
+    padding: str | tuple[int, ...] = layer.padding
     if layer.padding_mode != "zeros":
         pads: list[int] = []
         for number in reversed(range(weight.ndim - 2)):
@@ -85,10 +86,9 @@ def _convolved(layer: nn.Conv2d, features: Tensor, weight: Tensor) -> Tensor:
                 total = layer.dilation[number] * (layer.kernel_size[number] - 1)
                 pads += [total // 2, total - total // 2]
             else:
-                pads += [0 if padding == "valid" else padding[number]] * 2
-        features, padding = functional.pad(features, pads, mode=layer.padding_mode), 0
-    result: Tensor = convolve(features, weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
-    return result
+                pads += [0 if isinstance(padding, str) else padding[number]] * 2
+        features, padding = functional.pad(features, pads, mode=layer.padding_mode), (0,) * (weight.ndim - 2)
+    return convolve(features, weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
 
 
 @checked
@@ -118,8 +118,8 @@ def apply_weight_standardization(
     >>> apply_weight_standardization(nn.Sequential(nn.Conv1d(3, 8, 3)))[0]
     StandardizedConv1d(3, 8, kernel_size=(3,), stride=(1,))
     """
-    new, reasons, layers = copied(module, "apply_weight_standardization"), [], []
-    for name, layer in chosen(new, only, exclude, "weight_standardization"):
+    clone, reasons, layers = copied(module, "apply_weight_standardization"), [], []
+    for name, layer in chosen(clone, only, exclude, "weight_standardization"):
         if type(layer) in _PLAIN:
             reasons.append(f"{name} is a {type(layer).__name__} already")
         elif type(layer) in _CLASSES:
@@ -129,18 +129,18 @@ def apply_weight_standardization(
                 reasons.append(f"each filter of {name} is one weight")
         elif isinstance(layer, tuple(_CLASSES)):
             reasons.append(f"{name} is a {type(layer).__name__}, a subclass")
-    kept = max(0, len(layers) - skip_last)
-    reasons += [f"{name} is one of the last {skip_last}" for name, _ in layers[kept:]]
-    if not kept:
+    count = max(0, len(layers) - skip_last)
+    reasons += [f"{name} is one of the last {skip_last}" for name, _ in layers[count:]]
+    if not count:
         raise nothing_fits(
             "weight_standardization",
             module,
             reasons,
             "nn.Conv1d, nn.Conv2d and nn.Conv3d with filters of more than one weight",
         )
-    for _, layer in layers[:kept]:
+    for _, layer in layers[:count]:
         set_class(layer, _CLASSES[type(layer)]).standardization_eps = eps
-    return new
+    return clone
 
 
 def bake(module: nn.Module) -> nn.Module:
@@ -150,15 +150,15 @@ def bake(module: nn.Module) -> nn.Module:
     >>> bake(net)[0]
     Conv1d(3, 8, kernel_size=(3,), stride=(1,))
     """
-    new = copied(module, "bake")
-    for layer in list(new.modules()):
+    clone = copied(module, "bake")
+    for layer in list(clone.modules()):
         if type(layer) in _PLAIN:
             conv = cast("nn.Conv2d", layer)
             eps = cast("_Standardized", layer).standardization_eps
             conv.weight = nn.Parameter(standardized(conv.weight.detach(), eps), conv.weight.requires_grad)
             del layer.standardization_eps
             set_class(layer, _PLAIN[type(layer)])
-    return new
+    return clone
 
 
 @checked
@@ -193,4 +193,4 @@ def weight_standardization(
     >>> type(state.module()[0]).__name__, type(bake(state.module())[0]).__name__
     ('StandardizedConv2d', 'Conv2d')
     """
-    return surgery(name, apply_weight_standardization, skip_last=skip_last, only=only, exclude=exclude, eps=eps)
+    return surgery(apply_weight_standardization, **locals())

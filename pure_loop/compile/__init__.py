@@ -2,12 +2,12 @@
 
 Used through ``fit(..., compile=True)``; imported only then, because torch's compiler takes seconds to import.
 
-May import ``loop`` and what is below. Begin with ``compiler.py``; ``trace.py`` makes a graph of Python code,
-``segment.py`` calls it. ``_torch.py`` is the one file that names what torch's compiler keeps private.
+May import ``loop`` and what is below. Begin with ``compiler.py``, whose parts are segments
+(``segment.py``); ``lowering.py`` makes machine code of Python code, and ``_torch.py`` is the one file that names what
+torch's compiler keeps private.
 """
 
-from pure_loop.compile.compilations import Compilation, record
-from pure_loop.compile.interpreter import interpreted
+from pure_loop.compile.compilations import Compilation, interpreted, record
 
 __all__ = ["Compilation", "interpreted", "record"]
 

@@ -6,16 +6,13 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
-import attrs
-
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
-from pure_loop.compile.microbatch import INSIDE, MicrobatchSegment, microbatch
+from pure_loop.compile.microbatch import microbatch
 from pure_loop.compile.numbers import Env
-from pure_loop.compile.program import Ended, PerBatch, at, put_in
-from pure_loop.compile.replay import Recorders
-from pure_loop.compile.segment import Program, Run, Segment, Traced
-from pure_loop.compile.stages import UPDATE_BAD, Untraceable, update
+from pure_loop.compile.segment import Ended, PerBatch, Run, Traced, at
+from pure_loop.compile.segments import BEFORE_GRADIENTS, OF_MICROBATCHES, Segments
+from pure_loop.compile.stages import UPDATE_BAD, update
 from pure_loop.data.source import END
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
@@ -30,25 +27,12 @@ from pure_loop.time import Time, Timestamp, TimeUnit, due
 
 __all__ = ["Compiler"]
 
-_BEFORE_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_TRAIN_BATCH})
-_AROUND_MICROBATCH = frozenset({Event.BEFORE_FORWARD, Event.AFTER_BACKWARD})
-_OF_MICROBATCHES = _AROUND_MICROBATCH | INSIDE
-_OF_A_BATCH = _BEFORE_GRADIENTS | _OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
+_OF_A_BATCH = BEFORE_GRADIENTS | OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
 _OF_UPDATES = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END})
-_AROUND_EXCHANGES = _BEFORE_GRADIENTS | _AROUND_MICROBATCH
 _PER_BATCH_FIELDS = ("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
 _OF_GRADIENTS = _PER_BATCH_FIELDS[1:]
 
-# The segments that end with an update.
-_UPDATING = frozenset({"step", "gradients and update", "update"})
 _BETWEEN = frozenset({Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT})
-
-
-def _calling_stages(stages: LoopStages) -> frozenset[Event]:
-    """The events outside microbatches whose algorithms ask for the stages: for a gradient of all ranks, it may be."""
-    return frozenset(
-        event for event, listed in stages.handlers.items() if any(handler.takes_stages for handler in listed)
-    ).difference(_OF_MICROBATCHES)
 
 
 def _counted(fit: Fit) -> bool:
@@ -78,7 +62,7 @@ class Pushback:
         self._batches.close()
 
 
-class Compiler:
+class Compiler(Segments):
     """What a call of ``fit`` compiles, and the scripts that call it.
 
     A batch is one graph where no event inside it is observed. Else it is divided into graphs between
@@ -104,46 +88,11 @@ class Compiler:
         with_loss: bool = True,
         ownership: Ownership | None = None,
     ) -> None:
-        self.stages = stages
-        # What ranks exchange is no part of a graph: the batch ends before, and what follows begins anew.
-        together = stages.engine.exchanges
-        self.observed = observed | _AROUND_EXCHANGES | _calling_stages(stages) if together else observed
-        self.alone = attrs.evolve(stages, engine=stages.engine.single_rank()) if together else stages
-        self.eager: set[str] = set()
-        if stages.engine.in_parts:
-            # What works on parts runs eagerly: the optimizer, whose kernels are as fast, and algorithms, which may need
-            # more than this rank's.
-            self.eager.add("update")
-            self.observed |= frozenset(stages.handlers)
-        self.where_possible = where_possible
+        super().__init__(stages, observed, where_possible=where_possible, ownership=ownership)
         self.steps = steps
-        self.ownership = ownership
-        self.recorders = Recorders()
         self.evaluating = CompiledEvaluation.of(
             stages, self.recorders, with_loss=with_loss, where_possible=where_possible
         )
-        self.microbatch_segments: dict[Any, MicrobatchSegment] = {}
-        self._segments: dict[Any, Segment] = {}
-
-    def segment(self, name: str, program: Program, *, connected: bool = False) -> Segment:
-        """The segment of this name, as far as the events observed now let it reach."""
-        key = name, self.observed, self.stages.size  # of microbatches, whose number is a part of the graph
-        result = self._segments.get(key)
-        if result is None:
-            brief = name not in _UPDATING
-            # References to a State are counted once an update; other graphs write to little of it.
-            ownership = None if brief else self.ownership
-            result = self._segments[key] = Segment(
-                name,
-                program,
-                self.alone,
-                self.recorders,
-                ownership=ownership,
-                left_out=self.stages.engine.in_parts,
-                brief=brief,
-                connected=connected,
-            )
-        return result
 
     @property
     def graphs(self) -> Compiler:
@@ -152,41 +101,6 @@ class Compiler:
     @property
     def uncompiled(self) -> Eager:
         return Eager()
-
-    def close(self) -> None:
-        """Let go of what was compiled, which refers to this in turn, and on a GPU holds the memory of recordings."""
-        self._segments.clear()
-        self.microbatch_segments.clear()
-
-    def leave_out(self, error: Untraceable) -> None:
-        """From here on, run this part eagerly; or raise the error."""
-        kind, event = error.part
-        left_out = self.where_possible or error.runs_eagerly
-        if not left_out or event in self.observed or kind in self.eager:
-            raise error.for_users() from error.__cause__
-        error.let_go()
-        if event is not None:
-            self.observed |= {event}
-        else:
-            self.eager.add(kind)
-
-    def attempt(
-        self,
-        name: str,
-        program: Program,
-        state: State,
-        timestamps: tuple[Timestamp, ...],
-        per_batch: PerBatch,
-        index: int = 0,
-        *,
-        connected: bool = False,
-    ) -> Run | None:
-        """Call the segment of this name; None: a part of it can't be traced, and is left out from here on."""
-        try:
-            return self.segment(name, program, connected=connected)(state, timestamps, per_batch, index)
-        except Untraceable as error:
-            self.leave_out(error)
-            return None
 
     def batch(
         self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]
@@ -206,7 +120,7 @@ class Compiler:
                 return (yield from self._end(state, fit, run, now))
         state = yield Event.BATCH_START, state
         state = yield Event.BEFORE_TRAIN_BATCH, state
-        while not (self.observed & (_OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
+        while not (self.observed & (OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
             if asks:
                 state = yield Request.COUNT_REFERENCES, state
             run = self.attempt("gradients and update", self._rest, state, timestamps, (state.batch,))
@@ -326,10 +240,10 @@ class Compiler:
 
     def _gradients(self, state: State, timestamps: tuple[Timestamp, ...]) -> Script:
         """The gradient of the batch: as one graph, one a microbatch, or eagerly where that is asked for."""
-        while not (self.observed & _OF_MICROBATCHES or "forward" in self.eager):
+        while not (self.observed & OF_MICROBATCHES or "forward" in self.eager):
             run = self.attempt("gradients", self._gradients_alone, state, timestamps, (state.batch,))
             if run is not None:
-                return put_in(state, run, _OF_GRADIENTS)
+                return run.put_in(state, _OF_GRADIENTS)
         if "forward" in self.eager and not self.stages.engine.exchanges:
             return (yield from gradients(state, self.stages))
         return (yield from gradients(state, self.stages, partial(microbatch, self, timestamps)))

@@ -8,7 +8,7 @@ autograd as one function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -17,11 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from pure_loop._internal.autograd import graph_of, refuse_strangers
 from pure_loop.compile._torch import partition
+from pure_loop.compile.tracing import Tracing
 from pure_loop.compile.writing import drop_unused
 from pure_loop.errors import CompileError
-
-if TYPE_CHECKING:
-    from pure_loop.compile.trace import Tracing
 
 __all__ = ["Connection", "choosing", "connect", "differentiate", "halved"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from pure_loop.compile.refusals import Untraceable
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.segment import Segment, Traced
-from pure_loop.compile.stages import Untraceable
 from pure_loop.loop.batch import LoopStages
 from pure_loop.stages.loss import detached
 from pure_loop.state import State, raw_params, with_fields
@@ -35,7 +35,7 @@ class CompiledEvaluation(LoopStages):
     Attributes:
         with_loss: whether some metric is of the loss, which is computed with the outputs then.
         where_possible: whether a forward that can't be traced runs eagerly; else it is an error.
-        alone: the stages of this rank alone.
+        single: the stages of this rank alone.
         segments: what is compiled, by whether it may differentiate.
         recorders: what records its graphs on a device.
         others: the same of other tasks, by the ids of these.
@@ -43,7 +43,7 @@ class CompiledEvaluation(LoopStages):
 
     with_loss: bool
     where_possible: bool
-    alone: LoopStages
+    single: LoopStages
     segments: dict[bool, Segment]
     last: _Last
     recorders: Recorders
@@ -63,12 +63,12 @@ class CompiledEvaluation(LoopStages):
             loss = traced.stages.validation_loss(state, gradients=gradients) if with_loss else None
             return state, None, (detached(state.outputs) if gradients else state.outputs, loss)
 
-        alone = attrs.evolve(stages, engine=stages.engine.single_rank())
+        single = attrs.evolve(stages, engine=stages.engine.single_rank())
         name = "evaluation" if with_loss else "prediction"
         in_parts = stages.engine.in_parts
         segments = {
             gradients: Segment(
-                name, partial(program, gradients), alone, recorders, left_out=in_parts, brief=bool(in_parts)
+                name, partial(program, gradients), single, recorders, left_out=in_parts, brief=bool(in_parts)
             )
             for gradients in (False, True)
         }
@@ -76,7 +76,7 @@ class CompiledEvaluation(LoopStages):
             **fields,
             with_loss=with_loss,
             where_possible=where_possible,
-            alone=alone,
+            single=single,
             segments=segments,
             last=_Last(),
             recorders=recorders,
@@ -106,7 +106,7 @@ class CompiledEvaluation(LoopStages):
                 error.let_go()
                 last.eager = True
         if last.eager:
-            result = self.alone.validate(whole, label=label, batch=batch, index=index, gradients=gradients)
+            result = self.single.validate(whole, label=label, batch=batch, index=index, gradients=gradients)
             return with_fields(state, outputs=result.outputs, buffers=result.buffers, model=result.model)
         last.outputs, last.loss = run.per_batch
         if self.workspace.ownership is not None:
@@ -120,4 +120,4 @@ class CompiledEvaluation(LoopStages):
             return self.last.loss
         # Where a module has a loss of its own, that may be of its parameters.
         whole = self.engine.unsharded(state) if self.task.loss is None else state
-        return self.alone.validation_loss(whole, gradients=gradients)
+        return self.single.validation_loss(whole, gradients=gradients)

@@ -14,11 +14,13 @@ from torch import Tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
+from pure_loop.compile.lowering import Compiled, compile_function
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, NextState, plan
 from pure_loop.compile.numbers import Env, Evaluate, Guard, Number, TracedTimestamp
+from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable, naming
 from pure_loop.compile.replay import Recorders
-from pure_loop.compile.stages import WHERE_POSSIBLE, TracedStages, Untraceable, naming, traced_handlers
-from pure_loop.compile.trace import Compiled, StrayDrawError, Tracing, compile_function
+from pure_loop.compile.stages import TracedStages, traced_handlers
+from pure_loop.compile.tracing import StrayDrawError, Tracing
 from pure_loop.compile.trees import (
     DurableFields,
     LazyField,
@@ -31,10 +33,11 @@ from pure_loop.compile.trees import (
 from pure_loop.data.batch import _leaves
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
+from pure_loop.loop.driver import apply
 from pure_loop.random.guards import Place
-from pure_loop.state import State, outside_batch, with_fields
+from pure_loop.state import State, outside_batch, seal, with_fields
 
-__all__ = ["Graph", "Leaf", "Program", "Traced", "make_graph"]
+__all__ = ["Ended", "Graph", "Leaf", "PerBatch", "Program", "Traced", "at", "make_graph"]
 
 _ANY = torch.empty(0)
 # The model is called in one place at a time; a loss that calls it again, or an algorithm, needs another instance.
@@ -50,8 +53,17 @@ class Traced:
     timestamps: tuple[Any, ...]
 
 
-# (state, per-batch values, what to trace with) -> (state, report, per-batch values after it)
-Program: TypeAlias = Callable[[State, tuple[Any, ...], Traced], tuple[State, "Tensor | None", tuple[Any, ...]]]
+PerBatch: TypeAlias = tuple[Any, ...]
+# The State after a program, what it reports, and the per-batch values then.
+Ended: TypeAlias = "tuple[State, Tensor | None, PerBatch]"
+Program: TypeAlias = Callable[[State, PerBatch, Traced], Ended]
+
+
+def at(event: Event, state: State, traced: Traced) -> State:
+    """The State of an event that only algorithms handle."""
+    state = seal(state, event)
+    result = traced.handlers.get(event)
+    return state if result is None else apply(event, state, result, traced.stages)
 
 
 @attrs.frozen

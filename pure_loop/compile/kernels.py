@@ -2,20 +2,40 @@
 
 torch's compiler makes a loop for each of three hundred small tensors, and takes minutes to find out which of these go
 together. torch's own fused kernel walks the list in one call. So that call stands in the list of operations as it is,
-and the list is cut there (see :mod:`pure_loop.compile.cutting`), or it is decomposed, where it can't be cut.
+and the graph is cut there, into what comes before the kernel, the kernel, and what follows; or the call is decomposed,
+where it can't be cut.
+
+The kernel writes at once to the memory that the graph would have written to in the end. So the cut is made only where
+nothing that follows reads what was there before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 
 from pure_loop._internal.torch_private import fused_adam, fused_adamw
+from pure_loop.compile._torch import Call, storage_key
 from pure_loop.stages.nonfinite import find_nonfinite
 
-__all__ = ["ADAM", "NONFINITE", "TENSORS", "serves", "run_adam", "run_nonfinite"]
+__all__ = [
+    "ADAM",
+    "CutGraph",
+    "NONFINITE",
+    "TENSORS",
+    "cut",
+    "has_kernels",
+    "memory_of",
+    "origin",
+    "run_adam",
+    "run_nonfinite",
+    "serves",
+]
 
 # A list of so many tensors is walked by the kernel. Below that loops of its own, fused with what is around them, are
 # faster, and soon compiled.
@@ -102,3 +122,230 @@ def run_adam(
 def run_nonfinite(tensors: list[Tensor], zero: Tensor) -> Tensor:
     """Whether any element is NaN or infinite. The tensors are written to, and stay what they are."""
     return find_nonfinite(zero, tensors).bool().reshape(())
+
+
+_aten: Any = torch.ops.aten
+_SAME = frozenset({_aten.clone.default, _aten.alias.default, _aten.detach.default})
+# Of ADAM's arguments: those that it writes to, and the others that are tensors.
+_WRITES, _READS = (0, 2, 3, 4), (1, 5, 6, 14)
+
+
+def origin(value: Any) -> Any:
+    """What a value is a mere copy of."""
+    while isinstance(value, Node):
+        if value.target in _SAME:
+            value = value.args[0]
+        elif _copies(value):
+            value = value.args[1]
+        else:
+            break
+    return value
+
+
+def _copies(node: Node) -> bool:
+    """Whether it is what its second argument is, in the place of the first."""
+    return node.target is _aten.copy.default and _alike(*node.args[:2])
+
+
+def _alike(one: Any, other: Any) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
+def memory_of(value: Any) -> Any:
+    """What tells two tensors' memory apart."""
+    result = value.meta.get("val") if isinstance(value, Node) else None
+    return storage_key(result) if isinstance(result, Tensor) else None
+
+
+def has_kernels(graph: GraphModule) -> bool:
+    """Whether there is a kernel that a graph may be cut at."""
+    result = [node for node in graph.graph.nodes if node.target is ADAM]
+    return bool(result) and all(serves([_value(item) for item in _of(node, _WRITES)]) for node in result)
+
+
+@attrs.frozen
+class CutGraph:
+    """A graph in two pieces, and the kernels between them.
+
+    Attributes:
+        inputs: the names of what the graph took.
+        first: takes that, and gives what the kernels and the second piece take of it.
+        kernels: in their order.
+        second: takes what the graph took, what the first piece gave, and what the kernels found.
+        given, found: the names of these.
+        taken: the inputs that kernels take.
+        written: those of them that they write to.
+        places: which outputs of the second piece are written to which input.
+    """
+
+    inputs: list[str]
+    first: GraphModule
+    kernels: list[Node]
+    second: GraphModule
+    given: list[str]
+    found: list[str]
+    taken: list[int]
+    written: list[int]
+    places: dict[int, int]
+
+    def described(self) -> tuple[str, ...]:
+        """The kernels, for records of what was compiled."""
+        return tuple(
+            f"{node.args[8]} of {len(_of(node, (0,)))} tensors" for node in self.kernels if node.target is ADAM
+        )
+
+    def joined(self, first: Call, of_first: list[int], second: Call, of_second: list[int], taken: list[int]) -> Call:
+        """All of it as one call.
+
+        Args:
+            first, second: the machine code of the pieces.
+            of_first, of_second: which of their inputs they take.
+            taken: which inputs the joined call takes.
+        """
+        names = [*self.inputs, *self.given, *self.found]
+        wanted, wanted_then = [names[i] for i in of_first], [names[i] for i in of_second]
+        chosen, value = [names[i] for i in taken], self.given
+        kernels = list(map(_prepared, self.kernels))
+
+        def call(tensors: list[Tensor]) -> Sequence[Any]:
+            known: dict[str, Any] = dict(zip(chosen, tensors, strict=True))
+            tensors.clear()
+            known.update(zip(value, first([known[name] for name in wanted]), strict=True))
+            for name, run in kernels:
+                known[name] = run(known)
+            return second([known[name] for name in wanted_then])
+
+        return call
+
+
+def cut(graph: GraphModule, places: dict[int, int]) -> CutGraph | None:
+    """Cut a functional graph at its kernels; None where that would change what it computes.
+
+    Args:
+        graph: ends with a list of outputs.
+        places: which of them are written to which input.
+    """
+    *nodes, output = graph.graph.nodes
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    results: Any = output.args[0]
+    adams = [node for node in nodes if node.target is ADAM]
+    if not adams:
+        return None
+    looks = [node for node in nodes if node.target is NONFINITE]
+    kernels = {*adams, *looks}
+    replaced = {origin(results[number]): inputs[position] for number, position in places.items()}
+    following = _followers(nodes, adams)
+    result: dict[Node, Node] = {}  # what a kernel makes, and the input that it writes to
+    for kernel in adams:
+        before = [origin(element) for element in _of(kernel, _WRITES)]
+        if (
+            kernel in following
+            or len(kernel.users) != len(before)
+            or not serves([_value(element) for element in before])
+        ):
+            return None
+        for item in kernel.users:
+            index: Any = item.args[1]
+            if replaced.get(item) is not before[index]:
+                return None
+            result[item] = before[index]
+    written = set(result.values())
+    old_memory = set(map(memory_of, written))
+    following -= {*result, *looks}
+    for look in looks:
+        if any(origin(element) not in result for element in look.args[0]) or look.args[1] in following:
+            return None
+    kept = [number for number in range(len(results)) if number not in places or origin(results[number]) not in result]
+    needed: dict[Node, None] = {}
+    # What they copy to would have to be there for nothing: they are what a kernel has written.
+    copies = {node for node in following if _copies(node) and node.args[1] in result}
+    readers = [[node.args[1]] if node in copies else node.all_input_nodes for node in nodes if node in following]
+    readers += [[element for element in map(results.__getitem__, kept) if isinstance(element, Node)]]
+    readers += [_of(kernel, _READS) for kernel in adams] + [_of(look, (1,)) for look in looks]
+    for source in (element for reader in readers for element in reader):
+        if source in result or source in following or source in kernels:
+            continue
+        if memory_of(source) in old_memory:
+            return None  # it reads what was there before the kernel
+        if source.op != "placeholder":
+            needed[source] = None
+    first, second = Graph(), Graph()
+    ours = {node: first.node_copy(node) for node in inputs}
+    theirs = {node: second.node_copy(node) for node in inputs}
+    for node in (*needed, *looks):
+        theirs[node] = second.placeholder(node.name)
+        theirs[node].meta = dict(node.meta)
+    theirs |= {item: theirs[old] for item, old in result.items()}
+    for node in nodes:
+        if node in copies:
+            theirs[node] = theirs[node.args[1]]
+        elif node in following:
+            theirs[node] = second.node_copy(node, theirs.__getitem__)
+        elif node not in ours and node not in kernels and node not in result:
+            ours[node] = first.node_copy(node, ours.__getitem__)
+    first.output([ours[node] for node in needed])
+    second.output([theirs[results[n]] if isinstance(results[n], Node) else results[n] for n in kept])
+    read = {origin(node) for kernel in adams for node in _of(kernel, _WRITES)} | {
+        node for kernel in kernels for node in kernel.all_input_nodes
+    }
+    return CutGraph(
+        inputs=[node.name for node in inputs],
+        first=GraphModule(graph, first),
+        kernels=[*adams, *looks],
+        second=GraphModule(graph, second),
+        given=[node.name for node in needed],
+        found=[node.name for node in looks],
+        taken=[position for position, node in enumerate(inputs) if node in read],
+        written=[position for position, node in enumerate(inputs) if node in written],
+        places={index: places[number] for index, number in enumerate(kept) if number in places},
+    )
+
+
+def _of(kernel: Node, indices: Iterable[int]) -> list[Node]:
+    """The tensors of these arguments, one list after the other."""
+    return [node for index in indices for node in _listed(kernel.args[index])]
+
+
+def _listed(argument: Any) -> Iterator[Node]:
+    if argument is not None:
+        yield from argument if isinstance(argument, list | tuple) else (argument,)
+
+
+def _followers(nodes: list[Node], kernels: list[Node]) -> set[Node]:
+    """What depends on a kernel."""
+    result: set[Node] = set()
+    begun = set(kernels)
+    for node in nodes:
+        if any(value in begun or value in result for value in node.all_input_nodes):
+            result.add(node)
+    return result
+
+
+def _prepared(kernel: Node) -> tuple[str, Callable[[dict[str, Any]], Any]]:
+    """A kernel's name, and a call of it with values that are known by name."""
+    if kernel.target is NONFINITE:
+        # What it looks at is where the kernel before it has written.
+        looked = [_written_to(item) for item in _of(kernel, (0,))]
+        (zero,) = (node.name for node in _of(kernel, (1,)))
+        return kernel.name, lambda known: run_nonfinite([known[name] for name in looked], known[zero])
+    lists = [[(origin(item) if i in _WRITES else item).name for item in _of(kernel, (i,))] for i in range(6)]
+    (lr,) = (node.name for node in _of(kernel, (6,)))
+    *options, live = kernel.args[7:]
+    live_name = live.name if isinstance(live, Node) else ""
+
+    def run(known: dict[str, Any]) -> None:
+        tensors: Any = [[known[name] for name in names] for names in lists]
+        rest: Any = (known[lr], *options, known.get(live_name))
+        run_adam(*tensors, *rest)
+
+    return kernel.name, run
+
+
+def _written_to(value: Node) -> str:
+    kernel, index = origin(value).args
+    return str(origin(_of(kernel, _WRITES)[index]).name)
+
+
+def _value(node: Node) -> Any:
+    return node.meta["val"]

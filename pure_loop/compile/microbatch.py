@@ -7,36 +7,33 @@ Where no event is observed it is one graph, which differentiates. Else autograd 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
 from pure_loop._internal.weights import is_number
-from pure_loop.compile.program import Ended, PerBatch, at, put_in
-from pure_loop.compile.segment import Program, Traced
+from pure_loop.compile.segment import Ended, PerBatch, Program, Traced, at
+from pure_loop.compile.segments import INSIDE_MICROBATCH, Segments
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import Script, run_to_end
 from pure_loop.state import State, raw_loss, raw_outputs, raw_params, with_fields
 from pure_loop.time import Timestamp
 
-if TYPE_CHECKING:
-    from pure_loop.compile.compiler import Compiler
-
-__all__ = ["INSIDE", "MicrobatchSegment", "microbatch"]
+__all__ = ["microbatch"]
 
 Step: TypeAlias = Event | Literal["forward", "loss"]
 STEPS: tuple[Step, ...] = (
     *("forward", Event.AFTER_FORWARD, Event.BEFORE_LOSS),
     *("loss", Event.AFTER_LOSS, Event.BEFORE_BACKWARD),
 )
-INSIDE = frozenset(step for step in STEPS if isinstance(step, Event))
 _CHANGED = ("microbatch", "outputs", "loss", "_grads", "batch")
 # Of these fields, in their order; nothing is kept of what a graph reads.
-_READERS: tuple[Callable[[State], Any], ...] = (
+_READERS: tuple[Callable[[State], object], ...] = (
     attrgetter("microbatch"),
     raw_outputs,
     raw_loss,
@@ -45,29 +42,8 @@ _READERS: tuple[Callable[[State], Any], ...] = (
 )
 
 
-@attrs.frozen
-class MicrobatchSegment:
-    """Steps between two observed events.
-
-    Attributes:
-        end: the first step after it.
-        name: for errors and records.
-        fields: the per-batch fields that it takes and gives.
-        program: what is compiled.
-        empty: whether nothing happens in it.
-        begins_with_leaves: whether the forward is in it.
-    """
-
-    end: int
-    name: str
-    fields: tuple[str, ...]
-    program: Program
-    empty: bool
-    begins_with_leaves: bool
-
-
 def microbatch(
-    compiler: Compiler,
+    segments: Segments,
     timestamps: tuple[Timestamp, ...],
     state: State,
     index: int,
@@ -75,88 +51,110 @@ def microbatch(
     weight: float | Tensor,
 ) -> Script:
     """From the State of BEFORE_FORWARD to that of AFTER_BACKWARD."""
-    engine = compiler.stages.engine
-    if is_number(weight) and not compiler.stages.task.by_shape:
+    engine = segments.stages.engine
+    if is_number(weight) and not segments.stages.task.by_shape:
         # A graph takes a number for a constant, and a count of tokens is another one in most batches.
         weight = torch.tensor(weight, dtype=torch.float64)
     # In no variable, which would keep its gradients alive while ranks exchange them.
-    script = _computed(compiler, timestamps, engine.unsharded(state), index, last, weight)
+    script = _Microbatch(segments, timestamps, index, last).script(engine.unsharded(state), weight)
     return engine.accumulate((yield from script), state, last=last)
 
 
-def _computed(
-    compiler: Compiler,
-    timestamps: tuple[Timestamp, ...],
-    state: State,
-    index: int,
-    last: bool,
-    weight: float | Tensor,
-) -> Script:
-    """The State of AFTER_BACKWARD, with the gradients of this rank."""
-    while not (compiler.observed & INSIDE or "forward" in compiler.eager):
-        batch = state.batch if "batch" in _fields(compiler, STEPS, ()) else None
-        per_batch = (state.microbatch, state._grads, weight, batch)
-        run = compiler.attempt("microbatch", _whole, state, timestamps, per_batch, index)
-        if run is not None:
-            return put_in(state, run, _fields(compiler, STEPS, _CHANGED[:4]))
-    state = yield from _by_segments(compiler, timestamps, state, index, last)
-    return compiler.alone.backward(state, weight=weight)
+@attrs.frozen
+class _Microbatch:
+    """The microbatch of this number.
 
+    Attributes:
+        segments: what is compiled, of this rank by itself: another rank may have a graph of its share of the batch.
+        timestamps: of the State before the batch, and of the batch.
+        last: whether no other microbatch follows in the batch.
+    """
 
-def _eager(compiler: Compiler) -> bool:
-    """Whether nothing of forwards and losses is compiled."""
-    if "forward" in compiler.eager:
-        return True
-    # A module's own loss may read what its forward has left in the module, which a graph doesn't hand on.
-    own_loss = compiler.stages.task.loss is None
-    return own_loss and not compiler.observed.isdisjoint({Event.AFTER_FORWARD, Event.BEFORE_LOSS})
+    segments: Segments
+    timestamps: tuple[Timestamp, ...]
+    index: int
+    last: bool
 
+    def script(self, state: State, weight: float | Tensor) -> Script:
+        """The State of AFTER_BACKWARD, with the gradients of this rank."""
+        segments = self.segments
+        while not (segments.observed & INSIDE_MICROBATCH or "forward" in segments.eager):
+            batch = state.batch if "batch" in self._fields(STEPS, ()) else None
+            per_batch = (state.microbatch, state._grads, weight, batch)
+            run = segments.attempt("microbatch", _differentiated, state, self.timestamps, per_batch, self.index)
+            if run is not None:
+                return run.put_in(state, self._fields(STEPS, _CHANGED[:4]))
+        state = yield from self._forward_and_loss(state)
+        return segments.single.backward(state, weight=weight)
 
-def _by_segments(compiler: Compiler, timestamps: tuple[Timestamp, ...], state: State, index: int, last: bool) -> Script:
-    """The State of BEFORE_BACKWARD."""
-    # What runs eagerly exchanges nothing either: another rank may have a graph of its share of the batch.
-    stages, begun, position = compiler.alone, state, 0
-    while position < len(STEPS):
-        step, eager = STEPS[position], _eager(compiler)
-        if isinstance(step, Event) and (eager or step in compiler.observed):
-            state = yield step, state
-            position += 1
-        elif eager:
-            state = _stage(stages, step, state, index, last)
-            position += 1
-        else:
-            position, state = _advanced(compiler, timestamps, position, begun, state, index, last)
-    return state
+    def _forward_and_loss(self, state: State) -> Script:
+        """The State of BEFORE_BACKWARD."""
+        begun, position = state, 0
+        while position < len(STEPS):
+            step, eager = STEPS[position], self._is_eager()
+            if isinstance(step, Event) and (eager or step in self.segments.observed):
+                state = yield step, state
+                position += 1
+            elif eager:
+                state = self._stage(step, state)
+                position += 1
+            else:
+                position, state = self._advanced(position, begun, state)
+        return state
 
+    def _advanced(self, position: int, begun: State, state: State) -> tuple[int, State]:
+        """The position and the State after the segment that begins here, or, where it can't be traced, before it."""
+        observed = self.segments.observed
+        end = next((i for i in range(position, len(STEPS)) if STEPS[i] in observed), len(STEPS))
+        ended = self._run(STEPS[position:end], state)
+        if ended is not None:
+            return end, ended
+        if self._is_eager() and position:
+            # What follows may differentiate one output by another, and those of a graph lie side by side.
+            stages = self.segments.single
+            state = run_to_end(self._eagerly(begun, STEPS[:position]), stages.handlers, stages)
+        return position, state
 
-def _advanced(
-    compiler: Compiler,
-    timestamps: tuple[Timestamp, ...],
-    position: int,
-    begun: State,
-    state: State,
-    index: int,
-    last: bool,
-) -> tuple[int, State]:
-    """The position and the State after the segment that begins here, or, where it can't be traced, before it."""
-    segment = _segment_from(compiler, position)
-    ended = _run(compiler, segment, state, timestamps, index)
-    if ended is not None:
-        return segment.end, ended
-    if _eager(compiler) and position:
-        # What follows may differentiate one output by another, and those of a graph lie side by side.
-        stages = compiler.alone
-        state = run_to_end(_eagerly(stages, begun, STEPS[:position], index, last), stages.handlers, stages)
-    return position, state
+    def _run(self, steps: tuple[Step, ...], state: State) -> State | None:
+        """The State after these steps as a graph; None: something in it can't be traced."""
+        segments, fields = self.segments, self._fields(steps, _CHANGED[:3])
+        if all(isinstance(step, Event) and step not in segments.stages.handlers for step in steps):
+            return state
+        if "forward" in steps:
+            leaves = segments.single.engine.leaves(state, index=0, last=True)
+            # What was read before has no part in this forward, and a graph looks at each tensor anyway.
+            leaves.lent = None
+            state = with_fields(state, params=leaves)
+        per_batch = tuple(
+            [read(state) if field in fields else None for field, read in zip(_CHANGED, _READERS, strict=True)]
+        )
+        name = " to ".join(dict.fromkeys(_name(step) for step in (steps[0], steps[-1])))
+        run = segments.attempt(name, _program(steps), state, self.timestamps, per_batch, self.index, connected=True)
+        # The leaves stay what they are, for the backward.
+        return None if run is None else with_fields(run.put_in(state, fields), params=raw_params(state))
 
+    def _eagerly(self, state: State, steps: tuple[Step, ...]) -> Script:
+        for step in steps:
+            if isinstance(step, Event):
+                state = yield step, state
+            else:
+                state = self._stage(step, state)
+        return state
 
-def _eagerly(stages: LoopStages, state: State, steps: tuple[Step, ...], index: int, last: bool) -> Script:
-    for step in steps:
-        if isinstance(step, Event):
-            state = yield step, state
-        else:
-            state = _stage(stages, step, state, index, last)
-    return state
+    def _stage(self, name: Step, state: State) -> State:
+        return _stage(self.segments.single, name, state, self.index, self.last)
+
+    def _fields(self, steps: tuple[Step, ...], fields: tuple[str, ...]) -> tuple[str, ...]:
+        """The values of these fields; of all of them if an algorithm in these steps may read or replace them."""
+        return _CHANGED if self.segments.stages.handlers.keys() & steps else fields
+
+    def _is_eager(self) -> bool:
+        """Whether nothing of forwards and losses is compiled."""
+        if "forward" in self.segments.eager:
+            return True
+        # A module's own loss may read what its forward has left in the module, which a graph doesn't hand on.
+        own_loss = self.segments.stages.task.loss is None
+        return own_loss and not self.segments.observed.isdisjoint({Event.AFTER_FORWARD, Event.BEFORE_LOSS})
 
 
 def _stage(stages: LoopStages, name: Step, state: State, index: int, last: bool) -> State:
@@ -165,51 +163,11 @@ def _stage(stages: LoopStages, name: Step, state: State, index: int, last: bool)
     return stages.loss(state, index=index)
 
 
-def _segment_from(compiler: Compiler, begin: int) -> MicrobatchSegment:
-    """The longest segment that begins here."""
-    key = begin, compiler.observed
-    result = compiler.microbatch_segments.get(key)
-    if result is None:
-        end = next((i for i in range(begin, len(STEPS)) if STEPS[i] in compiler.observed), len(STEPS))
-        steps = STEPS[begin:end]
-        result = compiler.microbatch_segments[key] = MicrobatchSegment(
-            end=end,
-            name=" to ".join(dict.fromkeys(_name(step) for step in (steps[0], steps[-1]))),
-            fields=_fields(compiler, steps, _CHANGED[:3]),
-            program=_program(steps),
-            empty=all(isinstance(step, Event) and step not in compiler.stages.handlers for step in steps),
-            begins_with_leaves="forward" in [step for step in steps if not isinstance(step, Event)],
-        )
-    return result
-
-
-def _run(
-    compiler: Compiler, segment: MicrobatchSegment, state: State, timestamps: tuple[Timestamp, ...], index: int
-) -> State | None:
-    """The State after a segment; None: something in it can't be traced."""
-    if segment.empty:
-        return state
-    if segment.begins_with_leaves:
-        leaves = compiler.alone.engine.leaves(state, index=0, last=True)
-        leaves.lent = None  # what was read before has no part in this forward, and a graph looks at each tensor anyway
-        state = with_fields(state, params=leaves)
-    per_batch = tuple(
-        [read(state) if field in segment.fields else None for field, read in zip(_CHANGED, _READERS, strict=True)]
-    )
-    run = compiler.attempt(segment.name, segment.program, state, timestamps, per_batch, index, connected=True)
-    # The leaves stay what they are, for the backward.
-    return None if run is None else with_fields(put_in(state, run, segment.fields), params=raw_params(state))
-
-
-def _fields(compiler: Compiler, steps: tuple[Step, ...], fields: tuple[str, ...]) -> tuple[str, ...]:
-    """The values of these fields; of all of them if an algorithm in these steps may read or replace them."""
-    return _CHANGED if compiler.stages.handlers.keys() & steps else fields
-
-
 def _name(step: Step) -> str:
     return step.name if isinstance(step, Event) else step
 
 
+@cache
 def _program(steps: tuple[Step, ...]) -> Program:
     def program(state: State, per_batch: PerBatch, traced: Traced) -> Ended:
         state = with_fields(state, **dict(zip(_CHANGED, per_batch, strict=True)))
@@ -221,7 +179,7 @@ def _program(steps: tuple[Step, ...]) -> Program:
     return program
 
 
-def _whole(state: State, per_batch: PerBatch, traced: Traced) -> Ended:
+def _differentiated(state: State, per_batch: PerBatch, traced: Traced) -> Ended:
     microbatch, grads, weight, batch = per_batch
     state, _, _ = _program(STEPS)(state, (microbatch, None, None, grads, batch), traced)
     state = traced.stages.backward(state, weight=weight)

@@ -230,7 +230,8 @@ class Number:
         if dtype.is_floating_point or dtype.is_complex:
             return self.context.lift(dtype, named(self.where, self.evaluate), device)
         if dtype is torch.bool:
-            return self.context.lift(torch.int64, named(self.where, self.evaluate), device).to(dtype)
+            truth = Number.of(self.context, bool, self)
+            return self.context.lift(torch.int64, named(self.where, truth.evaluate), device).to(dtype)
         whole = Number.of(self.context, partial(_held, dtype if held else None), self)
         return self.context.lift(torch.int64, named(self.where, whole.evaluate), device).to(dtype)
 
@@ -391,7 +392,7 @@ def _held(dtype: torch.dtype | None, value: int) -> int:
         info = torch.iinfo(dtype)
         if not (info.min or -info.max) <= value <= info.max:
             raise RuntimeError(f"value cannot be converted to type {info.dtype} without overflow")
-    return value
+    return value - 2**64 if value >= 2**63 else value  # the bits that an int64 has
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

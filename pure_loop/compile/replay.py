@@ -5,6 +5,9 @@ long as its memory is donated, and is used where it is. What belongs to the batc
 it. What the graph gives is copied out, because it is a value, and the next replay writes there again.
 
 So torch's own CUDA graph trees don't serve: what they give is overwritten by the next step.
+
+A graph that is known to be no recording isn't tried, because torch's allocator stays in its recording state after one
+has failed.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
+import optree
 import torch
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
-from pure_loop.compile._torch import end_allocating_to_pool
+from pure_loop.compile._torch import end_allocating_to_pool, prevents_recording
 from pure_loop.random.seeds import rng_lock
 
-__all__ = ["Recorders", "Replaying", "note_not_recorded"]
+__all__ = ["Recorders", "Replaying", "device_of_recording", "note_not_recorded"]
 
 Call: TypeAlias = Callable[[list[Tensor]], Sequence[Any]]
 # (what is recorded, what it is called with) -> what replays it, what it gives.
@@ -182,3 +187,39 @@ class _Recording:
             torch._foreach_copy_(self._inputs, batch)
         self._replay()
         return [output.clone() if isinstance(output, Tensor) else output for output in self._outputs]
+
+
+def device_of_recording(graph: GraphModule) -> tuple[torch.device | None, str | None]:
+    """The device on which all of a graph runs, if it can be recorded there; or why it can't, where it is on a GPU."""
+    devices: set[torch.device] = set()
+    constants: set[Node] = set()
+    unsafe: Node | None = None
+    is_known = True
+    for node in graph.graph.nodes:
+        tensors = [leaf for leaf in optree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+        if _is_constant(node, tensors, constants):
+            constants.add(node)
+            continue
+        devices.update(tensor.device for tensor in tensors)
+        if unsafe is None and node.op == "call_function":
+            prevents = prevents_recording(node)
+            is_known = is_known and prevents is not None
+            unsafe = node if prevents else None
+    if not any(device.type == "cuda" for device in devices):
+        return (devices.pop() if len(devices) == 1 else None), None
+    if len(devices) > 1:
+        return None, f"it has tensors on {' and '.join(sorted(map(str, devices)))}"
+    if unsafe is not None:
+        return None, f"CUDA can't record {unsafe.target}"
+    if not is_known:
+        return None, "this version of torch doesn't say which operations CUDA can record"
+    return devices.pop(), None
+
+
+def _is_constant(node: Node, tensors: list[Tensor], constants: set[Node]) -> bool:
+    """Whether it is a number on the host, written in Python, that kernels of any device have in their code."""
+    if not tensors or any(tensor.ndim or not tensor.is_cpu for tensor in tensors):
+        return False
+    return node.op == "get_attr" or (
+        node.op == "call_function" and bool(node.all_input_nodes) and constants.issuperset(node.all_input_nodes)
+    )

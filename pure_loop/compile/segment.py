@@ -12,15 +12,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.cloning import clone_all
+from pure_loop._internal.tree_ops import clone_all
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import SeedContext, draw_all
-from pure_loop.compile.graph import Graph, Leaf, Program, Traced, make_graph
+from pure_loop.compile.graph import Ended, Graph, Leaf, PerBatch, Program, Traced, at, make_graph
 from pure_loop.compile.memory import Memory
 from pure_loop.compile.next_state import OUTPUT, after
 from pure_loop.compile.numbers import Env, Guard
+from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable
 from pure_loop.compile.replay import Recorders
-from pure_loop.compile.stages import WHERE_POSSIBLE, Untraceable
 from pure_loop.compile.trees import (
     DurableFields,
     UnreadFieldError,
@@ -41,7 +41,7 @@ from pure_loop.stages.ownership import Ownership, overwritten_by
 from pure_loop.state import State, raw_opt_state, with_fields
 from pure_loop.time import Timestamp
 
-__all__ = ["Program", "Run", "Segment", "Traced"]
+__all__ = ["Ended", "PerBatch", "Program", "Run", "Segment", "Traced", "at"]
 
 # Results of evaluations come and go; memory of the optimizer may be large, and is no matter of forwards and losses.
 _READ_BY_FEW = ("metrics", "opt_state")
@@ -63,7 +63,12 @@ class Run:
     names: tuple[str, ...]
     durable: tuple[Any, ...]
     report: Tensor | None
-    per_batch: tuple[Any, ...]
+    per_batch: PerBatch
+
+    def put_in(self, state: State, names: Sequence[str]) -> State:
+        """The State with the durable fields, and the first of the per-batch values, by these names."""
+        fields = dict(zip(self.names, self.durable, strict=True))
+        return with_fields(state, **fields, **dict(zip(names, self.per_batch, strict=False)))
 
 
 class Segment:
@@ -115,9 +120,7 @@ class Segment:
         self._arguments: list[Tensor] | None = None
         self._memory: Memory | None = None
 
-    def __call__(
-        self, state: State, timestamps: tuple[Timestamp, ...], per_batch: tuple[Any, ...], index: int = 0
-    ) -> Run:
+    def __call__(self, state: State, timestamps: tuple[Timestamp, ...], per_batch: PerBatch, index: int = 0) -> Run:
         """
         Args:
             state: without the per-batch values.
@@ -137,7 +140,7 @@ class Segment:
                 self._take(state)
                 return self._call(state, timestamps, per_batch, index)
 
-    def _call(self, state: State, timestamps: tuple[Timestamp, ...], per_batch: tuple[Any, ...], index: int) -> Run:
+    def _call(self, state: State, timestamps: tuple[Timestamp, ...], per_batch: PerBatch, index: int) -> Run:
         assert self._fields is not None
         values = self._fields(state)
         durable, result = self._durable, self._made
@@ -171,7 +174,7 @@ class Segment:
             return False
         return not self.ownership.observed  # else it would copy
 
-    def fits(self, timestamps: tuple[Timestamp, ...], per_batch: tuple[Any, ...], before: Env | None) -> Env | None:
+    def fits(self, timestamps: tuple[Timestamp, ...], per_batch: PerBatch, before: Env | None) -> Env | None:
         """What the last call's graph reads numbers from in a call with these, if it serves that, too.
 
         Args:
@@ -346,9 +349,7 @@ class Segment:
             copied[position] = tensor
         return copied
 
-    def _find(
-        self, state: State, durable: DurableFields, per_batch_key: Any, env: Env, per_batch: tuple[Any, ...]
-    ) -> Graph:
+    def _find(self, state: State, durable: DurableFields, per_batch_key: Any, env: Env, per_batch: PerBatch) -> Graph:
         """The graph that serves this call; compiled if there is none."""
         key = durable.key(), per_batch_key
         known = self._graphs.setdefault(key, [])
@@ -408,7 +409,7 @@ def _hold(guards: list[Guard], env: Env) -> bool:
     return True
 
 
-def _tensors(per_batch: tuple[Any, ...]) -> Sequence[Tensor]:
+def _tensors(per_batch: PerBatch) -> Sequence[Tensor]:
     """The per-batch tensors: where a batch is a tuple of tensors, that tuple itself."""
     if len(per_batch) == 1 and type(per_batch[0]) is tuple:
         for item in per_batch[0]:
@@ -419,7 +420,7 @@ def _tensors(per_batch: tuple[Any, ...]) -> Sequence[Tensor]:
     return [tensor for value in per_batch for tensor in tensors_of(value)]
 
 
-def _per_batch_key(per_batch: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
+def _per_batch_key(per_batch: PerBatch, tensors: Sequence[Tensor]) -> Any:
     if tensors is per_batch[0]:
         return tuple(map(describe, tensors))
     return tuple(map(walk, per_batch))
@@ -430,7 +431,7 @@ def _about(guard: Guard) -> str:
     return f"{guard.where} decides by {', '.join(names) or 'a constant'}"
 
 
-def _too_many_values(name: str, per_batch: tuple[Any, ...], env: Env) -> Untraceable:
+def _too_many_values(name: str, per_batch: PerBatch, env: Env) -> Untraceable:
     leaves = [result for value in per_batch if value is not None and not is_number(value) for result in _leaves(value)]
     what = ", ".join(f"{path} is {leaf!r:.40}" for path, leaf in leaves if not isinstance(leaf, Tensor | None))
     return Untraceable(

@@ -1,17 +1,45 @@
-"""The ends of a graph: results are written to the memory that they replace, and inputs that nothing reads go."""
+"""What a graph writes to, and its ends: results are written to the memory that they replace, unread inputs go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pure_loop.compile.cutting import memory_of, origin
+from pure_loop.compile._torch import schema_of
+from pure_loop.compile.kernels import memory_of, origin
 
-__all__ = ["drop_unused", "write_back"]
+__all__ = ["drop_unused", "write_back", "written"]
+
+
+def written(nodes: Iterable[Node]) -> Iterator[Node]:
+    """What these operations write to, or of what it is a view."""
+    for node in nodes:
+        schema = schema_of(node.target)
+        if schema is None or not schema.writes:
+            continue
+        value = [*node.args, *map(node.kwargs.get, schema.names[len(node.args) :])]
+        for place in schema.writes:
+            yield from map(_base, _nodes(value[place]))
+
+
+def _nodes(value: Any) -> list[Node]:
+    return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Node)]
+
+
+def _base(node: Node) -> Node:
+    """What a node is a view of."""
+    while node.op == "call_function" and _nodes(node.args[:1]):
+        schema = schema_of(node.target)
+        if node.target is not operator.getitem and (schema is None or not schema.is_view):
+            break
+        (node,) = _nodes(node.args[:1])
+    return node
+
 
 _aten: Any = torch.ops.aten
 _COPYING = frozenset({_aten.copy.default, _aten.slice_scatter.default})

@@ -75,7 +75,7 @@ def interpreted() -> AbstractContextManager[None]:
 
 def recurrent_layer(module: nn.Module) -> str | None:
     """The recurrent layer for which forwards run eagerly; None without one."""
-    from pure_loop.compile.recurrent import recurrent_layer
+    from pure_loop.compile.refusals import recurrent_layer
 
     return recurrent_layer(module)
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable
 from typing import Any, Literal
 
+from pure_loop._internal.arguments import name_of
 from pure_loop._internal.closing import closing
-from pure_loop._internal.signatures import name_of
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.scripts import Alone, Meeting, refuse_of_fit
-from pure_loop.entry.announcing import announced
 from pure_loop.entry.deterministic import stream_of
-from pure_loop.entry.parallel import Together, algorithm_described
+from pure_loop.entry.parallel import Together, algorithm_described, announced
 from pure_loop.entry.settings import StreamSettings
-from pure_loop.entry.start import first_memory
+from pure_loop.entry.start import with_first_memories
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event, EventName
 from pure_loop.loop import driver
@@ -76,14 +75,7 @@ def drive(
             "script is a stream of fit, evaluate, predict or drive, which applies algorithms of its own and takes no "
             "State back: give algorithms, callbacks and loggers to that function, fit(..., algorithms=[...])."
         )
-    settings = StreamSettings(
-        algorithms=algorithms,
-        callbacks=callbacks,
-        loggers=loggers,
-        watch=watch,
-        strict=strict,
-        deterministic=deterministic,
-    )
+    settings = StreamSettings.of(locals())
     together, meeting = Together.of(parallel), Alone()
     if together.parallel is not None:
         refuse_of_fit(together.parallel)
@@ -113,11 +105,9 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
         with meeting.computing():
             event, state = _pair(next(script))
     except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-    state = meeting.begin(event, state)
-    for algorithm in algorithms:
-        if algorithm.init is not None and algorithm.name not in state.algorithm_state:
-            state = state.remember(algorithm.name, first_memory(algorithm, state))
+        last: State = stop.value
+        return last
+    state = with_first_memories(meeting.begin(event, state), algorithms)
     with closing(script):
         while True:
             meeting.come_to(event, state)
@@ -126,12 +116,13 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
                 with meeting.computing():
                     yielded = script.send(state)
             except StopIteration as stop:
-                meeting.end(stop.value)
-                return stop.value  # type: ignore[no-any-return]
+                last = stop.value
+                meeting.end(last)
+                return last
             event, state = _pair(yielded)
 
 
-def _pair(yielded: Any) -> tuple[Event, State]:
+def _pair(yielded: object) -> tuple[Event, State]:
     """
     Raises:
         ArgumentTypeError: a user's script yielded something else than an event and a State.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.suggestions import teaching
@@ -14,12 +14,11 @@ from pure_loop.algorithm import AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run
 from pure_loop.data.source import Source
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.entry.algorithm_state import refuse_other_memories
-from pure_loop.entry.announcing import announced
 from pure_loop.entry.compiling import evaluating
 from pure_loop.entry.deterministic import refuse_cublas, stream_of
+from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import ModelSettings
-from pure_loop.entry.start import any_state
+from pure_loop.entry.start import any_state, refuse_other_memories
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.evaluator import (
     BoundEvaluator,
@@ -82,20 +81,7 @@ def evaluate(
     >>> list(state.metrics["test"])
     ['loss']
     """
-    settings = ModelSettings(
-        model_or_state=model_or_state,
-        precision=precision,
-        seed=seed,
-        algorithms=algorithms,
-        callbacks=callbacks,
-        loggers=loggers,
-        device=device,
-        watch=watch,
-        compile=compile,
-        strict=strict,
-        deterministic=deterministic,
-        parallel=parallel,
-    )
+    settings = ModelSettings.of(locals())
     state = _state(settings)
     if evaluators is None:
         raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
@@ -148,20 +134,7 @@ def predict(
     [torch.Size([4, 1])]
     """
     check_flag("gradients", gradients, where="pl.predict")
-    settings = ModelSettings(
-        model_or_state=model_or_state,
-        precision=precision,
-        seed=seed,
-        algorithms=algorithms,
-        callbacks=callbacks,
-        loggers=loggers,
-        device=device,
-        watch=watch,
-        compile=compile,
-        strict=strict,
-        deterministic=deterministic,
-        parallel=parallel,
-    )
+    settings = ModelSettings.of(locals())
     state = _state(settings)
     if task is None:
         module = state.model.skeleton
@@ -173,7 +146,7 @@ def predict(
     return _stream(settings, stages, script, [data])
 
 
-def _no_loss(outputs: Any, targets: Any) -> Any:
+def _no_loss(outputs: object, targets: object) -> Tensor:
     raise AssertionError("no metric uses a loss")
 
 
@@ -221,7 +194,6 @@ def _stream(
         sources=tuple(sources),
     )
     bind_callbacks(run)
-    to_close: list[Any] = [*objects, *sources, engine]
     handlers = bind(settings.algorithms)
     strict = Strict.of(settings.strict, settings.watch, {*handlers, *observed}, order="current")
     pairs = drive(
@@ -231,7 +203,7 @@ def _stream(
         stages=stages,
         strict=strict,
         watch=settings.watch,
-        closing=[*(closed.close for closed in to_close), *run.at_end],
+        closing=[*(item.close for item in objects), *(item.close for item in sources), engine.close, *run.at_end],
         failed=engine.failed,
     )
     return stream_of(pairs, settings.deterministic)

@@ -6,7 +6,6 @@ same functions that bind it in ``fit``, so that the explanation can't drift from
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
@@ -14,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
 from torch import nn
 
 from pure_loop._internal.arguments import check_integer
-from pure_loop._internal.suggestions import refuse_misfit
+from pure_loop._internal.pytree import Batch
+from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
-from pure_loop.entry.assembly import Assembly, assemble
+from pure_loop.entry.assembly import assemble
 from pure_loop.entry.compiling import recurrent_layer
 from pure_loop.entry.fit import FitOptions, fit
+from pure_loop.entry.plan import Plan
 from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
 from pure_loop.loop.observers import Observer, observers
@@ -98,19 +99,17 @@ def explain(*args: Any, file: TextIO | None = None, sample: Any = None, depth: i
             AFTER_LOSS                    algorithm  penalty  (every 10 batches)
       ...
     """
-    refuse_misfit(fit, args, kwargs)
-    bound = inspect.signature(fit).bind(*args, **kwargs)
-    bound.apply_defaults()
+    arguments = arguments_of_call(fit, args, kwargs)
     check_integer("depth", depth, where="explain", least=0)
-    assembly = assemble(Settings(**bound.arguments))
+    plan = assemble(Settings.of(arguments)).plan
     print("pl.fit, explained; nothing was run", file=file)
-    layers = _layers(assembly, sample, depth) if depth else ()
-    for part in (_head(assembly), *((layers,) if depth else ()), _loop(assembly), _legend(assembly)):
+    layers = _layers(plan, sample, depth) if depth else ()
+    for part in (_head(plan), *((layers,) if depth else ()), _loop(plan), _legend(plan)):
         print("", *(line.rstrip() for line in part), sep="\n", file=file)
 
 
-def _head(assembly: Assembly) -> Iterator[str]:
-    for name, text in _settings(assembly):
+def _head(plan: Plan) -> Iterator[str]:
+    for name, text in _settings(plan):
         if text:
             yield textwrap.fill(
                 text,
@@ -122,18 +121,18 @@ def _head(assembly: Assembly) -> Iterator[str]:
             )
 
 
-def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
-    settings, state, stages = assembly.settings, assembly.state, assembly.fit.stages
+def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
+    settings, state, stages = plan.settings, plan.state, plan.stages
     yield "model", _model(state)
-    if assembly.checkpoint is not None:
-        yield "starts from", _checkpoint(assembly.checkpoint)
+    if plan.checkpoint is not None:
+        yield "starts from", _checkpoint(plan.checkpoint)
     elif settings.autoresume is not None and state.event is None and state.position is None:
         yield "starts from", f"nothing: {settings.autoresume} holds no checkpoint yet"
     elif isinstance(settings.model_or_state, State):
         where = f"{state.position.name}, " if state.position is not None else ""
         t = state.timestamp
         yield "starts from", f"a State kept at {where}epoch {t.epoch}, batch {t.batch}"
-    yield "data", _data(settings.train_dataloader, assembly.fit.source.length, settings.batches_per_step)
+    yield "data", _data(settings.train_dataloader, plan.source.length, settings.batches_per_step)
     end = state.timestamp.max_duration
     assert end is not None
     if stages.engine.ranks > 1:
@@ -142,8 +141,8 @@ def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
             f"{stages.engine.ranks}, of which this is number {stages.engine.rank}; each has its part of a batch",
         )
     yield "duration", _words.duration(end)
-    if assembly.fit.iteration_length is not None:
-        yield "iterations", f"of {_words.duration(assembly.fit.iteration_length)}"
+    if plan.settings.iteration_length is not None:
+        yield "iterations", f"of {_words.duration(plan.settings.iteration_length)}"
     yield "optimizer", repr(stages.optimizer)
     yield "precision", stages.precision.name
     size = found_size(state) if stages.found is not None else stages.microbatch_size
@@ -160,34 +159,34 @@ def _settings(assembly: Assembly) -> Iterator[tuple[str, str]]:
         + ("" if evaluator.source.length is None else f", {_count(evaluator.source.length, 'batch', 'batches')}")
         + ("" if evaluator.microbatch_size is None else f" in microbatches of {evaluator.microbatch_size:,}")
         + ("" if evaluator.metrics is None else f", measuring {', '.join(metric.name for metric in evaluator.metrics)}")
-        for evaluator in assembly.fit.evaluators
+        for evaluator in plan.evaluators
     ]
     yield "evaluators", "; ".join(evaluators) or "none"
     names = [algorithm.name + ("" if algorithm.init is None else " (with state)") for algorithm in settings.algorithms]
     yield "algorithms", ", ".join(names) or "none"
     if settings.watch is not None:
         yield "yields only", ", ".join(event.name for event in Event if event in settings.watch) or "nothing"
-    everywhere = _everywhere(assembly)
+    everywhere = _everywhere(plan)
     if everywhere:
         yield "at every event", ", ".join(everywhere)
-    if assembly.fit.strategy.graphs is not None:
-        yield "compiled", _compiled(assembly, settings.compile)
-    yield "donate", _donate(assembly)
+    if plan.strategy.graphs is not None:
+        yield "compiled", _compiled(plan, settings.compile)
+    yield "donate", _donate(plan)
     if settings.strict:
         yield "strict", "order, purity and returns are checked at every event"
     elif settings.strict is False:
         yield "strict", "no State is compared with what it was: strict=False"
     if settings.verify is not None:
         yield "verify", f"{_words.how_often(Cadence(settings.verify))} one is computed twice, and compared bit by bit"
-    if assembly.fit.order != "current":
-        yield "order", f"that of {assembly.fit.order}"
+    if plan.settings.order != "current":
+        yield "order", f"that of {plan.settings.order}"
 
 
-def _donate(assembly: Assembly) -> str:
+def _donate(plan: Plan) -> str:
     """Whether a step writes in place, and why."""
-    settings, doubt = assembly.settings, counting_doubt()
+    settings, doubt = plan.settings, counting_doubt()
     uncounted = f"references are not counted here, because {doubt}"
-    ownership = assembly.fit.stages.workspace.ownership
+    ownership = plan.stages.workspace.ownership
     if ownership is None:
         if settings.donate is False:
             return "each step copies: donate=False"
@@ -209,14 +208,14 @@ def _donate(assembly: Assembly) -> str:
     return f"{written}; a State in a loop variable counts as kept, because {consumer_doubt()}"
 
 
-def _compiled(assembly: Assembly, compile: Any) -> str:
-    compiler = assembly.fit.strategy.graphs
+def _compiled(plan: Plan, compile: object) -> str:
+    compiler = plan.strategy.graphs
     assert compiler is not None
     seen = [event.name for event in Event if event in compiler.observed]
     looked_at = "at all events" if len(seen) == len(Event) else f"at {', '.join(seen)}" if seen else "nowhere"
     how = "" if compile is True else "where possible, "
     together = f"; {compiler.steps} steps a call" if compiler.steps > 1 else ""
-    layer = recurrent_layer(assembly.state.model.skeleton)
+    layer = recurrent_layer(plan.state.model.skeleton)
     eager = "" if layer is None else f"; forward and backward run eagerly: {layer} is a recurrent layer"
     return f"{how}into graphs that end at observed events: {looked_at}{together}{eager}"
 
@@ -237,7 +236,7 @@ def _model(state: State) -> str:
     return f"{text}{f' ({frozen:,} of them frozen)' if frozen else ''}, on {state.device}"
 
 
-def _data(loader: Any, length: int | None, per_step: int) -> str:
+def _data(loader: object, length: int | None, per_step: int) -> str:
     epochs = "epochs of unknown length" if length is None else f"{_count(length, 'batch', 'batches')} an epoch"
     each = "" if per_step == 1 else f", each of {per_step:,} of the dataloader"
     return f"{type(loader).__name__}, {epochs}{each}"
@@ -247,35 +246,35 @@ def _count(value: int, one: str, many: str) -> str:
     return f"{value:,} {one if value == 1 else many}"
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return str(getattr(value, "__name__", type(value).__name__))
 
 
-def _layers(assembly: Assembly, sample: Any, depth: int) -> Iterator[str]:
+def _layers(plan: Plan, sample: Batch, depth: int) -> Iterator[str]:
     from pure_loop.entry.layers import layer_table
 
-    loader = assembly.settings.train_dataloader
-    if sample is None and type(loader) in (list, tuple) and loader:
+    loader = plan.settings.train_dataloader
+    if sample is None and (type(loader) is list or type(loader) is tuple) and loader:
         sample = loader[0]
-    shown = layer_table(assembly.state, assembly.fit.stages.task, sample, depth)
+    shown = layer_table(plan.state, plan.stages.task, sample, depth)
     return (f"  {line}" for line in repr(shown).splitlines())
 
 
 # What is bound where.
 
 
-def _observed(assembly: Assembly) -> tuple[Table, Table]:
+def _observed(plan: Plan) -> tuple[Table, Table]:
     """Callbacks and loggers apart: at each event the loggers are the last ones."""
-    logged = observers((), assembly.logger.loggers)[0]
-    called = {event: result[: len(result) - len(logged.get(event, ()))] for event, result in assembly.observers.items()}
+    logged = observers((), plan.logger.loggers)[0]
+    called = {event: result[: len(result) - len(logged.get(event, ()))] for event, result in plan.observers.items()}
     return called, logged
 
 
-def _everywhere(assembly: Assembly) -> list[str]:
+def _everywhere(plan: Plan) -> list[str]:
     """The callbacks that see every event: said once, instead of at each."""
     return [
         f"{kind} {name}"
-        for kind, table in zip(("callback", "logger"), _observed(assembly), strict=True)
+        for kind, table in zip(("callback", "logger"), _observed(plan), strict=True)
         for name in _in_all(table)
     ]
 
@@ -285,16 +284,16 @@ def _in_all(table: Table) -> list[str]:
     return [name for name in dict.fromkeys(names[0]) if all(name in some for some in names)]
 
 
-def _bound(assembly: Assembly) -> dict[Event, list[str]]:
+def _bound(plan: Plan) -> dict[Event, list[str]]:
     """What runs at each event, in the order in which it runs."""
     table: dict[Event, list[str]] = {}
-    for event, handlers in bind(assembly.settings.algorithms).items():
+    for event, handlers in bind(plan.settings.algorithms).items():
         for handler in handlers:
             when = _words.how_often(handler.when)
             table.setdefault(event, []).append(f"algorithm  {handler.algorithm}{f'  ({when})' if when else ''}")
         if reversed_at(event) and len(handlers) > 1:
             table[event][0] += "  <- in reverse"
-    for kind, observed in zip(("callback", "logger"), _observed(assembly), strict=True):
+    for kind, observed in zip(("callback", "logger"), _observed(plan), strict=True):
         everywhere = _in_all(observed)
         for event, result in observed.items():
             names = [observer.name for observer in result if observer.name not in everywhere]
@@ -305,11 +304,11 @@ def _bound(assembly: Assembly) -> dict[Event, list[str]]:
 # The loop.
 
 
-def _loop(assembly: Assembly) -> Iterator[str]:
-    bound = _bound(assembly)
+def _loop(plan: Plan) -> Iterator[str]:
+    bound = _bound(plan)
     from pure_loop import order
 
-    for depth, what, note in _relevant(_fit_only(order.outline(assembly.fit.order)), assembly):
+    for depth, what, note in _relevant(_fit_only(order.outline(plan.settings.order)), plan):
         indent = "  " * depth
         if isinstance(what, Event):
             first, *rest = bound.get(what) or ["-"]
@@ -325,14 +324,14 @@ def _fit_only(outline: list[Line]) -> list[Line]:
     return outline[: ends[0]] if ends else outline
 
 
-def _relevant(outline: list[Line], assembly: Assembly) -> Iterator[Line]:
+def _relevant(outline: list[Line], plan: Plan) -> Iterator[Line]:
     """The outline without what this call can't come to: evaluations, iterations, the start of a fresh run."""
     left_out: set[Event] = set()
-    if assembly.fit.iteration_length is None:
+    if plan.settings.iteration_length is None:
         left_out |= {event for event in Event if event.name.startswith("ITERATION")}
-    if not assembly.fit.evaluators:
+    if not plan.evaluators:
         left_out |= {event for event in Event if event.is_eval}
-    if not assembly.fit.fresh:
+    if not plan.fresh:
         left_out |= {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD}
     groups: dict[str, set[Event]] = {}
     for index, (depth, what, _) in enumerate(outline):
@@ -352,13 +351,13 @@ def _inside(rest: list[Line], depth: int) -> Iterator[Event]:
             yield what
 
 
-def _legend(assembly: Assembly) -> Iterator[str]:
+def _legend(plan: Plan) -> Iterator[str]:
     yield "-: nothing is bound there. At one event: algorithms in this order, then callbacks, then loggers."
-    if any(reversed_at(event) and len(result) > 1 for event, result in bind(assembly.settings.algorithms).items()):
+    if any(reversed_at(event) and len(result) > 1 for event, result in bind(plan.settings.algorithms).items()):
         yield "<- in reverse: after a computation the algorithms run in reverse, so what opened last closes first."
-    if not assembly.fit.evaluators:
+    if not plan.evaluators:
         yield "Evaluation events don't come: no evaluators are given."
-    if assembly.fit.iteration_length is None and assembly.fit.order == "current":
+    if plan.settings.iteration_length is None and plan.settings.order == "current":
         yield "Iteration events don't come: no iteration_length is given."
-    if not assembly.fit.fresh:
+    if not plan.fresh:
         yield "Training resumes from a State: INIT and the load events don't come."

@@ -19,7 +19,7 @@ from pure_loop.algorithm import AlgorithmLike
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.entry.announcing import announced
+from pure_loop.entry.parallel import announced
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, EventName
 from pure_loop.gradients import ClipFunction
@@ -193,44 +193,9 @@ def fit(
     >>> sum(event is pl.Event.BATCH_END for event, state in stream)
     6
     """
+    arguments = {**locals()}
     # Imported by the first call: what a call is assembled from is half of what the package has to import.
     from pure_loop.entry.assembly import assemble, start
     from pure_loop.entry.settings import Settings
 
-    settings = Settings(
-        model_or_state=model_or_state,
-        train_dataloader=train_dataloader,
-        loss=loss,
-        optimizer=optimizer,
-        max_duration=max_duration,
-        task=task,
-        microbatch_size=microbatch_size,
-        precision=precision,
-        seed=seed,
-        evaluators=evaluators,
-        eval_interval=eval_interval,
-        train_metrics=train_metrics,
-        algorithms=algorithms,
-        callbacks=callbacks,
-        loggers=loggers,
-        run_name=run_name,
-        clip_grad=clip_grad,
-        nonfinite=nonfinite,
-        device=device,
-        load_path=load_path,
-        autoresume=autoresume,
-        batches_per_epoch=batches_per_epoch,
-        batches_per_step=batches_per_step,
-        iteration_length=iteration_length,
-        watch=watch,
-        donate=donate,
-        compile=compile,
-        steps_per_call=steps_per_call,
-        strict=strict,
-        deterministic=deterministic,
-        verify=verify,
-        order=order,
-        parallel=parallel,
-        clock=clock,
-    )
-    return start(assemble(settings))
+    return start(assemble(Settings.of(arguments)))

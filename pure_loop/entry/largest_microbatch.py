@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -11,13 +10,13 @@ import torch
 from torch import nn
 
 from pure_loop._internal.closing import closing
-from pure_loop._internal.suggestions import refuse_misfit, teaching
+from pure_loop._internal.suggestions import arguments_of_call, refuse_misfit, teaching
 from pure_loop.algorithm import AlgorithmLike
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.entry.announcing import announced
 from pure_loop.entry.assembly import assemble, start
 from pure_loop.entry.auto_size import LargestSize
 from pure_loop.entry.fit import fit
+from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import DataError
 from pure_loop.event import Event
@@ -85,30 +84,18 @@ def largest_microbatch(
     ... )
     5
     """
-    needed = {"optimizer": optimizer, "max_duration": 1}
-    refuse_misfit(fit, (model_or_state, train_dataloader), {**needed, **others})
+    arguments = {**locals()}
+    del arguments["others"]
+    refuse_misfit(fit, (model_or_state, train_dataloader), {"optimizer": optimizer, "max_duration": 1, **others})
     if isinstance(model_or_state, State):
-        model_or_state = model_or_state.replace(stop=False)
-    arguments = inspect.signature(fit).bind(
-        model_or_state,
-        train_dataloader,
-        loss=loss,
-        optimizer=optimizer,
-        task=task,
-        precision=precision,
-        seed=seed,
-        algorithms=algorithms,
-        clip_grad=clip_grad,
-        nonfinite=nonfinite,
-        device=device,
-        parallel=parallel,
-        microbatch_size="auto",
-        max_duration="1000000000ba",  # which no State has reached
-        watch={Event.BATCH_START},
-        donate=False,
-    )
-    arguments.apply_defaults()
-    assembly = assemble(Settings(**arguments.arguments))
+        arguments["model_or_state"] = model_or_state.replace(stop=False)
+    changes = {
+        "microbatch_size": "auto",
+        "max_duration": "1000000000ba",  # which no State has reached
+        "watch": {Event.BATCH_START},
+        "donate": False,
+    }
+    assembly = assemble(Settings.of(arguments_of_call(fit, (), {**arguments, **changes})))
     strategy = LargestSize(assembly.fit.stages, assembly.fit.strategy.uncompiled)
     searching = attrs.evolve(assembly.fit, strategy=strategy)
     with closing(start(attrs.evolve(assembly, fit=searching))) as stream:

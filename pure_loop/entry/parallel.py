@@ -1,28 +1,63 @@
-"""One rank or several: what the arguments of a call become, given its ``parallel=``."""
+"""One rank or several: what the arguments of a call become, given its ``parallel=``.
+
+A call that fails on one of several ranks tells the others, which would wait for it.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import attrs
+import torch
 
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.open import source
 from pure_loop.data.source import Share, Source
 from pure_loop.distributed.parallel import Parallel, rank, read_parallel, refuse_lone, world_size
-from pure_loop.errors import ResumeError
+from pure_loop.errors import DistributedError, ResumeError
 from pure_loop.random import derive
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import TimestampFields
 
-__all__ = ["Together"]
+__all__ = ["Together", "announced"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Seconds for which a failing call looks for the others, where its own ``parallel=`` can't be read.
+_DEFAULT = 300.0
+
+
+def announced(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function with ``parallel=``; where it raises on one of several ranks, the others are told why."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            _announce(kwargs.get("parallel"), function.__name__, error)
+            raise
+
+    return called
+
+
+def _announce(parallel: object, name: str, error: Exception) -> None:
+    if not parallel or isinstance(error, DistributedError) or world_size() == 1:
+        return  # what a launcher says can't be read, so no other rank can be found
+    from pure_loop.distributed._rendezvous import Rendezvous, first_line  # with it comes torch.distributed
+
+    seconds = parallel.seconds if isinstance(parallel, Parallel) else _DEFAULT
+    text = f"raised {type(error).__name__} in its call of pl.{name}: {first_line(error)}"
+    Rendezvous(rank(), world_size(), seconds).announce(text)
 
 
 def algorithm_described(algorithm: Algorithm) -> str:
@@ -30,7 +65,7 @@ def algorithm_described(algorithm: Algorithm) -> str:
 
     What the user's functions refer to may differ between ranks, such as a rank's number.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     for function in (function for listed in algorithm.handlers.values() for function in listed):
         if isinstance(function, FunctionType) and function.__module__.startswith("pure_loop."):
             options |= inspect.getclosurevars(function).nonlocals
@@ -53,7 +88,7 @@ class Together:
     rank: int = 0
 
     @classmethod
-    def of(cls, value: Any) -> Together:
+    def of(cls, value: object) -> Together:
         """Read the ``parallel=`` argument.
 
         Raises:
@@ -71,13 +106,14 @@ class Together:
         """How many there are."""
         return 1 if self.parallel is None else world_size()
 
-    def device(self, device: Any) -> Any:
+    def device(self, device: torch.device | str | None) -> torch.device | str | None:
         """The device of this rank."""
         if self.parallel is None:
             return device
         from pure_loop.distributed.engines import device_of_rank  # with it comes torch.distributed
 
-        return device_of_rank(device)
+        own: torch.device | str | None = device_of_rank(device)
+        return own
 
     def engine(self, state: State) -> Engine:
         """The engine for this State.
@@ -113,12 +149,12 @@ class Together:
         own = derive(seed, "rank", self.rank) if self.rank else seed
         return source(dataloader, seed=own, stream=stream, uneven=uneven, **options)
 
-    def beginning(self, engine: Engine, settings: Callable[[], Mapping[str, Any]]) -> Callable[[State], State]:
+    def beginning(self, engine: Engine, settings: Callable[[], Mapping[str, object]]) -> Callable[[State], State]:
         """What the ranks of a fresh start do before INIT: see that they are about to do the same."""
         return (lambda state: state) if self.parallel is None else (lambda state: engine.begin(state, settings()))
 
     def meeting(
-        self, engine: Engine, data: Source, settings: Callable[[], Mapping[str, Any]], fresh: bool
+        self, engine: Engine, data: Source, settings: Callable[[], Mapping[str, object]], fresh: bool
     ) -> Callable[[State], State] | None:
         """What the ranks do after INIT: start from the same State."""
         if self.parallel is None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
-from pure_loop._internal.patterns import Pattern
-from pure_loop.callback import Callback
+from torch import nn
+
+from pure_loop._internal.names import Pattern
+from pure_loop.callback import Callback, CallbackLike
+from pure_loop.entry.settings import listed_callbacks
 from pure_loop.entry.start import can_resume_from
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.state import State, outside_batch
@@ -15,18 +19,22 @@ if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
 
 __all__ = [
-    "folder_of",
     "loading",
     "read_start",
     "saving",
     "seed_of",
-    "with_callback",
 ]
+
+Path: TypeAlias = str | os.PathLike[str] | None
 
 
 def read_start(
-    model_or_state: Any, load_path: Any, autoresume: Any, seed: Any = 0, run_name: str | None = None
-) -> tuple[Any, Checkpoint | None]:
+    model_or_state: nn.Module | State,
+    load_path: Path,
+    autoresume: Path,
+    seed: int = 0,
+    run_name: str | None = None,
+) -> tuple[nn.Module | State, Checkpoint | None]:
     """What to start from, and the checkpoint that it takes its numbers from, if there is one.
 
     The newest checkpoint in ``autoresume`` goes before ``load_path``, which is where the first run started. Where the
@@ -67,7 +75,7 @@ def read_start(
     return checkpoint.into(model_or_state), None
 
 
-def _found_again(folder: Any, run_name: str | None) -> str:
+def _found_again(folder: str | os.PathLike[str], run_name: str | None) -> str:
     """The folder of ``autoresume``, which the same command has to find again.
 
     Raises:
@@ -96,7 +104,7 @@ def _refuse_other_run(start: State, checkpoint: Checkpoint) -> None:
         )
 
 
-def seed_of(checkpoint: Checkpoint | None, seed: Any) -> Any:
+def seed_of(checkpoint: Checkpoint | None, seed: int) -> int:
     """The seed with which the run resumes.
 
     Raises:
@@ -161,7 +169,7 @@ def loading(
     return load
 
 
-def saving(autoresume: Any, callbacks: Any) -> Any:
+def saving(autoresume: Path, callbacks: Iterable[CallbackLike]) -> Iterable[CallbackLike]:
     """The callbacks, and a saver to the folder of ``autoresume`` where none of them saves to it."""
     if autoresume is None:
         return callbacks
@@ -171,19 +179,3 @@ def saving(autoresume: Any, callbacks: Any) -> Any:
 
         listed.append(CheckpointSaver(autoresume, keep_last=2))
     return listed
-
-
-def folder_of(saver: Any) -> Any:
-    """Where the saver of ``autoresume`` saves to."""
-    return saver.folder
-
-
-def with_callback(callbacks: Any, callback: Callback) -> Any:
-    """The callbacks and this one, which may be among them."""
-    listed = listed_callbacks(callbacks)
-    return listed if any(item is callback for item in listed) else [*listed, callback]
-
-
-def listed_callbacks(callbacks: Any) -> list[Any]:
-    """What was written as callbacks: several, or one."""
-    return [callbacks] if callable(callbacks) or not hasattr(callbacks, "__iter__") else list(callbacks)

@@ -1,39 +1,48 @@
-"""Where a call starts: the State that it begins or resumes from, and what it must not be."""
+"""Where a call starts: the State that it begins or resumes from, and what it must not be.
+
+A State may come from a file of another run, so that the memory in it is compared with what the algorithms make.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import attrs
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pure_loop._internal.devices import read_device
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.algorithm import Algorithm
+from pure_loop.data.source import Source
+from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
 from pure_loop.model.checks import refuse_untrainable
 from pure_loop.optim import Optimizer
-from pure_loop.precision import LossScale, Precision
+from pure_loop.precision import LossScale
 from pure_loop.random.guards import guard, is_users
-from pure_loop.stages.engine import ONE_RANK, Engine
+from pure_loop.stages.engine import Engine
 from pure_loop.state import POSITIONS, State, refuse_misfit, sort_by_model
+from pure_loop.task import Task
+from pure_loop.time import TimestampFields
 
 __all__ = [
+    "Start",
     "any_state",
-    "first_memory",
-    "first_state",
     "can_resume_from",
-    "preparation",
+    "first_state",
     "refuse_no_boundary",
+    "refuse_other_memories",
     "refuse_other_optimizer",
+    "with_first_memories",
 ]
 
 
-def first_state(model_or_state: Any, seed: int, device: Any) -> tuple[State, bool]:
+def first_state(model_or_state: nn.Module | State, seed: int, device: torch.device | str | None) -> tuple[State, bool]:
     """The State to start from, and whether it is a fresh start."""
     wanted = read_device(device)
     if not isinstance(model_or_state, State):
@@ -55,7 +64,7 @@ def first_state(model_or_state: Any, seed: int, device: Any) -> tuple[State, boo
     return state, state.position is None and untrained
 
 
-def any_state(model_or_state: Any, seed: int, device: Any) -> State:
+def any_state(model_or_state: nn.Module | State, seed: int, device: torch.device | str | None) -> State:
     """The State to evaluate or predict with, kept anywhere."""
     if isinstance(model_or_state, State):
         state = model_or_state
@@ -68,11 +77,16 @@ def any_state(model_or_state: Any, seed: int, device: Any) -> State:
 
 
 def _moved(state: State, device: torch.device) -> State:
-    return optree.tree_map(  # type: ignore[return-value]
-        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
-        state,  # type: ignore[arg-type]
-        namespace=NAMESPACE,
-    )
+    return _map_tensors(lambda tensor: tensor.to(device), state)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
+    tree: PyTree = state  # a node by its registration
+    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    mapped = (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    result: PyTree = optree.tree_unflatten(structure, mapped)
+    assert isinstance(result, State)
+    return result
 
 
 _KEEPABLE = frozenset({*POSITIONS, Event.FIT_START, Event.EVAL_STANDALONE_END, None})
@@ -130,45 +144,170 @@ def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
         refuse_other_memory(served, state.opt_state, trained)
 
 
-def preparation(
-    optimizer: Optimizer,
-    precision: Precision,
-    algorithms: tuple[Algorithm, ...],
-    engine: Engine = ONE_RANK,
-    meet: Callable[[State], State] | None = None,
-) -> Callable[[State], State]:
-    """What a State still lacks before training: optimizer memory, loss scale, the memory of algorithms.
+@attrs.frozen
+class Start:
+    """What a State has to fit to be trained by a call, the first one and one that is loaded, and what it lacks."""
 
-    ``meet`` comes first: where there are several ranks, they agree on what they start from.
-    """
+    settings: Settings
+    engine: Engine
+    source: Source
+    task: Task
 
-    def prepare(state: State) -> State:
-        if meet is not None:
-            state = meet(state)
-        if state.opt_state is None:
-            served, trained = state.model.served_by(optimizer), state.model.trained(state.params)
-            guarded = guard(state, ("init", "optimizer")) if is_users(served.init) else nullcontext()
-            with guarded:
-                memory = engine.init_opt_state(served, trained)
-            state = state.replace(opt_state=memory)
-        if precision.scaled and state.loss_scale is None:
-            state = state.replace(loss_scale=LossScale.initial(state.device))
-        elif not precision.scaled and state.loss_scale is not None:
-            state = state.replace(loss_scale=None)
-        for algorithm in algorithms:
-            if algorithm.init is not None and algorithm.name not in state.algorithm_state:
-                state = state.remember(algorithm.name, first_memory(algorithm, state))
+    def refuse_misfit(self, state: State) -> None:
+        """
+        Raises:
+            ResumeError: training can't resume from the State, or the optimizer or an algorithm is another one.
+        """
+        refuse_no_boundary(state)
+        refuse_other_optimizer(state, self.settings.optimizer)
+        refuse_other_memories(state, self.settings.algorithms)
+
+    def fitted(self, state: State) -> State:
+        """The State with the duration and the length of this call's data, once it is sure to fit."""
+        refuse_other_optimizer(state, self.settings.optimizer)
+        # Both timestamps, because the learning rate of a batch is asked for at the one before it.
+        t = state.timestamp
+        start = t.batch_in_epoch
+        if start:
+            changed = (
+                None not in (t.batches_per_epoch, self.source.length) and t.batches_per_epoch != self.source.length
+            )
+            start = self.source.resume(t.epoch, start, t.sample_in_epoch, self.task.samples, changed=changed)
+        lasting: TimestampFields = {"max_duration": self.settings.max_duration, "batches_per_epoch": self.source.length}
+        now, before = t.replace(**lasting).replace(batch_in_epoch=start), state.previous_timestamp.replace(**lasting)
+        state = state.replace(timestamp=now, previous_timestamp=before)
+        refuse_other_memories(state, self.settings.algorithms)
         return state
 
-    return prepare
+    def preparation(self, described: Callable[[], Mapping[str, object]], *, fresh: bool) -> Callable[[State], State]:
+        """What gives a State what it lacks before training: optimizer memory, loss scale, the memory of algorithms.
+
+        Where there are several ranks, they agree first on what they start from, of which ``described`` must be equal.
+        """
+        settings = self.settings
+        meet = settings.parallel.meeting(self.engine, self.source, described, fresh)
+
+        def prepare(state: State) -> State:
+            if meet is not None:
+                state = meet(state)
+            if state.opt_state is None:
+                served, trained = state.model.served_by(settings.optimizer), state.model.trained(state.params)
+                with guard(state, ("init", "optimizer")) if is_users(served.init) else nullcontext():
+                    memory = self.engine.init_opt_state(served, trained)
+                state = state.replace(opt_state=memory)
+            if settings.precision.scaled and state.loss_scale is None:
+                state = state.replace(loss_scale=LossScale.initial(state.device))
+            elif not settings.precision.scaled and state.loss_scale is not None:
+                state = state.replace(loss_scale=None)
+            return with_first_memories(state, settings.algorithms)
+
+        return prepare
 
 
-def first_memory(algorithm: Algorithm, state: State) -> Any:
-    assert algorithm.init is not None
-    guarded = guard(state, ("init", algorithm.name)) if is_users(algorithm.init) else nullcontext()
+def with_first_memories(state: State, algorithms: Iterable[Algorithm]) -> State:
+    """The State with the memory of each algorithm that has none yet."""
+    for algorithm in algorithms:
+        if algorithm.init is not None and algorithm.name not in state.algorithm_state:
+            state = state.remember(algorithm.name, _first_memory(algorithm.name, algorithm.init, state))
+    return state
+
+
+def _first_memory(name: str, init: Callable[[State], object], state: State) -> object:
+    guarded = guard(state, ("init", name)) if is_users(init) else nullcontext()
     try:
         with guarded:
-            return algorithm.init(state)
+            return init(state)
     except Exception as error:
-        error.add_note(f"raised by init of algorithm {algorithm.name!r}")
+        error.add_note(f"raised by init of algorithm {name!r}")
         raise
+
+
+Path = tuple[Any, ...]
+
+
+def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None:
+    """Refuse a State whose algorithm state has other shapes or dtypes than the algorithms' ``init`` returns for it.
+
+    Tensors at the same place of both are compared. Numbers may differ; a tree may have further entries; a dtype may be
+    wider, of the same kind; a dimension of size 0 in the result of ``init``, by which an algorithm declares that it
+    grows, may have any size; so may values for a buffer whose shape changes. If ``init`` makes a tensor under the name
+    of a parameter, the State must have one, and its mapping may have no names that are not in the State.
+
+    ``init`` is called with tensors on the meta device, so it computes nothing; where it reads their numbers, nothing
+    is compared.
+
+    Raises:
+        ResumeError: names the leaf, its value, and that of ``init``.
+    """
+    requested = [item for item in algorithms if item.init is not None and item.name in state.algorithm_state]
+    if not requested:
+        return
+    meta = _without_numbers(state)
+    changing = set(state.model.altered)
+    for algorithm in requested:
+        expected = _asked(algorithm, meta)
+        if expected is not None:
+            _compare(algorithm.name, state, _tensors(expected[0]), changing)
+
+
+def _without_numbers(state: State) -> State:
+    durable = state.replace(batch=None, microbatch=None, outputs=None, loss=None, grads=None)
+    return _map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), durable)
+
+
+def _asked(algorithm: Algorithm, state: State) -> tuple[object] | None:
+    """The result of ``init`` for a State without numbers; None if it reads them."""
+    assert algorithm.init is not None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return (algorithm.init(state),)
+    except Exception:
+        # Reading numbers of the meta device has no error of its own, and an error of `init` itself is none of resuming,
+        # which doesn't call it.
+        return None
+
+
+def _compare(name: str, state: State, wanted: Mapping[Path, Tensor], changing: set[str]) -> None:
+    result = _tensors(state.algorithm_state[name])
+    names = {*state.params, *state.buffers}
+
+    def refuse(path: Path, what: str, instead: str) -> None:
+        leaf = "".join(f"[{key!r}]" for key in (name, *path))
+        raise ResumeError(
+            f"algorithm_state{leaf} is {what}, and {instead}: the memory is of another model or algorithm, or was "
+            "altered. Give the State that was trained with this one, or let it start afresh: state.replace("
+            f"algorithm_state={{...}}) without {name!r}. (A memory that grows begins with a dimension of size 0.)"
+        )
+
+    for path, tensor in wanted.items():
+        if path not in result:
+            if any(key in state.params for key in _texts(path)):
+                refuse(path, "no tensor", f"init makes one of {_kind(tensor)}")
+        elif changing.isdisjoint(_texts(path)) and not _fits(result[path], tensor):
+            refuse(path, _kind(result[path]), f"init makes {_kind(tensor)}")
+    by_name = {path[:-1] for path in wanted if path and path[-1] in names}
+    for path, tensor in result.items():
+        if path not in wanted and path and path[:-1] in by_name and path[-1] not in names:
+            refuse(path, _kind(tensor), "the model has no parameter or buffer of that name")
+
+
+def _fits(tensor: Tensor, expected: Tensor) -> bool:
+    sizes = zip(tensor.shape, expected.shape, strict=False)
+    if tensor.ndim != expected.ndim or any(size != other != 0 for size, other in sizes):
+        return False
+    # An average of float16 is kept in float32.
+    same_kind = tensor.is_floating_point() == expected.is_floating_point()
+    return same_kind and torch.promote_types(tensor.dtype, expected.dtype) is tensor.dtype
+
+
+def _tensors(tree: PyTree) -> Mapping[Path, Tensor]:
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+    return {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)}
+
+
+def _texts(path: Path) -> Iterable[str]:
+    return (key for key in path if isinstance(key, str))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pure_loop._internal.closing import Closing
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop._internal.owned_files import naming
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import FolderDestination, Names

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from pure_loop._internal.signatures import accepts, name_of
+from pure_loop._internal.arguments import accepts, name_of
 from pure_loop._internal.tree_ops import alone_on_rank
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.callback import Callback, Logger, LoggerGroup, Run

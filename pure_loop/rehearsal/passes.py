@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger
+from pure_loop.data.source import END, Batches, Source
 from pure_loop.entry.assembly import Assembly
 from pure_loop.entry.deterministic import stream_of
+from pure_loop.errors import DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loop.call import Fit, LastBoundary
@@ -23,16 +27,62 @@ from pure_loop.loop.observers import Observer, bind_callbacks, observers
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.strict import Strict
 from pure_loop.recorder import Recorder
-from pure_loop.rehearsal.batches import Held
-from pure_loop.rehearsal.duration import Length
-from pure_loop.rehearsal.places import Place, caught_observer, forced_handlers, marker, named_metrics
-from pure_loop.rehearsal.standins import callback_standins, logger_standin
+from pure_loop.rehearsal.measures import Length
+from pure_loop.rehearsal.report import Place
+from pure_loop.rehearsal.standins import (
+    callback_standins,
+    caught_observer,
+    forced_handlers,
+    logger_standin,
+    marker,
+    named_metrics,
+)
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Time, due
 
-__all__ = ["Passes", "is_never"]
+__all__ = ["Held", "Passes", "first_batch", "is_never"]
+
+
+class Held(Source):
+    """One batch, given several times as an epoch, in the place of a dataloader.
+
+    Args:
+        batch: what the dataloader gave.
+        times: how many batches are left of an epoch, at most.
+        length: what the dataloader says of the length of its epochs.
+    """
+
+    def __init__(self, batch: Batch, times: int, length: int | None, stream: str) -> None:
+        super().__init__(None, 0, stream, None, None)
+        self._batch, self._times = batch, times
+        self.length = self.loader_length = length
+
+    def epoch(self, epoch: int, start: int = 0, seen: int = 0) -> Batches:
+        times = self._times if self.length is None else min(self._times, max(self.length - start, 0))
+        for _ in range(times):
+            yield self._batch
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        return self.epoch(epoch, start, seen)
+
+
+def first_batch(source: Source) -> Batch:
+    """The first batch of the first epoch; the source is closed.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        with closing(source.epoch(0)) as batches:
+            batch = next(batches, END)
+    finally:
+        source.close()
+    if batch is END:
+        raise DataError("the dataloader gave no batch")
+    return batch
+
 
 # How many batches are trained on in a pass: the second step shows that shapes stay as they are.
 _STEPS = 2
@@ -65,18 +115,18 @@ class Passes:
     assembly: Assembly
     place: Place
     length: Length
-    batch: Any
+    batch: Batch
     folder: Path
     call_callbacks: bool = True
     first: State | None = None
     kept: State | None = None
-    losses: list[Any] = attrs.field(factory=list)
+    losses: list[Tensor] = attrs.field(factory=list)
     checkpoint: State | None = None
 
     def start(self) -> State | None:
         """INIT, loading and FIT_START alone: the State that evaluators are tried on."""
         fit, handlers = self._fit(())
-        pairs = self._run(script_of(self.assembly.state, fit), handlers, {}, (), fit)
+        pairs = self._run(script_of(self.assembly.plan.state, fit), handlers, {}, (), fit)
         with closing(pairs):
             for event, state in pairs:
                 if event is Event.FIT_START:
@@ -84,7 +134,7 @@ class Passes:
                     return state
         return None
 
-    def evaluate(self, state: State, evaluator: BoundEvaluator, batch: Any) -> State:
+    def evaluate(self, state: State, evaluator: BoundEvaluator, batch: Batch) -> State:
         """One evaluator on its first batch."""
         fit, handlers = self._fit(())
         script = evaluation(state, fit.stages, self._held(evaluator, batch))
@@ -94,7 +144,7 @@ class Passes:
                 state = after
         return state
 
-    def train(self, evaluators: Sequence[tuple[BoundEvaluator, Any]], *, whole: bool) -> None:
+    def train(self, evaluators: Sequence[tuple[BoundEvaluator, Batch]], *, whole: bool) -> None:
         """The first batches of the run, to the end of an epoch that has no more; sets ``first`` and ``kept``.
 
         Args:
@@ -103,7 +153,7 @@ class Passes:
         """
         fit, handlers = self._fit([self._held(*pair) for pair in evaluators])
         observed, closers, fit = self._observers(fit, called=whole and self.call_callbacks)
-        pairs = self._run(script_of(self.assembly.state, fit), handlers, observed, closers, fit)
+        pairs = self._run(script_of(self.assembly.plan.state, fit), handlers, observed, closers, fit)
         end = Event.EPOCH_CHECKPOINT if fit.order == "current" else Event.EPOCH_END
         with closing(pairs):
             for event, state in pairs:
@@ -117,7 +167,7 @@ class Passes:
                 if stepped and (event is end or not whole):
                     return
 
-    def finish(self, state: State, evaluators: Sequence[tuple[BoundEvaluator, Any]]) -> str:
+    def finish(self, state: State, evaluators: Sequence[tuple[BoundEvaluator, Batch]]) -> str:
         """The last batches of the run, resumed from this State: to FIT_END, with the counts of the end of the run."""
         fit, handlers = self._fit([self._held(*pair) for pair in evaluators])
         fit = attrs.evolve(fit, fresh=False, load=None)
@@ -146,7 +196,7 @@ class Passes:
         moved = state.replace(timestamp=start, previous_timestamp=before, position=position, event=position)
         return moved, f"from batch {start.batch} (epoch {start.epoch})"
 
-    def _held(self, evaluator: BoundEvaluator, batch: Any) -> BoundEvaluator:
+    def _held(self, evaluator: BoundEvaluator, batch: Batch) -> BoundEvaluator:
         source = Held(batch, 1, evaluator.source.length, f"eval/{evaluator.label}")
         return attrs.evolve(named_metrics(evaluator, self.place), source=source, interval=self._due(evaluator))
 
@@ -198,9 +248,9 @@ class Passes:
         if not called:
             return {}, [], fit
         assembly, place = self.assembly, self.place
-        listed = _given(assembly.settings.callbacks, assembly.run.callbacks)
+        listed = _given(assembly.plan.settings.callbacks, assembly.run.callbacks)
         callbacks = callback_standins(listed, self.folder, place)
-        loggers = logger_standin(assembly.logger.loggers, place)
+        loggers = logger_standin(assembly.plan.logger.loggers, place)
         recorder = next((item for item in assembly.run.callbacks if isinstance(item, Recorder)), None)
         table, objects, _ = observers(callbacks, loggers, recorder)
         run = attrs.evolve(
@@ -232,12 +282,12 @@ class Passes:
         script, events = run
         strict = None if self.place.fake else Strict()
         pairs = drive(script, handlers, table, stages=fit.stages, strict=strict, events=events, closing=closers)
-        return stream_of(pairs, self.assembly.settings.deterministic)
+        return stream_of(pairs, self.assembly.plan.settings.deterministic)
 
 
-def _given(callbacks: Any, bound: Sequence[Callback]) -> list[Any]:
+def _given(callbacks: object, bound: Sequence[Callback]) -> list[object]:
     """The callbacks of a call, functions among them, and those that the call has added; without loggers."""
-    listed: Iterable[Any] = callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
+    listed: Iterable[object] = callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
     own = [item for item in listed if not isinstance(item, Logger)]
     added = [
         item for item in bound if not isinstance(item, Logger | Recorder) and all(item is not known for known in own)

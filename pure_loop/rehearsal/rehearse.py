@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag, check_integer
-from pure_loop._internal.shapes_only import shapes_only
-from pure_loop._internal.sizes import bytes_of, in_bytes
-from pure_loop._internal.suggestions import refuse_misfit
+from pure_loop._internal.devices import shapes_only
+from pure_loop._internal.pytree import Batch
+from pure_loop._internal.reprs import in_bytes
+from pure_loop._internal.suggestions import arguments_of_call
+from pure_loop._internal.tree_ops import bytes_of
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.distributed.parallel import Parallel, read_parallel
@@ -30,15 +31,11 @@ from pure_loop.entry.layers import layer_table
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, RehearsalError
 from pure_loop.evaluator import BoundEvaluator
-from pure_loop.rehearsal.batches import first_batch
-from pure_loop.rehearsal.duration import Length, try_schedules
-from pure_loop.rehearsal.fake import without_numbers
-from pure_loop.rehearsal.memory import activations, memory_of, memory_per_rank
-from pure_loop.rehearsal.passes import Passes, is_never
-from pure_loop.rehearsal.paths import try_place
-from pure_loop.rehearsal.places import Place
-from pure_loop.rehearsal.report import Phase, Rehearsal
-from pure_loop.rehearsal.standins import destinations
+from pure_loop.rehearsal.calls import Arguments, collectives, has_group, trace, without_numbers
+from pure_loop.rehearsal.measures import Length, activations, memory_of, memory_per_rank, try_schedules
+from pure_loop.rehearsal.passes import Passes, first_batch, is_never
+from pure_loop.rehearsal.report import Phase, Place, Rehearsal
+from pure_loop.rehearsal.standins import destinations, try_place
 from pure_loop.state import State
 
 __all__ = ["rehearse"]
@@ -116,7 +113,7 @@ def rehearse(
       evaluator 'val', first batch, forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)
       not rehearsed: callbacks, and what comes after the second step: an evaluator was not tried to its end.
     """
-    refuse_misfit(fit, args, kwargs)
+    arguments = arguments_of_call(fit, args, kwargs)
     check_flag("call_callbacks", call_callbacks, where="rehearse")
     check_flag("fake", fake, where="rehearse")
     if world_size is not None:
@@ -126,23 +123,21 @@ def rehearse(
             f"rehearse was called on one of {running_ranks()} ranks, and it runs in one process: call it in a program "
             f"of its own, with world_size={running_ranks()}."
         )
-    bound = inspect.signature(fit).bind(*args, **kwargs)
-    bound.apply_defaults()
     place = Place(fake=fake)
-    arguments = without_numbers(bound.arguments, place) if fake else bound.arguments
+    tried = without_numbers(arguments, place) if fake else arguments
     token = shapes_only.set(fake)
     try:
-        return _rehearsed(arguments, place, sample, world_size, call_callbacks and not fake)
+        return _rehearsed(tried, place, sample, world_size, call_callbacks and not fake)
     finally:
         shapes_only.reset(token)
 
 
 def _rehearsed(
-    arguments: Mapping[str, Any], place: Place, sample: Any, world_size: int | None, call_callbacks: bool
+    arguments: Arguments, place: Place, sample: Batch, world_size: int | None, call_callbacks: bool
 ) -> Rehearsal:
     with _generators_kept(), tempfile.TemporaryDirectory(prefix="pure_loop-rehearsal-") as folder:
         try:
-            assembly = assemble(Settings(**arguments))
+            assembly = assemble(Settings.of(arguments))
         except Exception as error:
             place.fail(error, "arguments of fit")
             given = [arguments[name] for name in ("callbacks", "loggers")]
@@ -153,7 +148,7 @@ def _rehearsed(
         return phases.run()
 
 
-def _try_places(items: Sequence[Any], place: Place) -> list[str]:
+def _try_places(items: Sequence[object], place: Place) -> list[str]:
     """Try where callbacks and loggers write to; what was found, in words."""
     found = []
     for name, kind, where in destinations(items):
@@ -214,11 +209,11 @@ class _Phases:
     assembly: Assembly
     place: Place
     folder: Path
-    sample: Any
+    sample: Batch
     world_size: int | None
     call_callbacks: bool
     parallel: Parallel | None
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     passed: list[Phase] = attrs.field(factory=list)
     checkpoint: int | None = None
     scheduled: bool = True
@@ -234,7 +229,7 @@ class _Phases:
         self.passed.append(Phase("places", "; ".join(found) or "nothing is written to"))
         batch, evaluators = self._data()
         task, source = self.assembly.fit.stages.task, self.assembly.fit.source
-        length = Length(None, source.length, 0, 0, self.assembly.state.timestamp)
+        length = Length(None, source.length, 0, 0, self.assembly.plan.state.timestamp)
         if batch is not _MISSING:
             with self.place.collecting("data, counting samples and tokens"):
                 length = Length.of(self.assembly, task.samples(batch), task.tokens(batch))
@@ -253,10 +248,10 @@ class _Phases:
             raise _error(self.place)
         return self._report(passes, passes.length)
 
-    def _data(self) -> tuple[Any, list[tuple[BoundEvaluator, Any]]]:
+    def _data(self) -> tuple[Batch, list[tuple[BoundEvaluator, Batch]]]:
         """The first batch of training, and each evaluator that runs with its first batch."""
         source, found = self.assembly.fit.source, []
-        batch, per_step = _MISSING, self.assembly.settings.batches_per_step
+        batch, per_step = _MISSING, self.assembly.plan.settings.batches_per_step
         if self.sample is not None:
             batch = self.sample if per_step == 1 else Batches((self.sample,) * per_step)
         if batch is _MISSING and source.reads_once:
@@ -288,7 +283,7 @@ class _Phases:
         self.passed.append(Phase("data", "; ".join(found)))
         return batch, evaluators
 
-    def _loop(self, passes: Passes, start: State, evaluators: list[tuple[BoundEvaluator, Any]]) -> None:
+    def _loop(self, passes: Passes, start: State, evaluators: list[tuple[BoundEvaluator, Batch]]) -> None:
         """The loop on these batches, from the State at FIT_START: each pass depends on the one before it."""
         if not self.call_callbacks:
             self.place.skip(f"callbacks: {'fake=True' if self.place.fake else 'call_callbacks=False'}.")
@@ -317,11 +312,9 @@ class _Phases:
             with self.place.collecting("training"):
                 self.passed.append(Phase("end of the run", passes.finish(loaded, evaluators)))
             self.place.note = ""
-        if self.assembly.settings.compile:
-            from pure_loop.rehearsal.bare import trace
-
+        if self.assembly.plan.settings.compile:
             with self.place.collecting("compile=, tracing of a step"):
-                watch, observed = self.assembly.settings.watch, self.assembly.observers
+                watch, observed = self.assembly.plan.settings.watch, self.assembly.plan.observers
                 watch = None if watch is None else watch | {event for event, some in observed.items() if some}
                 trace({**self.arguments, "watch": watch}, passes.batch)
                 self.passed.append(Phase("compile", "a step can be traced"))
@@ -350,7 +343,7 @@ class _Phases:
                 kept = activations(passes.first, stages)
             except Exception as error:  # such as a forward with a transform of torch.func, which allows no such hooks
                 self.place.skip(f"memory of activations: it could not be measured ({type(error).__name__}: {error}).")
-        state = passes.kept if passes.kept is not None else self.assembly.state
+        state = passes.kept if passes.kept is not None else self.assembly.plan.state
         memory = memory_of(state, passes.batch, kept)
         per_rank, exchanged = None, None
         if self.world_size is not None:
@@ -370,12 +363,10 @@ class _Phases:
             checkpoint=self.checkpoint,
         )
 
-    def _exchanged(self, batch: Any, ranks: int) -> dict[str, tuple[int, int]] | None:
+    def _exchanged(self, batch: Batch, ranks: int) -> dict[str, tuple[int, int]] | None:
         """The collectives of a step on so many ranks; None where they can't be counted, or nothing trains together."""
         if self.parallel is None or ranks == 1:
             return None
-        from pure_loop.rehearsal.world import collectives, has_group  # with it comes torch.distributed
-
         if self.place.fake or has_group():
             why = "fake=True" if self.place.fake else "this process has a process group"
             self.place.skip(f"collectives: {why}.")
@@ -390,6 +381,6 @@ class _Phases:
 _MISSING: Any = object()
 
 
-def _in_words(losses: Sequence[Any]) -> str:
+def _in_words(losses: Sequence[Tensor]) -> str:
     """The losses of steps."""
     return f"loss {', '.join(f'{float(loss):.4g}' for loss in losses)}"

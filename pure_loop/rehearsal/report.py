@@ -1,17 +1,77 @@
-"""What a rehearsal found out: phases, memory and the length of the run, as text and as a table."""
+"""What a rehearsal finds: the phase under way and its failures, and the report with phases, memory and length."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import attrs
 
-from pure_loop._internal.reprs import table
-from pure_loop._internal.sizes import in_bytes
+from pure_loop._internal.devices import needs_numbers
+from pure_loop._internal.reprs import in_bytes, table
 from pure_loop.entry.layers import LayerTable
+from pure_loop.errors import ImpurityError
 
-__all__ = ["Phase", "Rehearsal"]
+__all__ = ["Phase", "Place", "Rehearsal"]
+
+
+@attrs.define
+class Place:
+    """The phase under way, the failures so far, and what could not be tried.
+
+    Attributes:
+        phase: the name of the computation under way.
+        note: what is added to each name, such as the end of the run.
+        failures: the name of a phase and its error.
+        skipped: sentences about what was not tried.
+        silenced: the names of callbacks that have failed, and are called no more.
+        fake: whether tensors have no numbers: code that needs them is no failure, and not tried.
+        stops: how many computations have ended early.
+    """
+
+    phase: str = "start"
+    note: str = ""
+    failures: list[tuple[str, Exception]] = attrs.field(factory=list)
+    skipped: list[str] = attrs.field(factory=list)
+    silenced: set[str] = attrs.field(factory=set)
+    fake: bool = False
+    stops: int = 0
+
+    def fail(self, error: Exception, phase: str | None = None) -> None:
+        """Note a failure, once for each error."""
+        self.stops += 1
+        if self.fake and needs_numbers(error):
+            self.skip(f"{phase or self.phase}: it needs numbers, which tensors don't have with fake=True ({error}).")
+            return
+        if isinstance(error, ImpurityError):  # found after the code that it names, in whatever phase that is
+            phase = "purity"
+        if all(error is not known for _, known in self.failures):
+            self.failures.append(((phase or self.phase) + self.note, error))
+
+    def skip(self, sentence: str) -> None:
+        """Note what is not tried, once."""
+        if sentence not in self.skipped:
+            self.skipped.append(sentence)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """The phase inside the ``with``; after an error it stays, because the error belongs to it."""
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+    @contextmanager
+    def collecting(self, phase: str) -> Iterator[None]:
+        """The same; an error is noted as a failure, and what follows the ``with`` runs."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+        finally:
+            self.phase = before
+
 
 _WIDTH = 100
 _MARGIN = 22

@@ -1,26 +1,92 @@
-"""What stands in a rehearsal for callbacks and loggers, so that nothing is written; and the places they write to."""
+"""What stands in a rehearsal for callbacks, loggers, handlers and metrics: nothing is written, and errors have a phase.
+
+The places that callbacks and loggers write to are tried, and left as they were.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pure_loop._internal.signatures import name_of
-from pure_loop.callback import Callback, Logger
-from pure_loop.loggers.in_memory import InMemoryLogger
-from pure_loop.rehearsal.places import Place
+import attrs
 
-__all__ = ["callback_standins", "destinations", "logger_standin"]
+from pure_loop._internal.arguments import name_of
+from pure_loop.algorithm import Handler
+from pure_loop.cadence import Cadence
+from pure_loop.callback import Callback, Logger
+from pure_loop.checkpoint.storage import try_folder
+from pure_loop.evaluator import BoundEvaluator
+from pure_loop.event import Event
+from pure_loop.loggers.in_memory import InMemoryLogger
+from pure_loop.loop.contract import check_returned
+from pure_loop.loop.observers import Observer, refuse_return
+from pure_loop.metrics import Metric
+from pure_loop.rehearsal.report import Place
+from pure_loop.state import State
+from pure_loop.time import Timestamp
+
+__all__ = [
+    "callback_standins",
+    "caught_observer",
+    "destinations",
+    "forced_handlers",
+    "logger_standin",
+    "marker",
+    "named_metrics",
+    "try_place",
+]
+
+
+def try_place(name: str, place: str) -> str:
+    """Try that a file can be written to a folder, or in the place of a file; folders that are made are removed.
+
+    Args:
+        name: ``"folder"``, or ``"path"`` of a file.
+        place: where; a URL of fsspec is tried if it is a local or an in-memory one, so that no service is called.
+
+    Returns:
+        A sentence that says what was found.
+
+    Raises:
+        CheckpointWriteError, OSError: no file can be written there; names the place.
+    """
+    if "://" in place:
+        return f"{place} is remote, and was not tried"
+    folder = Path(place).absolute()
+    if name == "path":
+        if os.path.isdir(place):
+            raise IsADirectoryError(errno.EISDIR, "there is a folder in the place of the file", place)
+        if os.path.exists(place) and not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, "the file can't be written to", place)
+        folder = folder.parent
+    missing = []
+    above = folder
+    while not os.path.lexists(above) and above != above.parent:
+        missing.append(above)
+        above = above.parent
+    try:
+        try_folder(os.fspath(folder))
+        if name == "path":
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(place)  # a name that is too long
+    finally:
+        for made in missing:
+            with contextlib.suppress(OSError):  # it was not made, or another process has put something there
+                made.rmdir()
+    return f"{place} can be written to" + (", once it is made" if missing and name == "folder" else "")
+
 
 # The arguments of callbacks and loggers of the library that are places.
 _PLACES = ("folder", "path")
 
 
-def _is_ours(item: Any) -> bool:
+def _is_ours(item: object) -> bool:
     return type(item).__module__.startswith("pure_loop.")
 
 
@@ -31,7 +97,7 @@ def _arguments(item: Callback) -> dict[str, Any]:
     return dict(bound.arguments)
 
 
-def destinations(items: Sequence[Any]) -> list[tuple[str, str, str]]:
+def destinations(items: Sequence[object]) -> list[tuple[str, str, str]]:
     """Where callbacks and loggers of the library write to: the class, ``"folder"`` or ``"path"``, and the place."""
     found = []
     for item in items:
@@ -43,7 +109,7 @@ def destinations(items: Sequence[Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def callback_standins(callbacks: Sequence[Any], folder: Path, place: Place) -> list[Any]:
+def callback_standins(callbacks: Sequence[object], folder: Path, place: Place) -> list[object]:
     """Copies of the callbacks, to be called in their places.
 
     Those of the library that write to a folder or a file write to one in ``folder``; of those of the user's the copies
@@ -111,3 +177,113 @@ def logger_standin(loggers: Sequence[Logger], place: Place) -> list[Logger]:
             place.skip(f"logger {type(logger).__name__}: what it is given was kept in memory, and it was not called.")
     methods = sorted({name for logger in loggers for name in dir(logger) if name.startswith("log_")})
     return [_Recorded(methods)]
+
+
+# What is computed after each event, until the next one.
+_COMPUTED_AFTER = {
+    Event.INIT: "start, agreement after INIT",
+    Event.BEFORE_LOAD: "load_path, numbers of the checkpoint",
+    Event.BEFORE_DATALOADER: "data, batch",
+    Event.BEFORE_TRAIN_BATCH: "microbatches and their weights",
+    Event.BEFORE_FORWARD: "forward",
+    Event.BEFORE_LOSS: "loss",
+    Event.BEFORE_BACKWARD: "backward",
+    Event.AFTER_BACKWARD: "gradients",
+    Event.AFTER_TRAIN_BATCH: "optimizer step",
+}
+
+
+def marker(place: Place) -> Observer:
+    """The last observer of each event: what fails next belongs to the computation that follows the event."""
+
+    def observe(event: Event, state: State) -> None:
+        if event.is_eval and state.evaluator is not None:
+            what = {Event.EVAL_BEFORE_FORWARD: ", forward"}.get(event, ", metrics")
+            place.phase = f"evaluator {state.evaluator!r}, first batch{what}"
+            return
+        number = state.timestamp.batch
+        computed = _COMPUTED_AFTER.get(event)
+        place.phase = f"{computed}, batch {number}" if computed else f"the loop after {event.name}, batch {number}"
+
+    return Observer("rehearse", observe)
+
+
+def caught_observer(observer: Observer, place: Place) -> Observer:
+    """A callback whose first error is a failure of its own, after which it is called no more."""
+
+    def observe(event: Event, state: State) -> None:
+        if observer.name in place.silenced:
+            return
+        count = len(place.failures)
+        with place.collecting(f"callback {observer.name} at {event.name}"):
+            returned = observer.observe(event, state)
+            if returned is not None:
+                refuse_return(returned, observer.name, event)
+        if len(place.failures) > count:
+            place.silenced.add(observer.name)
+
+    return Observer(observer.name, observe)
+
+
+def forced_handlers(
+    handlers: Mapping[Event, tuple[Handler, ...]], place: Place, later: tuple[Timestamp, ...]
+) -> dict[Event, tuple[Handler, ...]]:
+    """The handlers, each of which runs although its ``when`` may come round later only.
+
+    Args:
+        handlers: of the algorithms of the call.
+        place: where their errors belong.
+        later: timestamps of the run, at which a predicate of the user's that says no is evaluated again.
+    """
+    return {event: tuple(_forced(handler, event, place, later) for handler in some) for event, some in handlers.items()}
+
+
+def _forced(handler: Handler, event: Event, place: Place, later: tuple[Timestamp, ...]) -> Handler:
+    when, function = handler.when, handler.function
+    phase = f"algorithm {handler.algorithm!r} at {event.name}"
+
+    def run(state: State, *stages: object) -> State:
+        with place.during(phase):
+            if when is None or isinstance(when, Cadence) or when(state):
+                result: State = function(state, *stages)
+                return result if result is state else check_returned(result, state, handler.algorithm, event)
+            for timestamp in later:
+                moved = state.replace(timestamp=timestamp, previous_timestamp=state.timestamp)
+                if when(moved):
+                    moved_back = _moved_back(function(moved, *stages), state)
+                    return check_returned(moved_back, state, handler.algorithm, event)
+        place.skip(f"{phase}: its when= was False at the start, in the middle and at the end of the run.")
+        return state
+
+    return attrs.evolve(handler, function=run, when=None)
+
+
+def _moved_back(result: object, state: State) -> object:
+    """What a handler returned, at the time of the State that it was to be called with."""
+    if not isinstance(result, State):
+        return result  # which the driver refuses
+    return result.replace(timestamp=state.timestamp, previous_timestamp=state.previous_timestamp)
+
+
+def named_metrics(evaluator: BoundEvaluator, place: Place) -> BoundEvaluator:
+    """The evaluator, each of whose metrics is named where it fails."""
+    if evaluator.metrics is None:
+        return evaluator
+    metrics = tuple(_named(metric, evaluator.label, place) for metric in evaluator.metrics)
+    return attrs.evolve(evaluator, metrics=metrics)
+
+
+def _named(metric: Metric, label: str, place: Place) -> Metric:
+    result = copy.copy(metric)
+    phase = f"metric {metric.name!r} of evaluator {label!r}"
+
+    def naming(function: Callable[..., object]) -> Callable[..., object]:
+        def called(*args: Any) -> Any:
+            with place.during(phase):
+                return function(*args)
+
+        return called
+
+    for name in ("init", "update", "compute"):
+        object.__setattr__(result, name, naming(getattr(metric, name)))
+    return result

@@ -29,10 +29,10 @@ from pure_loop.testing.check import check_algorithm, check_callback, check_loop,
 from pure_loop.testing.comparison import Difference, differences
 from pure_loop.testing.law import Law, law
 from pure_loop.testing.laws.composition import Commutation, CommutationMatrix, commutation, commutation_matrix
+from pure_loop.testing.laws.of_scripts import Scripted, Seed
 from pure_loop.testing.parametrize import parametrize_with_checks
 from pure_loop.testing.problems import PROBLEMS, Problem
-from pure_loop.testing.report import CheckFailed, Outcome, Report
-from pure_loop.testing.scripts import Scripted, Seed
+from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report
 from pure_loop.testing.strategies import (
     algorithms,
     batches,
@@ -45,7 +45,6 @@ from pure_loop.testing.strategies import (
     times,
     timestamps,
 )
-from pure_loop.testing.violation import LawViolation
 
 __all__ = [
     "PROBLEMS",

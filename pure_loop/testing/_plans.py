@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 from hypothesis import strategies as st
@@ -14,10 +15,74 @@ from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, Order, Plan, expected
 from pure_loop.testing._arguments import check_choices, check_range
-from pure_loop.testing._counting import count, count_iterations, ends_between, shortened
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["ORDERS", "UNITS", "plans", "plans_with"]
+__all__ = [
+    "ORDERS",
+    "UNITS",
+    "count",
+    "count_iterations",
+    "ends_between",
+    "plans",
+    "plans_with",
+    "shortened",
+]
+
+
+def count(epoch: Sequence[int], tokens: int, batches: int) -> dict[TimeUnit, list[int]]:
+    """What is finished after 0, 1, ... batches.
+
+    >>> count((4, 2), tokens=3, batches=3)[TimeUnit.SAMPLE]
+    [0, 4, 6, 10]
+    """
+    samples = list(itertools.accumulate(itertools.islice(itertools.cycle(epoch), batches), initial=0))
+    return {
+        TimeUnit.BATCH: list(range(batches + 1)),
+        TimeUnit.EPOCH: [number // len(epoch) for number in range(batches + 1)],
+        TimeUnit.SAMPLE: samples,
+        TimeUnit.TOKEN: [tokens * number for number in samples],
+    }
+
+
+def count_iterations(length: Time, counts: Mapping[TimeUnit, Sequence[int]]) -> list[int]:
+    """How many iterations of this length are finished after 0, 1, ... batches.
+
+    >>> count_iterations(Time("5tok"), count((4, 2), tokens=1, batches=4))
+    [0, 0, 1, 1, 2]
+    """
+    began = done = 0
+    numbers = []
+    for number in counts[length.unit]:
+        if number - began >= length.value:
+            began, done = number, done + 1
+        numbers.append(done)
+    return numbers
+
+
+def ends_between(counts: Sequence[int], batches: tuple[int, int]) -> tuple[int, int] | None:
+    """The least and the greatest duration that ends after so many batches, at least and at most; None: there is none.
+
+    >>> samples = count((4, 2), tokens=0, batches=5)[TimeUnit.SAMPLE]
+    >>> ends_between(samples, (2, 3))
+    (5, 10)
+    """
+    least, most = batches
+    low = counts[least - 1] + 1 if least else 0
+    return (low, counts[most]) if low <= counts[most] else None
+
+
+def shortened(epoch: tuple[int, ...], batches: tuple[int, int]) -> tuple[int, ...]:
+    """The batches of an epoch, fewer where no number of whole epochs has so many, at least and at most.
+
+    >>> shortened((4, 2, 3), (4, 5))
+    (4, 2)
+    """
+    least, most = batches
+    length = len(epoch)
+    while math.ceil(least / length) * length > most:
+        length -= 1
+    return epoch[:length]
+
 
 BATCH, EPOCH, SAMPLE, TOKEN = TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.SAMPLE, TimeUnit.TOKEN
 SECOND, ITERATION, DURATION = TimeUnit.SECOND, TimeUnit.ITERATION, TimeUnit.DURATION
@@ -164,7 +229,7 @@ def _stop(samples: int, tokens: bool, seconds: bool) -> st.SearchStrategy[Time |
 
 @functools.cache
 def _intervals(units: tuple[TimeUnit, ...], samples: int) -> st.SearchStrategy[Time]:
-    numbers: dict[TimeUnit, st.SearchStrategy[Any]] = {
+    numbers: dict[TimeUnit, st.SearchStrategy[object]] = {
         EPOCH: st.sampled_from((1, 2, 0)),
         BATCH: st.integers(1, 4),
         SAMPLE: st.integers(1, 2 * samples),

@@ -10,28 +10,35 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-import pure_loop as pl
+from pure_loop import metrics, optim, schedules
 from pure_loop.algorithm import Algorithm, Composition
+from pure_loop.evaluator import Evaluator
+from pure_loop.frozendict import FrozenDict
+from pure_loop.metrics import Metric
+from pure_loop.optim import Optimizer
 from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.state import State
+from pure_loop.task import Task
 from pure_loop.testing import strategies
 from pure_loop.testing.case import Case
 from pure_loop.testing.problems import Problem
+from pure_loop.time import Time, Timestamp
 
 __all__ = ["BY_TYPE"]
 
 Drawn: TypeAlias = "st.SearchStrategy[Any]"
 
 
-def _algorithms(requested: Any) -> Drawn:
+def _algorithms(requested: object) -> Drawn:
     return strategies.algorithms(min_size=1, max_size=1).map(lambda composition: composition.members[0])
 
 
-def _evaluator_plans(requested: Any) -> Drawn:
+def _evaluator_plans(requested: object) -> Drawn:
     plans = strategies.plans(min_evaluators=1, max_evaluators=1)
     return plans.map(lambda plan: next(iter(plan.evaluators.values())))
 
 
-def _frozen_dicts(requested: Any) -> Drawn:
+def _frozen_dicts(requested: object) -> Drawn:
     """Names of parameters to tensors, as a State has them; or what ``FrozenDict[K, V]`` says."""
     keys, values = get_args(requested) or (str, Tensor)
     names = st.sampled_from(("weight", "bias", "head.weight", "head.bias"))
@@ -41,13 +48,13 @@ def _frozen_dicts(requested: Any) -> Drawn:
         tensors if values is Tensor else st.from_type(values),
         max_size=4,
     )
-    return st.builds(pl.FrozenDict, items)
+    return st.builds(FrozenDict, items)
 
 
-def _evaluators(requested: Any) -> Drawn:
+def _evaluators(requested: object) -> Drawn:
     sizes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
     return st.builds(
-        pl.Evaluator,
+        Evaluator,
         st.builds(lambda problem, sizes: problem.batches(sizes, seed=7), strategies.problems(), sizes),
         interval=st.none() | strategies.times(units=["ep", "ba", "sp"], max_value=9).filter(bool).map(str),
         batches=st.none() | st.integers(1, 3),
@@ -55,9 +62,9 @@ def _evaluators(requested: Any) -> Drawn:
     )
 
 
-def _optimizers(requested: Any) -> Drawn:
-    rates = st.floats(0.001, 0.5) | st.just(pl.schedules.linear(0.05, 0.01, "12ba"))
-    return st.builds(pl.optim.sgd, lr=rates, momentum=st.sampled_from((0.0, 0.9))) | st.builds(pl.optim.adamw, lr=rates)
+def _optimizers(requested: object) -> Drawn:
+    rates = st.floats(0.001, 0.5) | st.just(schedules.linear(0.05, 0.01, "12ba"))
+    return st.builds(optim.sgd, lr=rates, momentum=st.sampled_from((0.0, 0.9))) | st.builds(optim.adamw, lr=rates)
 
 
 def _cross_entropy(outputs: Any, batch: Any) -> Tensor:
@@ -68,10 +75,10 @@ def _tokens(batch: Any) -> int:
     return int(batch[1].numel())
 
 
-def _tasks(requested: Any) -> Drawn:
+def _tasks(requested: object) -> Drawn:
     tokens = st.just(_tokens)
-    return st.builds(pl.Task, loss=st.just(_cross_entropy)) | st.builds(
-        pl.Task, loss=st.just(_cross_entropy), tokens=tokens, weight=tokens
+    return st.builds(Task, loss=st.just(_cross_entropy)) | st.builds(
+        Task, loss=st.just(_cross_entropy), tokens=tokens, weight=tokens
     )
 
 
@@ -80,25 +87,25 @@ def _absolute(outputs: Any, batch: Any) -> Tensor:
     return size
 
 
-def _metrics(requested: Any) -> Drawn:
-    mean = st.builds(pl.metrics.mean, st.just(_absolute), st.just("size"))
-    return st.builds(pl.metrics.loss) | mean | st.builds(pl.metrics.accuracy)
+def _metrics(requested: object) -> Drawn:
+    mean = st.builds(metrics.mean, st.just(_absolute), st.just("size"))
+    return st.builds(metrics.loss) | mean | st.builds(metrics.accuracy)
 
 
 BY_TYPE: dict[type, Callable[[Any], Drawn]] = {
-    pl.State: lambda asked: strategies.states(),
-    pl.Timestamp: lambda asked: strategies.timestamps(),
-    pl.Time: lambda asked: strategies.times(),
+    State: lambda asked: strategies.states(),
+    Timestamp: lambda asked: strategies.timestamps(),
+    Time: lambda asked: strategies.times(),
     Plan: lambda asked: strategies.plans(),
     EvaluatorPlan: _evaluator_plans,
     Case: lambda asked: strategies.cases(),
     Problem: lambda asked: strategies.problems(),
     Algorithm: _algorithms,
     Composition: lambda asked: strategies.algorithms(),
-    pl.FrozenDict: _frozen_dicts,
-    pl.Evaluator: _evaluators,
-    pl.Optimizer: _optimizers,
-    pl.Task: _tasks,
-    pl.Metric: _metrics,
+    FrozenDict: _frozen_dicts,
+    Evaluator: _evaluators,
+    Optimizer: _optimizers,
+    Task: _tasks,
+    Metric: _metrics,
 }
 """A strategy for each type, made of what was asked for: the type, or ``FrozenDict`` of something."""

@@ -1,26 +1,62 @@
-"""Cases: all inputs of a run of ``fit`` as a value, so that a law can repeat the run."""
+"""Cases: all inputs of a run of ``fit`` as a value, so that a law can repeat the run, and code that makes it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 from torch import nn
 
-import pure_loop as pl
+from pure_loop import optim, schedules
 from pure_loop.algorithm import Algorithm, AlgorithmLike, flatten
+from pure_loop.entry.fit import fit as library_fit
 from pure_loop.errors import ArgumentError
+from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
 from pure_loop.optim import Optimizer
 from pure_loop.order import Plan
 from pure_loop.precision import Precision
 from pure_loop.state import State
-from pure_loop.testing._code import code
+from pure_loop.task import Task
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problem
+from pure_loop.time import Time
 
-__all__ = ["OPTIMIZERS", "Case", "Fit", "Pairs"]
+__all__ = ["Case", "Fit", "OPTIMIZERS", "Pairs", "code"]
+
+
+def code(value: Any) -> str:
+    """Code that makes the value: records by the fields that are not at their default.
+
+    >>> from pure_loop.order import Plan
+    >>> code(Plan(batches=(4, 2), max_duration="1ep", microbatch_size=2))
+    "Plan(batches=(4, 2), max_duration='1ep', microbatch_size=2)"
+    """
+    if isinstance(value, Time):
+        return repr(str(value))
+    if isinstance(value, Problem):
+        return repr(value.name) if PROBLEMS.get(value.name) is value else f"Problem(name={value.name!r}, ...)"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{code(key)}: {code(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(code, value)) + (",)" if len(value) == 1 else ")")
+    if attrs.has(type(value)):
+        argument = [field for field in attrs.fields(type(value)) if not _at_default(field, value)]
+        arguments = [f"{field.alias}={code(getattr(value, field.name))}" for field in argument]
+        return f"{type(value).__name__}({', '.join(arguments)})"
+    return repr(value)
+
+
+def _at_default(field: attrs.Attribute[Any], record: Any) -> bool:
+    default = field.default
+    if default is attrs.NOTHING:
+        return False
+    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+        default = default.factory()  # type: ignore[union-attr]
+    value = getattr(record, field.name)
+    return bool(value == default)
+
 
 Fit: TypeAlias = Callable[..., Any]
 """``pl.fit``, or a loop with the same arguments and events."""
@@ -29,11 +65,11 @@ Pairs: TypeAlias = list[tuple[Event, State]]
 
 
 def _sgd() -> Optimizer:
-    return pl.optim.sgd(lr=0.05, momentum=0.9)
+    return optim.sgd(lr=0.05, momentum=0.9)
 
 
 def _adamw() -> Optimizer:
-    return pl.optim.adamw(lr=pl.schedules.linear(0.05, 0.01, "12ba"))
+    return optim.adamw(lr=schedules.linear(0.05, 0.01, "12ba"))
 
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {"sgd": _sgd, "adamw": _adamw}
@@ -43,7 +79,7 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {"sgd": _sgd, "adamw": _adamw}
 class _Unsized:
     """Batches in an iterable without a length."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
+    def __init__(self, batches: Sequence[object]) -> None:
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -72,7 +108,7 @@ def _stopping(plan: Plan) -> Algorithm:
     return Algorithm("stopping", dict.fromkeys(events, stop))
 
 
-def _never(interval: pl.Time | None) -> pl.Time | int | None:
+def _never(interval: Time | None) -> Time | int | None:
     """An interval as ``fit`` takes it: it refuses a zero with a unit, and takes 0 for "never"."""
     return 0 if interval is not None and not interval else interval
 
@@ -132,7 +168,7 @@ class Case:
         plan, held_out = self.plan, self.held_out()
         return {
             "loss": self.problem.loss,
-            "task": pl.Task(tokens=lambda batch: plan.tokens_per_sample * len(batch[0])),
+            "task": Task(tokens=lambda batch: plan.tokens_per_sample * len(batch[0])),
             "optimizer": OPTIMIZERS[self.optimizer](),
             "max_duration": plan.max_duration,
             "microbatch_size": plan.microbatch_size,
@@ -140,7 +176,7 @@ class Case:
             "precision": self.precision,
             "clip_grad": self.clip_grad,
             "evaluators": {
-                label: pl.Evaluator(
+                label: Evaluator(
                     held_out[label], interval=_never(evaluator.interval), microbatch_size=evaluator.microbatch_size
                 )
                 for label, evaluator in plan.evaluators.items()
@@ -159,7 +195,7 @@ class Case:
         self,
         algorithms: AlgorithmLike | Sequence[AlgorithmLike] = (),
         *,
-        fit: Fit = pl.fit,
+        fit: Fit = library_fit,
         start: State | nn.Module | None = None,
         **overrides: Any,
     ) -> Any:
@@ -180,9 +216,9 @@ class Case:
         self,
         algorithms: AlgorithmLike | Sequence[AlgorithmLike] = (),
         *,
-        fit: Fit = pl.fit,
+        fit: Fit = library_fit,
         start: State | nn.Module | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> Pairs:
         """All pairs of :meth:`stream`, as a list."""
         return list(self.stream(algorithms, fit=fit, start=start, **overrides))

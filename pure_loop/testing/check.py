@@ -2,35 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from unittest import SkipTest
 
+import attrs
 from hypothesis.strategies import SearchStrategy
 
-import pure_loop as pl
-from pure_loop.errors import ArgumentTypeError
+from pure_loop._internal.arguments import check_integer
+from pure_loop.entry.fit import fit as library_fit
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop.driver import Script
+from pure_loop.order import Plan
 from pure_loop.stages import Stages
 from pure_loop.state import State
-from pure_loop.testing.callbacks import CallbackSubject
 from pure_loop.testing.case import Fit
-from pure_loop.testing.law import EXAMPLES
+from pure_loop.testing.law import EXAMPLES, Law, try_examples
 from pure_loop.testing.laws import OF_ALGORITHMS, OF_CALLBACKS, OF_LOOPS, OF_SCRIPTS, UNAVAILABLE
-from pure_loop.testing.report import Report
-from pure_loop.testing.scripts import CUSTOMARY, Scripted
-from pure_loop.testing.subject import AlgorithmSubject, Problems
-from pure_loop.testing.trial import Trial
+from pure_loop.testing.laws.of_callbacks import CallbackSubject
+from pure_loop.testing.laws.of_scripts import CUSTOMARY, Scripted
+from pure_loop.testing.ranks.processes import close_shared_pools
+from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report
+from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
 
-__all__ = ["check_algorithm", "check_callback", "check_loop", "check_script", "not_none"]
+__all__ = ["Trial", "check_algorithm", "check_callback", "check_loop", "check_script", "not_none"]
+
+# Laws whose violation means that the process was changed, not only a State.
+_ABOUT_PROCESS = ("purity", "memory", "value", "determinism", "closing")
+_NONE = Outcome("", "", "not run")
+
+
+@attrs.define
+class Trial:
+    """The laws for one subject, and their outcomes so far.
+
+    Attributes:
+        subject: the subject on trial.
+        laws: the laws, each after those that it rests on.
+        unavailable: names of laws that can't be tried, each with the reason.
+        fit: the loop.
+        expected_failures, skip, max_examples: as in :func:`pure_loop.testing.check_algorithm`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: ``expected_failures``, ``skip`` or ``max_examples`` can't be used.
+    """
+
+    subject: Subject
+    laws: Sequence[Law]
+    unavailable: Mapping[str, str]
+    fit: Fit
+    expected_failures: Mapping[str, str] | None
+    skip: Mapping[str, str] | None
+    max_examples: int
+    _outcomes: dict[str, Outcome] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        known = set(self.names)
+        self.expected_failures = _reasons("expected_failures", self.expected_failures, known)
+        self.skip = _reasons("skip", self.skip, known)
+        both = self.expected_failures.keys() & self.skip.keys()
+        if both:
+            raise ArgumentError(
+                f"{sorted(both)} are in expected_failures and in skip; write them in one of the two only."
+            )
+        check_integer("max_examples", self.max_examples, least=1)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all laws, including those that can't be tried."""
+        return (*(law.name for law in self.laws), *self.unavailable)
+
+    def outcome(self, name: str) -> Outcome:
+        """Try a law, once."""
+        if name not in self._outcomes:
+            self._outcomes[name] = self._try(name)
+        return self._outcomes[name]
+
+    def report(self) -> Report:
+        """Try all laws.
+
+        Raises:
+            CheckFailed: a law fails, or there is another problem; holds the report.
+        """
+        # Runs are shared only while laws are tried: they hold many States.
+        self.subject.runs = {}
+        try:
+            outcomes = tuple(self.outcome(name) for name in self.names)
+        finally:
+            self.subject.runs = None
+            self._renew_processes()
+        never = tuple(key for key in self.subject.bound if not self.subject.fired[key])
+        report = Report(self.subject.name, outcomes, dict(self.subject.fired), never, self.never_ran())
+        if not report.ok:
+            raise CheckFailed(report)
+        return report
+
+    def _renew_processes(self) -> None:
+        """End the shared processes if the subject may have changed them in a way that can't be undone."""
+        ran = self.subject.on_processes or self.subject.on_worlds
+        if ran and any(self._outcomes.get(name, _NONE).violation is not None for name in _ABOUT_PROCESS):
+            close_shared_pools()
+
+    def never_ran(self) -> str:
+        """The problem of an algorithm that ran in none of the cases; empty if every algorithm ran."""
+        if not any(outcome.examples for outcome in self._outcomes.values()):
+            return ""
+        ran = {name for name, _ in self.subject.fired}
+        silent = [name for name in dict.fromkeys(name for name, _ in self.subject.bound) if name not in ran]
+        if not silent or not self.subject.watched:
+            return ""
+        events = ", ".join(event.name for name, event in self.subject.bound if name == silent[0])
+        return (
+            f"The {self.subject.kind} {silent[0]!r} never ran in the plans that were drawn, so it was not tested. "
+            f"It is bound to {events}; perhaps its `when` is false in runs of a few batches. Give it a shorter "
+            "interval, or longer plans: plans=testing.plans(...)."
+        )
+
+    def _try(self, name: str) -> Outcome:
+        law = next((law for law in self.laws if law.name == name), None)
+        assert self.skip is not None
+        assert self.expected_failures is not None
+        if law is None:
+            return Outcome(name, "", "skipped", reason=self.skip.get(name, self.unavailable[name]))
+        if name in self.skip:
+            return Outcome(name, law.statement, "skipped", reason=self.skip[name])
+        cases = self.subject.drawn(law)
+        if isinstance(cases, str):
+            return Outcome(name, law.statement, "skipped", reason=cases)
+        for before in law.rests_on:
+            if before in self.names and self.outcome(before).result in ("FAILED", "not run"):
+                return Outcome(name, law.statement, "not run", reason=f"rests on {before}")
+        expected = self.expected_failures.get(name, "")
+        began = time.process_time()
+        try:
+            examples = max(1, round(self.max_examples * law.share))
+            count = try_examples(
+                law, self.subject, cases, fit=self.fit, max_examples=examples, tolerant=self._tolerant(name)
+            )
+        except SkipTest as skipped:
+            return Outcome(name, law.statement, "skipped", reason=str(skipped))
+        except LawViolation as violation:
+            seconds = time.process_time() - began
+            result = "expected failure" if expected else "FAILED"
+            return Outcome(name, law.statement, result, violation.examples, expected, violation, seconds)  # type: ignore[arg-type]
+        seconds = time.process_time() - began
+        if not count:
+            reason = "every case ended in an error, as expected_failures or skip says of the law `order`"
+            return Outcome(name, law.statement, "not run", reason=reason)
+        if expected:
+            return Outcome(name, law.statement, "UNEXPECTED PASS", count, expected, None, seconds)
+        return Outcome(name, law.statement, "passed", count, "", None, seconds)
+
+    def _tolerant(self, name: str) -> bool:
+        """Whether errors of a run are expected, because ``order`` is expected to fail or skipped."""
+        known = {**(self.expected_failures or {}), **(self.skip or {})}
+        return name != "order" and "order" in known
+
+
+def _reasons(argument: str, value: Mapping[str, str] | None, known: set[str]) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ArgumentTypeError(
+            f"{argument}={value!r}: write a dict from the name of each law to the reason: "
+            f'{argument}={{"microbatch_invariance": "uses batch statistics"}}.'
+        )
+    for name, reason in value.items():
+        if name not in known:
+            raise ArgumentError(f"{argument}: there is no law {name!r}. There are {', '.join(sorted(known))}.")
+        if not isinstance(reason, str) or not reason.strip():
+            raise ArgumentError(f"{argument}[{name!r}]={reason!r}: write the reason, as a text.")
+    return dict(value)
 
 
 def check_algorithm(
-    make_algorithm: Any,
+    make_algorithm: object,
     *,
-    fit: Fit = pl.fit,
+    fit: Fit = library_fit,
     problems: Problems = None,
-    plans: SearchStrategy[Any] | None = None,
+    plans: SearchStrategy[Plan] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
     max_examples: int = EXAMPLES,
@@ -68,10 +220,10 @@ def check_algorithm(
 
 
 def check_loop(
-    fit: Fit = pl.fit,
+    fit: Fit = library_fit,
     *,
     problems: Problems = None,
-    plans: SearchStrategy[Any] | None = None,
+    plans: SearchStrategy[Plan] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
     max_examples: int = EXAMPLES,
@@ -92,7 +244,7 @@ def check_loop(
     return Trial(subject, OF_LOOPS, UNAVAILABLE, fit, expected_failures, skip, max_examples).report()
 
 
-def not_none(make_algorithm: Any) -> Any:
+def not_none(make_algorithm: object) -> Any:
     """The argument; None is refused.
 
     Raises:
@@ -106,10 +258,10 @@ def not_none(make_algorithm: Any) -> Any:
 
 
 def check_callback(
-    make_callback: Any,
+    make_callback: object,
     *,
     problems: Problems = None,
-    plans: SearchStrategy[Any] | None = None,
+    plans: SearchStrategy[Plan] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
     max_examples: int = EXAMPLES,
@@ -133,7 +285,7 @@ def check_callback(
     True
     """
     subject = CallbackSubject(make_callback, problems, plans)
-    return Trial(subject, OF_CALLBACKS, {}, pl.fit, expected_failures, skip, max_examples).report()
+    return Trial(subject, OF_CALLBACKS, {}, library_fit, expected_failures, skip, max_examples).report()
 
 
 def check_script(
@@ -176,4 +328,4 @@ def check_script(
     True
     """
     subject = Scripted(make_script, start, boundaries=boundaries, stages=stages)
-    return Trial(subject, OF_SCRIPTS, {}, pl.fit, expected_failures, skip, max_examples).report()
+    return Trial(subject, OF_SCRIPTS, {}, library_fit, expected_failures, skip, max_examples).report()

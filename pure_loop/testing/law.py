@@ -10,13 +10,14 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis.strategies import SearchStrategy
 
-import pure_loop as pl
+from pure_loop.entry.fit import fit as library_fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.order import Plan
 from pure_loop.testing._surroundings import unchanged
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
+from pure_loop.testing.report import LawViolation, broken_off
 from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
-from pure_loop.testing.violation import LawViolation, broken_off
 
 __all__ = ["EXAMPLES", "Law", "law", "try_examples"]
 
@@ -61,12 +62,12 @@ class Law:
 
     def __call__(
         self,
-        subject: Any = None,
-        case: Any = None,
+        subject: object = None,
+        case: object = None,
         *,
-        fit: Fit = pl.fit,
+        fit: Fit = library_fit,
         problems: Problems = None,
-        cases: SearchStrategy[Any] | None = None,
+        cases: SearchStrategy[object] | None = None,
         max_examples: int = EXAMPLES,
     ) -> None:
         """Try the law.
@@ -108,13 +109,13 @@ class Law:
             raise ArgumentError(f"{self.name}: {drawn}.")
         try_examples(self, result, drawn, fit=fit, max_examples=max_examples)
 
-    def _serves(self, case: Any) -> bool:
+    def _serves(self, case: object) -> bool:
         return not isinstance(case, Case) or self.serves(case.problem)
 
     def cases(
         self,
         problems: Problems = None,
-        plans: SearchStrategy[Any] | None = None,
+        plans: SearchStrategy[Plan] | None = None,
     ) -> SearchStrategy[Case] | str:
         """The cases of these problems and plans on which it can hold, or a text that says why there are none.
 
@@ -133,7 +134,7 @@ class Law:
         short = all_plans(max_batches=6, max_batches_per_epoch=3, max_samples=5) if plans is None else plans
         return cases(problems=served, plans=short)
 
-    def on(self, subject: Subject, case: Any, fit: Fit = pl.fit) -> None:
+    def on(self, subject: Subject, case: object, fit: Fit = library_fit) -> None:
         """Try it on one case; a violation gets the law, the case and code that reproduces it."""
         try:
             with unchanged():
@@ -146,10 +147,10 @@ class Law:
                 raise
             raise self._completed(broken_off([], error), subject, case, fit) from error
 
-    def _completed(self, violation: LawViolation, subject: Subject, case: Any, fit: Fit) -> LawViolation:
+    def _completed(self, violation: LawViolation, subject: Subject, case: object, fit: Fit) -> LawViolation:
         """The violation, with the law, the case and code that reproduces it."""
         violation.law, violation.statement, violation.case = self.name, self.statement, case
-        violation.code = subject.reproduction(self._code(), case, standard=fit is pl.fit)
+        violation.code = subject.reproduction(self._code(), case, standard=fit is library_fit)
         return violation
 
     def _code(self) -> str:
@@ -180,6 +181,7 @@ def law(
         of: the class of its subjects.
         share: the share of a check's examples on which it is tried.
 
+    >>> import pure_loop as pl
     >>> @law("the loss is never negative")
     ... def positive_loss(subject, case, fit):
     ...     for event, state in case.stream(subject.make(), fit=fit):
@@ -197,9 +199,9 @@ def law(
 def try_examples(
     law: Law,
     subject: Subject,
-    cases: SearchStrategy[Any],
+    cases: SearchStrategy[object],
     *,
-    fit: Fit = pl.fit,
+    fit: Fit = library_fit,
     max_examples: int = EXAMPLES,
     tolerant: bool = False,
 ) -> int:
@@ -231,7 +233,7 @@ def try_examples(
         suppress_health_check=list(HealthCheck),
     )
     @hypothesis.given(cases)
-    def holds(case: Any) -> None:
+    def holds(case: object) -> None:
         nonlocal tried, found_after, last
         tried += 1
         try:

@@ -10,23 +10,23 @@ from typing import Any, TypeVar
 import attrs
 from hypothesis.strategies import SearchStrategy
 
-import pure_loop as pl
 from pure_loop.algorithm import Algorithm, Composition
+from pure_loop.entry.fit import fit as library_fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.testing.check import not_none
+from pure_loop.order import Plan
+from pure_loop.testing.check import Trial, not_none
 from pure_loop.testing.law import EXAMPLES
 from pure_loop.testing.laws import OF_ALGORITHMS, UNAVAILABLE
 from pure_loop.testing.problems import as_problems
 from pure_loop.testing.report import CheckFailed, Outcome, Report
 from pure_loop.testing.subject import AlgorithmSubject, Problems
-from pure_loop.testing.trial import Trial
 
 __all__ = ["parametrize_with_checks"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _by_name(argument: Any, names: list[str]) -> list[Mapping[str, str] | None]:
+def _by_name(argument: object, names: list[str]) -> list[Mapping[str, str] | None]:
     """Expected failures of each algorithm; an empty list if they are not listed by algorithm."""
     if not isinstance(argument, Mapping) or not any(isinstance(value, Mapping) for value in argument.values()):
         return []
@@ -39,7 +39,7 @@ def _by_name(argument: Any, names: list[str]) -> list[Mapping[str, str] | None]:
 class _Check:
     """One law for one algorithm, as a function: the ``check`` that :func:`parametrize_with_checks` passes to a test."""
 
-    def __init__(self, value: Any, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
+    def __init__(self, value: object, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
         self._algorithm = value
         self._trial = trial
         self._together = together
@@ -82,7 +82,7 @@ def parametrize_with_checks(
     algorithms: Iterable[Any],
     *,
     problems: Problems = None,
-    plans: SearchStrategy[Any] | None = None,
+    plans: SearchStrategy[Plan] | None = None,
     expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
     skip: Mapping[str, str] | None = None,
     max_examples: int = EXAMPLES,
@@ -117,7 +117,7 @@ def parametrize_with_checks(
     by_name = _by_name(expected_failures, [subject.name for subject in subjects])
     everywhere: list[Any] = [expected_failures] * len(subjects)
     trials = [
-        Trial(subject, OF_ALGORITHMS, UNAVAILABLE, pl.fit, expected, skip, max_examples)
+        Trial(subject, OF_ALGORITHMS, UNAVAILABLE, library_fit, expected, skip, max_examples)
         for subject, expected in zip(subjects, by_name or everywhere, strict=True)
     ]
     together = () if by_name else tuple(trials)

@@ -2,7 +2,7 @@
 
 Each takes under a millisecond a step, and each has something that training loops get wrong: random numbers drawn in
 the forward, buffers written in the forward, a weight used twice, a parameter that is not trained, tokens that are
-padding. In ``"exact"`` all sums are exact, so that results that should be equal are bitwise equal.
+padding. In ``"exact"`` all sums are exact, so that results that should be equal are equal.
 """
 
 from __future__ import annotations

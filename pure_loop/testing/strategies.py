@@ -15,14 +15,12 @@ them by their types: ``from_type(pl.State)`` is ``states()``.
 
 from __future__ import annotations
 
-from pure_loop import _hypothesis
+from pure_loop.entry import hypothesis as introduction
 from pure_loop.testing._batches import batches
-from pure_loop.testing._cases import cases, problems
 from pure_loop.testing._compositions import algorithms
-from pure_loop.testing._event_streams import event_streams
 from pure_loop.testing._plans import plans
-from pure_loop.testing._states import state_at, states
-from pure_loop.testing._times import times, timestamps
+from pure_loop.testing._states import cases, problems, state_at, states
+from pure_loop.testing._times import event_streams, times, timestamps
 from pure_loop.testing.case import Case
 from pure_loop.testing.problems import Problem
 
@@ -40,9 +38,9 @@ __all__ = [
 ]
 
 # Here also where Hypothesis loads no entry points (HYPOTHESIS_NO_PLUGINS), or finds none.
-_hypothesis.register()
-_hypothesis.register_types(Case, Problem)
-_hypothesis.show(Case)
+introduction.register()
+introduction.register_types(Case, Problem)
+introduction.show(Case)
 
 
 def __dir__() -> list[str]:

@@ -5,25 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from hypothesis.strategies import SearchStrategy
 
 from pure_loop.algorithm import Algorithm, Composition, flatten
 from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError, PureLoopError
 from pure_loop.event import Event
+from pure_loop.order import Plan
 from pure_loop.testing._surroundings import unchanged
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
-
-if TYPE_CHECKING:
-    from pure_loop.testing.law import Law
 
 __all__ = ["AlgorithmSubject", "Draw", "Problems", "Subject", "assigned", "drawn_from", "fresh_copies", "imported"]
 
 Problems: TypeAlias = Problem | str | Iterable[Problem | str] | None
 
-Draw: TypeAlias = "Callable[[Law], SearchStrategy[Any] | str]"
+
+class CasesOfLaw(Protocol):
+    """A law, as far as a subject knows one."""
+
+    def cases(self, problems: Problems, plans: SearchStrategy[Plan] | None) -> SearchStrategy[Case] | str: ...
+
+
+Draw: TypeAlias = Callable[[CasesOfLaw], SearchStrategy[Any] | str]
 """Gives the strategy of the cases on which a law is tried, or a text that says why there are none."""
 
 
@@ -66,10 +71,10 @@ class Subject(ABC):
 
     @classmethod
     @abstractmethod
-    def made_of(cls, value: Any) -> Subject:
+    def made_of(cls, value: object) -> Subject:
         """The subject for the first argument of a law, which may be a subject already."""
 
-    def reproduction(self, law: str, case: Any, *, standard: bool) -> str:
+    def reproduction(self, law: str, case: object, *, standard: bool) -> str:
         """Code that tries a law on this subject and one case; with ``standard=False`` it passes ``fit=fit``."""
         arguments = [self.called, "case", *(() if standard else ("fit=fit",))]
         return "\n".join(
@@ -84,7 +89,7 @@ class Subject(ABC):
         )
 
 
-def drawn_from(problems: Problems = None, plans: SearchStrategy[Any] | None = None) -> Draw:
+def drawn_from(problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> Draw:
     """Cases of these problems and plans; None: of all built-in problems.
 
     Raises:
@@ -123,7 +128,7 @@ class AlgorithmSubject(Subject):
     kind = "algorithm"
     laws = "testing.laws"
 
-    def __init__(self, value: Any, problems: Problems = None, plans: SearchStrategy[Any] | None = None) -> None:
+    def __init__(self, value: object, problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> None:
         self.make = _maker(value)
         with unchanged():
             result = self.make()
@@ -137,7 +142,7 @@ class AlgorithmSubject(Subject):
         )
 
     @classmethod
-    def made_of(cls, value: Any) -> AlgorithmSubject:
+    def made_of(cls, value: object) -> AlgorithmSubject:
         return value if isinstance(value, cls) else cls(value)
 
     def alone(self, case: Case, fit: Fit) -> Pairs:
@@ -150,7 +155,7 @@ class AlgorithmSubject(Subject):
         return self.runs[key]
 
 
-def _maker(value: Any) -> Callable[[], tuple[Algorithm, ...]]:
+def _maker(value: object) -> Callable[[], tuple[Algorithm, ...]]:
     if value is None:
         return lambda: ()
     if isinstance(value, Algorithm | Composition):
@@ -195,7 +200,7 @@ def _maker(value: Any) -> Callable[[], tuple[Algorithm, ...]]:
     return make
 
 
-def fresh_copies(algorithm: Any) -> Callable[[], Any]:
+def fresh_copies(algorithm: object) -> Callable[[], Any]:
     """A function that makes copies of an algorithm as it is now, closures included.
 
     Raises:
@@ -220,7 +225,7 @@ def fresh_copies(algorithm: Any) -> Callable[[], Any]:
     return lambda: cloudpickle.loads(data)
 
 
-def imported(value: Any) -> tuple[str, str] | None:
+def imported(value: object) -> tuple[str, str] | None:
     """The import statement of a function or a class, and the expression for it; None if it can't be imported.
 
     >>> imported(fresh_copies)
@@ -233,7 +238,7 @@ def imported(value: Any) -> tuple[str, str] | None:
     return None
 
 
-def assigned(name: str, value: Any) -> str:
+def assigned(name: str, value: object) -> str:
     """Code that assigns the checked object to a name; ``...``, to be filled in, if it can't be imported."""
     result = imported(value)
     return f"{name} = ...  # the object that was checked" if result is None else f"{result[0]}\n\n{name} = {result[1]}"

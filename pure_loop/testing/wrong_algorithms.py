@@ -10,169 +10,206 @@ import sys
 import threading
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from functools import wraps
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-import pure_loop as pl
 from pure_loop._internal.torch_private import fused_sgd
-from pure_loop.algorithm import Algorithm
+from pure_loop.algorithm import Algorithm, algorithm
 from pure_loop.event import Event
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 
 __all__ = ["WRONG_ALGORITHMS"]
 
+Factory: TypeAlias = Callable[[], Algorithm]
+Function: TypeAlias = Callable[[State], State]
 
-def adds_in_place() -> Algorithm:
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-    def decay(state: State) -> State:
-        assert state.grads is not None
-        for gradient in state.grads.values():
-            if gradient is not None:
-                gradient.mul_(0.5)
-        return state
-
-    return decay
+WRONG_ALGORITHMS: dict[Factory, str] = {}
+"""Functions that make a wrong algorithm, and the name of the law that each breaks."""
 
 
-def writes_through_data() -> Algorithm:
+def breaks(law: str) -> Callable[[Factory], Factory]:
+    """Put a function that makes an algorithm among those that break a law."""
+
+    def register(make: Factory) -> Factory:
+        WRONG_ALGORITHMS[make] = law
+        return make
+
+    return register
+
+
+def handler(
+    law: str, name: str, *events: Event, init: Callable[[State], object] | None = None
+) -> Callable[[Function], Factory]:
+    """Make such a function of a handler that keeps nothing outside of the State.
+
+    Args:
+        law: the law that it breaks.
+        name: of the algorithm.
+        events: at which it runs.
+        init: makes the algorithm's state; None: it has none.
+    """
+
+    def register(function: Function) -> Factory:
+        @wraps(function)
+        def make() -> Algorithm:
+            return Algorithm(name, dict.fromkeys(events, function), init=init)
+
+        return breaks(law)(make)
+
+    return register
+
+
+def gradients(state: State) -> dict[str, Tensor]:
+    """Those that there are."""
+    assert state.grads is not None
+    return {name: gradient for name, gradient in state.grads.items() if gradient is not None}
+
+
+def with_gradients(state: State, change: Callable[[Tensor], Tensor]) -> State:
+    assert state.grads is not None
+    return state.replace(grads={name: None if g is None else change(g) for name, g in state.grads.items()})
+
+
+def with_loss(state: State, factor: float) -> State:
+    loss = state.loss
+    assert loss is not None
+    return state.replace(loss={**loss, "total": loss["total"] * factor} if isinstance(loss, dict) else loss * factor)
+
+
+def with_params(state: State, factor: float) -> State:
+    return state.replace(params={name: tensor * factor for name, tensor in state.params.items()})
+
+
+@handler("purity", "decay", Event.AFTER_TRAIN_BATCH)
+def adds_in_place(state: State) -> State:
+    for gradient in gradients(state).values():
+        gradient.mul_(0.5)
+    return state
+
+
+@handler("purity", "decay", Event.AFTER_TRAIN_BATCH)
+def writes_through_data(state: State) -> State:
     """Behind the back of the version counter."""
-
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-    def decay(state: State) -> State:
-        assert state.grads is not None
-        for gradient in state.grads.values():
-            if gradient is not None:
-                gradient.data *= 0.5
-        return state
-
-    return decay
+    for gradient in gradients(state).values():
+        gradient.data *= 0.5
+    return state
 
 
-def steps_with_a_fused_kernel() -> Algorithm:
+@handler("purity", "step", Event.AFTER_TRAIN_BATCH)
+def steps_with_a_fused_kernel(state: State) -> State:
     """Fused kernels write without counting versions."""
-
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-    def step(state: State) -> State:
-        assert state.grads is not None
-        pairs = [(state.params[name], gradient) for name, gradient in state.grads.items() if gradient is not None]
-        if fused_sgd is None:
-            raise RuntimeError("this version of torch lacks the fused kernel of SGD, which this algorithm calls.")
-        fused_sgd(
-            [tensor for tensor, _ in pairs],
-            [gradient for _, gradient in pairs],
-            [],
-            weight_decay=0.0,
-            momentum=0.0,
-            lr=0.01,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=True,
-        )
-        return state
-
-    return step
+    if fused_sgd is None:
+        raise RuntimeError("this version of torch lacks the fused kernel of SGD, which this algorithm calls.")
+    present = gradients(state)
+    fused_sgd(
+        [state.params[name] for name in present],
+        [*present.values()],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.01,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+    return state
 
 
-def lends_its_memory_to_batchnorm() -> Algorithm:
+@handler("purity", "statistics", Event.BATCH_END, init=lambda state: (torch.zeros(1), torch.ones(1)))
+def lends_its_memory_to_batchnorm(state: State) -> State:
     """BatchNorm writes to the statistics that it is given."""
-    name = "statistics"
-
-    def update(state: State) -> State:
-        losses = total_loss(state.loss)
-        mean, variance = state.algorithm_state[name]
-        values = torch.stack([losses, losses + 1]).detach().to(mean.dtype).reshape(2, 1)
-        torch.nn.functional.batch_norm(values, mean, variance, training=True)
-        return state.remember(name, (mean, variance))
-
-    return Algorithm(name, {Event.BATCH_END: update}, init=lambda state: (torch.zeros(1), torch.ones(1)))
+    losses = total_loss(state.loss)
+    mean, variance = state.algorithm_state["statistics"]
+    values = torch.stack([losses, losses + 1]).detach().to(mean.dtype).reshape(2, 1)
+    torch.nn.functional.batch_norm(values, mean, variance, training=True)
+    return state.remember("statistics", (mean, variance))
 
 
+@breaks("purity")
 def keeps_an_alias_and_writes_to_it_later() -> Algorithm:
-    kept: list[Tensor] = []
+    alias: list[Tensor] = []
 
     def keep(state: State) -> State:
-        kept[:] = [state.algorithm_state["alias"]]
+        alias[:] = [state.algorithm_state["alias"]]
         return state
 
     def write(state: State) -> State:
-        if kept:
-            kept[0].add_(0.0).mul_(0.5)
+        if alias:
+            alias[0].add_(0.0).mul_(0.5)
         return state
 
-    return Algorithm(
-        "alias",
-        {
-            Event.BATCH_START: keep,
-            Event.BATCH_END: lambda state: state.remember("alias", torch.ones(2)),
-            Event.EPOCH_END: write,
-        },
-        init=lambda state: torch.ones(2),
-    )
+    def renew(state: State) -> State:
+        return state.remember("alias", torch.ones(2))
+
+    handlers = {Event.BATCH_START: keep, Event.BATCH_END: renew, Event.EPOCH_END: write}
+    return Algorithm("alias", handlers, init=lambda state: torch.ones(2))
 
 
-def draws_from_the_operating_system() -> Algorithm:
-    @pl.algorithm(Event.AFTER_LOSS)
-    def jitter(state: State) -> State:
-        return state.replace(loss=_times(state.loss, 1.0 + os.urandom(4)[0] / 1000 + os.urandom(4)[1] / 7000))
-
-    return jitter
+@handler("purity", "jitter", Event.AFTER_LOSS)
+def draws_from_the_operating_system(state: State) -> State:
+    return with_loss(state, 1.0 + os.urandom(4)[0] / 1000 + os.urandom(4)[1] / 7000)
 
 
+@breaks("memory")
 def draws_from_a_generator_of_its_own() -> Algorithm:
     """Its state is nowhere in the State; the global generators would have been seeded."""
     own = torch.Generator()
 
-    @pl.algorithm(Event.AFTER_LOSS)
+    @algorithm(Event.AFTER_LOSS)
     def jitter(state: State) -> State:
-        return state.replace(loss=_times(state.loss, 1.0 + float(torch.rand((), generator=own)) / 10))
+        return with_loss(state, 1.0 + float(torch.rand((), generator=own)) / 10)
 
     return jitter
 
 
-def leaks_gradients() -> Algorithm:
-    @pl.algorithm(Event.AFTER_LOSS)
-    def backward(state: State) -> State:
-        total: Any = total_loss(state.loss)
-        total.backward(retain_graph=True)
-        return state
-
-    return backward
+@handler("purity", "backward", Event.AFTER_LOSS)
+def leaks_gradients(state: State) -> State:
+    torch.autograd.backward(total_loss(state.loss), retain_graph=True)
+    return state
 
 
-def leaves_grad_mode_off() -> Algorithm:
-    @pl.algorithm(Event.BATCH_END)
-    def look(state: State) -> State:
-        torch.set_grad_enabled(False)
-        return state
-
-    return look
+@handler("purity", "look", Event.BATCH_END)
+def leaves_grad_mode_off(state: State) -> State:
+    torch.set_grad_enabled(False)
+    return state
 
 
-def hooks_a_tensor() -> Algorithm:
-    @pl.algorithm(Event.AFTER_LOSS)
-    def halve(state: State) -> State:
-        total: Any = total_loss(state.loss)
-        total.register_hook(lambda gradient: gradient * 0.5)
-        return state
-
-    return halve
+@handler("purity", "halve", Event.AFTER_LOSS)
+def hooks_a_tensor(state: State) -> State:
+    total: Any = total_loss(state.loss)  # torch has no types for hooks
+    total.register_hook(lambda gradient: gradient * 0.5)
+    return state
 
 
+@breaks("memory")
 def remembers_in_a_closure() -> Algorithm:
-    seen: list[int] = []
+    calls: list[int] = []
 
-    @pl.algorithm(Event.AFTER_LOSS)
+    @algorithm(Event.AFTER_LOSS)
     def warm_up(state: State) -> State:
-        seen.append(1)
-        return state.replace(loss=_times(state.loss, min(1.0, len(seen) / 10)))
+        calls.append(1)
+        return with_loss(state, min(1.0, len(calls) / 10))
 
     return warm_up
 
 
+@breaks("memory")
+def remembers_in_its_predicate() -> Algorithm:
+    calls: list[int] = []
+
+    def every_other(state: State) -> bool:
+        calls.append(1)
+        return len(calls) % 2 == 0
+
+    return algorithm(Event.AFTER_LOSS, when=every_other, name="sometimes")(lambda state: with_loss(state, 0.5))
+
+
+@breaks("memory")
 def sets_itself_up_at_the_start() -> Algorithm:
     """A fresh instance that joins later has not been set up."""
     settings: dict[str, float] = {}
@@ -182,119 +219,64 @@ def sets_itself_up_at_the_start() -> Algorithm:
         return state
 
     def halve(state: State) -> State:
-        return state.replace(loss=_times(state.loss, settings["factor"]))
+        return with_loss(state, settings["factor"])
 
     return Algorithm("set_up", {Event.FIT_START: set_up, Event.AFTER_LOSS: halve})
 
 
-def remembers_on_a_tensor() -> Algorithm:
-    """In an attribute of a tensor, which is no part of its value."""
-
-    def count(state: State) -> State:
-        before = state.algorithm_state["tally"]
-        after = before.clone()
-        after.seen = getattr(before, "seen", 0) + 1
-        params = {name: tensor * (1 - after.seen / 1e3) for name, tensor in state.params.items()}
-        return state.replace(params=params).remember("tally", after)
-
-    return Algorithm("tally", {Event.BATCH_END: count}, init=lambda state: torch.zeros(()))
+@handler("structure", "history", Event.BATCH_END, init=lambda state: torch.zeros(1))
+def lets_its_memory_grow(state: State) -> State:
+    return state.remember("history", torch.cat([state.algorithm_state["history"], torch.zeros(1)]))
 
 
-def remembers_in_its_predicate() -> Algorithm:
-    calls: list[int] = []
-
-    def every_other(state: State) -> bool:
-        calls.append(1)
-        return len(calls) % 2 == 0
-
-    return pl.algorithm(Event.AFTER_LOSS, when=every_other, name="sometimes")(
-        lambda state: state.replace(loss=_times(state.loss, 0.5))
-    )
+@handler("structure", "gap", Event.AFTER_LOSS, init=lambda state: state.params[state.model.trainable[0]].sum() * 0)
+def remembers_a_graph(state: State) -> State:
+    total = total_loss(state.loss)
+    return state.remember("gap", total - total.detach())
 
 
-def lets_its_memory_grow() -> Algorithm:
-    def note(state: State) -> State:
-        history = state.algorithm_state["history"]
-        return state.remember("history", torch.cat([history, torch.zeros(1)]))
-
-    return Algorithm("history", {Event.BATCH_END: note}, init=lambda state: torch.zeros(1))
+@handler("structure", "compress", Event.AFTER_TRAIN_BATCH)
+def returns_another_dtype(state: State) -> State:
+    return with_gradients(state, Tensor.bfloat16)
 
 
-def remembers_a_graph() -> Algorithm:
-    def note(state: State) -> State:
-        total = total_loss(state.loss)
-        return state.remember("gap", total - total.detach())
-
-    return Algorithm(
-        "gap", {Event.AFTER_LOSS: note}, init=lambda state: state.params[state.model.trainable[0]].sum() * 0
-    )
+@handler("discipline", "count", Event.BATCH_END, init=lambda state: 0)
+def drops_the_memory_of_others(state: State) -> State:
+    return state.replace(algorithm_state={"count": state.algorithm_state["count"] + 1})
 
 
-def returns_another_dtype() -> Algorithm:
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-    def compress(state: State) -> State:
-        assert state.grads is not None
-        return state.replace(grads={n: None if g is None else g.bfloat16() for n, g in state.grads.items()})
-
-    return compress
-
-
-def drops_the_memory_of_others() -> Algorithm:
-    def count(state: State) -> State:
-        return state.replace(algorithm_state={"count": state.algorithm_state["count"] + 1})
-
-    return Algorithm("count", {Event.BATCH_END: count}, init=lambda state: 0)
-
-
-def replaces_the_batch_too_late() -> Algorithm:
+@handler("discipline", "augment", Event.BEFORE_FORWARD)
+def replaces_the_batch_too_late(state: State) -> State:
     """The batch has been split; nothing reads it any more."""
-
-    @pl.algorithm(Event.BEFORE_FORWARD)
-    def augment(state: State) -> State:
-        inputs, targets = state.batch
-        return state.replace(batch=(inputs.flip(-1) + 1, targets))
-
-    return augment
+    inputs, targets = state.batch
+    return state.replace(batch=(inputs.flip(-1) + 1, targets))
 
 
-def clips_after_the_step() -> Algorithm:
-    @pl.algorithm(Event.BATCH_END)
-    def clip(state: State) -> State:
-        if state.grads is None:
-            return state
-        return state.replace(grads={n: None if g is None else g * 0.5 for n, g in state.grads.items()})
-
-    return clip
+@handler("discipline", "clip", Event.BATCH_END)
+def clips_after_the_step(state: State) -> State:
+    return state if state.grads is None else with_gradients(state, lambda gradient: gradient * 0.5)
 
 
-def fails_on_a_single_sample() -> Algorithm:
-    @pl.algorithm(Event.BEFORE_LOSS)
-    def spread(state: State) -> State:
-        if len(state.outputs) == 1:
-            raise ValueError("the variance of one number is not defined")
-        return state
-
-    return spread
+@handler("order", "spread", Event.BEFORE_LOSS)
+def fails_on_a_single_sample(state: State) -> State:
+    if len(state.outputs) == 1:
+        raise ValueError("the variance of one number is not defined")
+    return state
 
 
-def fails_in_prediction() -> Algorithm:
+@handler("order", "look", Event.AFTER_LOSS, Event.PREDICT_BATCH_END)
+def fails_in_prediction(state: State) -> State:
     """There is no loss in prediction."""
-
-    @pl.algorithm(Event.AFTER_LOSS, Event.PREDICT_BATCH_END)
-    def look(state: State) -> State:
-        return state.replace(loss=total_loss(state.loss) * 1.0)
-
-    return look
+    return state.replace(loss=total_loss(state.loss) * 1.0)
 
 
-def counts_microbatches_as_batches() -> Algorithm:
-    def warm_up(state: State) -> State:
-        seen = state.algorithm_state["warm_up"] + 1
-        return state.replace(loss=_times(state.loss, min(1.0, seen / 10))).remember("warm_up", seen)
-
-    return Algorithm("warm_up", {Event.AFTER_LOSS: warm_up}, init=lambda state: 0)
+@handler("microbatch_invariance", "warm_up", Event.AFTER_LOSS, init=lambda state: 0)
+def counts_microbatches_as_batches(state: State) -> State:
+    count = state.algorithm_state["warm_up"] + 1
+    return with_loss(state, min(1.0, count / 10)).remember("warm_up", count)
 
 
+@breaks("microbatch_invariance")
 def takes_the_mean_of_means() -> Algorithm:
     """The gradient of the mean of the microbatches' means, whatever they hold."""
     name = "mean_of_means"
@@ -303,61 +285,48 @@ def takes_the_mean_of_means() -> Algorithm:
         return state.remember(name, (0.0, 0))
 
     def add(state: State) -> State:
-        total = total_loss(state.loss)
-        seen, count = state.algorithm_state[name]
-        return state.remember(name, (seen + float(total.detach()), count + 1))
+        total, count = state.algorithm_state[name]
+        return state.remember(name, (total + float(total_loss(state.loss).detach()), count + 1))
 
     def scale(state: State) -> State:
-        seen, count = state.algorithm_state[name]
-        assert state.grads is not None
-        grads = {n: None if g is None else g * (1.0 + seen / count) for n, g in state.grads.items()}
-        return state.replace(grads=grads)
+        total, count = state.algorithm_state[name]
+        return with_gradients(state, lambda gradient: gradient * (1.0 + total / count))
 
     events = {Event.BEFORE_TRAIN_BATCH: reset, Event.AFTER_LOSS: add, Event.AFTER_TRAIN_BATCH: scale}
     return Algorithm(name, events, init=lambda state: (0.0, 0))
 
 
-def normalises_within_a_microbatch() -> Algorithm:
-    @pl.algorithm(Event.BEFORE_LOSS)
-    def whiten(state: State) -> State:
-        return state.replace(outputs=state.outputs - state.outputs.mean(dim=0, keepdim=True) * 0.5)
-
-    return whiten
+@handler("microbatch_invariance", "whiten", Event.BEFORE_LOSS)
+def normalises_within_a_microbatch(state: State) -> State:
+    return state.replace(outputs=state.outputs - state.outputs.mean(dim=0, keepdim=True) * 0.5)
 
 
+@breaks("evaluation_invariance")
 def trains_by_its_evaluations() -> Algorithm:
     def note(state: State) -> State:
         return state.remember("patience", state.algorithm_state["patience"] * 0.9)
 
     def scale(state: State) -> State:
-        return state.replace(loss=_times(state.loss, state.algorithm_state["patience"]))
+        return with_loss(state, state.algorithm_state["patience"])
 
     return Algorithm("patience", {Event.EVAL_END: note, Event.AFTER_LOSS: scale}, init=lambda state: 1.0)
 
 
-def trains_differently_when_watched() -> Algorithm:
-    """It looks up the stack whether the loop has observers."""
-
-    @pl.algorithm(Event.AFTER_LOSS)
-    def show_off(state: State) -> State:
-        frame = sys._getframe()
-        while frame is not None and not (
-            frame.f_locals.get("observers") or getattr(frame.f_locals.get("run"), "observers", None)
-        ):
-            frame = frame.f_back  # type: ignore[assignment]
-        return state.replace(loss=_times(state.loss, 0.5)) if frame is not None else state
-
-    return show_off
+@handler("observer_invariance", "show_off", Event.AFTER_LOSS)
+def trains_differently_when_watched(state: State) -> State:
+    """It looks up the stack whether the loop has observers, of which a State says nothing."""
+    frame = sys._getframe()
+    while frame is not None and not frame.f_locals.get("observers"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return with_loss(state, 0.5) if frame is not None else state
 
 
-def depends_on_its_neighbours() -> Algorithm:
-    @pl.algorithm(Event.AFTER_LOSS)
-    def share(state: State) -> State:
-        return state.replace(loss=_times(state.loss, 1.0 / (1 + len(state.algorithm_state))))
-
-    return share
+@handler("composition", "share", Event.AFTER_LOSS)
+def depends_on_its_neighbours(state: State) -> State:
+    return with_loss(state, 1.0 / (1 + len(state.algorithm_state)))
 
 
+@breaks("resumption")
 def starts_over_at_fit_start() -> Algorithm:
     """FIT_START comes in every call, when training resumes too."""
 
@@ -365,99 +334,46 @@ def starts_over_at_fit_start() -> Algorithm:
         return state.remember("ramp", 0)
 
     def ramp(state: State) -> State:
-        seen = state.algorithm_state["ramp"] + 1
-        params = {name: tensor * (1 - seen / 1e3) for name, tensor in state.params.items()}
-        return state.replace(params=params).remember("ramp", seen)
+        count = state.algorithm_state["ramp"] + 1
+        return with_params(state, 1 - count / 1e3).remember("ramp", count)
 
     return Algorithm("ramp", {Event.FIT_START: reset, Event.BATCH_END: ramp}, init=lambda state: 0)
 
 
-def remembers_a_fraction() -> Algorithm:
+@handler("resumption", "tally", Event.BATCH_END, init=lambda state: torch.zeros(()))
+def remembers_on_a_tensor(state: State) -> State:
+    """In an attribute of a tensor, which is no part of its value."""
+    before = state.algorithm_state["tally"]
+    after = before.clone()
+    after.count_of_calls = getattr(before, "count_of_calls", 0) + 1
+    return with_params(state, 1 - after.count_of_calls / 1e3).remember("tally", after)
+
+
+@handler("checkpoint", "thirds", Event.BATCH_END, init=lambda state: Fraction(0))
+def remembers_a_fraction(state: State) -> State:
     """A value like any other, and none that a file can hold."""
-
-    def count(state: State) -> State:
-        return state.remember("thirds", state.algorithm_state["thirds"] + Fraction(1, 3))
-
-    return Algorithm("thirds", {Event.BATCH_END: count}, init=lambda state: Fraction(0))
+    return state.remember("thirds", state.algorithm_state["thirds"] + Fraction(1, 3))
 
 
-def leaves_a_thread() -> Algorithm:
-    @pl.algorithm(Event.FIT_START)
-    def prefetch(state: State) -> State:
-        threading.Thread(target=threading.Event().wait, args=(2,), daemon=True, name="prefetch").start()
-        return state
-
-    return prefetch
+@handler("closing", "prefetch", Event.FIT_START)
+def leaves_a_thread(state: State) -> State:
+    threading.Thread(target=threading.Event().wait, args=(2,), daemon=True, name="prefetch").start()
+    return state
 
 
-def depends_on_its_rank() -> Algorithm:
-    @pl.algorithm(Event.AFTER_LOSS)
-    def favour(state: State) -> State:
-        return state.replace(loss=_times(state.loss, 1.0 + int(os.environ.get("LOCAL_RANK", "0")) / 10))
-
-    return favour
+@handler("rank_agreement", "favour", Event.AFTER_LOSS)
+def depends_on_its_rank(state: State) -> State:
+    return with_loss(state, 1.0 + int(os.environ.get("LOCAL_RANK", "0")) / 10)
 
 
-def communicates_on_one_rank_alone() -> Algorithm:
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-    def share(state: State) -> State:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
-            torch.distributed.all_reduce(torch.ones(1))
-        return state
-
-    return share
+@handler("rank_agreement", "share", Event.AFTER_TRAIN_BATCH)
+def communicates_on_one_rank_alone(state: State) -> State:
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
+        torch.distributed.all_reduce(torch.ones(1))
+    return state
 
 
-def _times(loss: Any, factor: float) -> Any:
-    return {**loss, "total": loss["total"] * factor} if isinstance(loss, dict) else loss * factor
-
-
-def scales_by_the_samples_that_it_sees() -> Algorithm:
+@handler("world_size", "scale", Event.AFTER_TRAIN_BATCH)
+def scales_by_the_samples_that_it_sees(state: State) -> State:
     """Of several ranks, each sees another number."""
-
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-    def scale(state: State) -> State:
-        assert state.grads is not None
-        size = len(state.batch[0])
-        return state.replace(grads={name: g if g is None else g * size for name, g in state.grads.items()})
-
-    return scale
-
-
-WRONG_ALGORITHMS: dict[Callable[[], Algorithm], str] = {
-    adds_in_place: "purity",
-    writes_through_data: "purity",
-    steps_with_a_fused_kernel: "purity",
-    lends_its_memory_to_batchnorm: "purity",
-    keeps_an_alias_and_writes_to_it_later: "purity",
-    draws_from_the_operating_system: "purity",
-    draws_from_a_generator_of_its_own: "memory",
-    leaks_gradients: "purity",
-    leaves_grad_mode_off: "purity",
-    hooks_a_tensor: "purity",
-    remembers_in_a_closure: "memory",
-    remembers_in_its_predicate: "memory",
-    sets_itself_up_at_the_start: "memory",
-    lets_its_memory_grow: "structure",
-    remembers_a_graph: "structure",
-    returns_another_dtype: "structure",
-    drops_the_memory_of_others: "discipline",
-    replaces_the_batch_too_late: "discipline",
-    clips_after_the_step: "discipline",
-    fails_on_a_single_sample: "order",
-    fails_in_prediction: "order",
-    counts_microbatches_as_batches: "microbatch_invariance",
-    takes_the_mean_of_means: "microbatch_invariance",
-    normalises_within_a_microbatch: "microbatch_invariance",
-    trains_by_its_evaluations: "evaluation_invariance",
-    trains_differently_when_watched: "observer_invariance",
-    depends_on_its_neighbours: "composition",
-    starts_over_at_fit_start: "resumption",
-    remembers_on_a_tensor: "resumption",
-    remembers_a_fraction: "checkpoint",
-    leaves_a_thread: "closing",
-    depends_on_its_rank: "rank_agreement",
-    communicates_on_one_rank_alone: "rank_agreement",
-    scales_by_the_samples_that_it_sees: "world_size",
-}
-"""Functions that make a wrong algorithm, and the name of the law that each breaks."""
+    return with_gradients(state, lambda gradient: gradient * len(state.batch[0]))

@@ -6,100 +6,99 @@ can be tried on them: a law that nothing breaks proves nothing.
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from itertools import islice
-from textwrap import dedent
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import attrs
 import torch
+from torch import nn
 
-import pure_loop as pl
-from pure_loop import Event
 from pure_loop._internal.weights import Weights
+from pure_loop.algorithm import Composition, compose
+from pure_loop.checkpoint import load
 from pure_loop.evaluator import BoundEvaluator
+from pure_loop.event import Event
 from pure_loop.loop import driver
 from pure_loop.loop import evaluation as _evaluation
 from pure_loop.loop import training as loop
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.batch import gradients as gradients_of_batch
+from pure_loop.loop.driver import Script
 from pure_loop.stages import Stages, ownership
 from pure_loop.stages.settings import NO_CONTEXT, StageSettings
+from pure_loop.state import State
+from pure_loop.testing._patches import Pairs, edited, fit, while_patched
 from pure_loop.testing.case import Fit
 
 __all__ = ["WRONG_LOOPS"]
 
-_ALGORITHM = sys.modules["pure_loop.algorithm"]  # `pl.algorithm` is the decorator
+Factory: TypeAlias = Callable[[], Fit]
+Function: TypeAlias = Callable[..., Any]
+
+WRONG_LOOPS: dict[Factory, str] = {}
+"""Functions that make a wrong loop, and the name of the law that each breaks."""
+
+_ALGORITHM = sys.modules["pure_loop.algorithm"]  # the package has the decorator under this name
 
 
-def while_patched(*replacements: Callable[[], AbstractContextManager[Any]]) -> Fit:
-    """``fit`` with something replaced, only while its own code runs (not while the law's does)."""
+def breaks(law: str) -> Callable[[Factory], Factory]:
+    """Put a function that makes a loop among those that break a law."""
 
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for make in replacements:
-                stack.enter_context(make())
-            stream = pl.fit(*args, **kwargs)
-        return continued(stream)
+    def register(make: Factory) -> Factory:
+        WRONG_LOOPS[make] = law
+        return make
 
-    def continued(stream: Any) -> Iterator[tuple[Event, pl.State]]:
-        pairs: list[Any] = []
-        while True:
-            with ExitStack() as stack:
-                for make in replacements:
-                    stack.enter_context(make())
-                pairs.extend(islice(stream, 1))
-            if not pairs:
-                return
-            yield pairs.pop()  # kept in no variable, so that a step may write in place
+    return register
 
-    ownership.look_through(continued.__code__)
+
+def wrong_fit(law: str) -> Callable[[Fit], Factory]:
+    """Make such a function of the loop."""
+
+    def register(wrong: Fit) -> Factory:
+        @wraps(wrong)
+        def make() -> Fit:
+            return wrong
+
+        return breaks(law)(make)
+
+    return register
+
+
+def scaled(state: State, factor: float = 1.001) -> State:
+    return state.replace(params={name: tensor * factor for name, tensor in state.params.items()})
+
+
+def without(event: Event) -> Fit:
+    def wrong(*args: object, **kwargs: object) -> Pairs:
+        return (pair for pair in fit(*args, **kwargs) if pair[0] is not event)
+
     return wrong
 
 
-def edited(script: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
-    """A script of the loop with some lines of its source replaced."""
-    source = dedent(inspect.getsource(script))
-    if source.count(before) != 1:
-        raise ValueError(f"the source of {script.__name__} has {source.count(before)} times {before!r}, not once")
-    source = source.replace(before, after)
-    name = f"<{script.__name__} with {after.strip()!r}>"
-    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
-    scope: dict[str, Any] = {}
-    exec(compile(source, name, "exec"), loop.__dict__, scope)
-    changed: Callable[..., Any] = scope[script.__name__]
-    return changed
-
-
+@breaks("order")
 def forgets_an_after_event() -> Fit:
-    return _without(Event.AFTER_LOSS)
+    return without(Event.AFTER_LOSS)
 
 
+@breaks("order")
 def forgets_a_checkpoint_event() -> Fit:
-    return _without(Event.EPOCH_CHECKPOINT)
+    return without(Event.EPOCH_CHECKPOINT)
 
 
-def _without(event: Event) -> Fit:
-    def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
-        return (pair for pair in pl.fit(*args, **kwargs) if pair[0] is not event)
-
-    return wrong
-
-
+@breaks("order")
 def evaluates_twice_at_the_end() -> Fit:
-    return while_patched(lambda: patch.object(BoundEvaluator, "due_at_end", lambda self, state: True))
+    return while_patched((BoundEvaluator, "due_at_end", lambda self, state: True))
 
 
+@breaks("order")
 def counts_microbatches_as_batches() -> Fit:
     real = gradients_of_batch
 
-    def gradients(state: pl.State, loop_stages: LoopStages) -> Any:
+    def gradients(state: State, loop_stages: LoopStages) -> Script:
         for piece in loop_stages.microbatches(state.batch):
             state = yield from real(
                 state.replace(batch=piece, grads=None), attrs.evolve(loop_stages, microbatch_size=None)
@@ -107,47 +106,97 @@ def counts_microbatches_as_batches() -> Fit:
             state = yield Event.BATCH_END, state
         return state
 
-    return while_patched(lambda: patch.object(loop, "gradients", gradients))
+    return while_patched((loop, "gradients", gradients))
 
 
+@breaks("visibility")
+def ignores_the_batch_of_algorithms() -> Fit:
+    """What an algorithm puts in at BEFORE_TRAIN_BATCH is shown, and not trained on."""
+    event = "state = yield Event.BEFORE_TRAIN_BATCH, state"
+    script = edited(loop.Eager.batch, event, f"loaded = state.batch; {event}; state = state.replace(batch=loaded)")
+    return while_patched((loop.Eager, "batch", script))
+
+
+@breaks("visibility")
+def evaluates_the_weights_of_training() -> Fit:
+    """What an algorithm puts in at EVAL_START, an average for example, is dropped."""
+    real_update: Function = Stages.update
+    real_validate: Function = Stages.validate
+    trained: list[State] = []
+
+    def update(self: Stages, state: State, **options: object) -> State:
+        after: State = real_update(self, state, **options)
+        trained[:] = [after]
+        return after
+
+    def validate(self: Stages, state: State, **numbers: object) -> State:
+        shown = state.replace(params=trained[0].params) if trained else state
+        result: State = real_validate(self, shown, **numbers)
+        return result.replace(params=state.params)
+
+    return while_patched((Stages, "update", update), (Stages, "validate", validate))
+
+
+@wrong_fit("visibility")
+def clips_without_clip_grad(*args: object, **kwargs: object) -> Pairs:
+    return fit(*args, **{**kwargs, "clip_grad": 1e-3})
+
+
+@breaks("visibility")
+def the_identity_costs_a_rounding() -> Fit:
+    real: Function = driver.apply
+
+    def apply(event: Event, state: State, *rest: object) -> State:
+        state = real(event, state, *rest)
+        return scaled(state) if event is Event.BATCH_START else state
+
+    return while_patched((driver, "apply", apply))
+
+
+@breaks("value")
 def updates_in_place() -> Fit:
-    real = Stages.update
+    real: Function = Stages.update
 
-    def update(self: Stages, state: pl.State, **options: Any) -> Any:
+    def update(self: Stages, state: State, **options: object) -> State:
         before = dict(state.params)
-        after = real(self, state, **options)
+        after: State = real(self, state, **options)
         for name, tensor in before.items():
             tensor.copy_(after.params[name])
         return after
 
-    return while_patched(lambda: patch.object(Stages, "update", update))
+    return while_patched((Stages, "update", update))
 
 
+@breaks("value")
 def updates_through_data() -> Fit:
     """As above, behind the back of the version counter."""
-    real = Stages.update
+    real: Function = Stages.update
 
-    def update(self: Stages, state: pl.State, **options: Any) -> Any:
+    def update(self: Stages, state: State, **options: object) -> State:
         for tensor in state.params.values():
             tensor.data.mul_(0.99)
-        return real(self, state, **options)
+        after: State = real(self, state, **options)
+        return after
 
-    return while_patched(lambda: patch.object(Stages, "update", update))
+    return while_patched((Stages, "update", update))
 
 
+@breaks("value")
 def overwrites_what_was_kept() -> Fit:
     """It takes every reference for the loop variable, and writes the new parameters where the old ones are."""
     return while_patched(
-        lambda: patch.object(ownership.Ownership, "_is_unseen", lambda self, event, state, *_: self.owns(state)),
-        lambda: patch.object(ownership, "_lent", lambda *mappings: []),
+        (ownership.Ownership, "_is_unseen", lambda self, event, state, *_: self.owns(state)),
+        (ownership, "_lent", lambda *mappings: []),
     )
 
 
+@breaks("value")
 def overwrites_what_was_read() -> Fit:
     """It doesn't look at tensors that were read."""
-    return while_patched(lambda: patch.object(ownership, "_lent", lambda *mappings: []))
+    return while_patched((ownership, "_lent", lambda *mappings: []))
 
 
+@breaks("value")
 def lends_its_buffers_to_batchnorm() -> Fit:
     from pure_loop.model.instance import Instance
 
@@ -157,316 +206,192 @@ def lends_its_buffers_to_batchnorm() -> Fit:
             tensors[key] = buffers[name]
 
     real = Instance.bind
-    return while_patched(lambda: patch.object(Instance, "bind", bind))
+    return while_patched((Instance, "bind", bind))
 
 
+@breaks("determinism")
 def draws_from_the_global_generator() -> Fit:
-    return while_patched(lambda: patch.object(StageSettings, "seeding", lambda *_, **__: NO_CONTEXT))
+    return while_patched((StageSettings, "seeding", lambda *_, **__: NO_CONTEXT))
 
 
-def reseeds_the_global_generator() -> Fit:
-    def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
-        for pair in pl.fit(*args, **kwargs):
-            torch.manual_seed(0)
-            yield pair
-
-    return wrong
+@wrong_fit("determinism")
+def reseeds_the_global_generator(*args: object, **kwargs: object) -> Pairs:
+    for pair in fit(*args, **kwargs):
+        torch.manual_seed(0)
+        yield pair
 
 
-def starts_the_epoch_again() -> Fit:
-    from pure_loop.data.source import Source
-
-    real = Source.epoch
-    return while_patched(
-        lambda: patch.object(Source, "epoch", lambda self, epoch, start=0, seen=0: real(self, epoch, 0, 0))
-    )
+@wrong_fit("algorithm_order")
+def never_reverses(*args: object, **kwargs: object) -> Pairs:
+    with patch.object(_ALGORITHM, "reversed_at", lambda event: False):
+        return fit(*args, **kwargs)
 
 
-def forgets_the_optimizer_state() -> Fit:
-    def wrong(start: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(start, pl.State):
-            start = start.replace(opt_state=None)
-        return pl.fit(start, *args, **kwargs)
-
-    return wrong
+@wrong_fit("algorithm_order")
+def reverses_the_data_too(*args: object, **kwargs: object) -> Pairs:
+    with patch.object(_ALGORITHM, "reversed_at", lambda event: "after" in event.value):
+        return fit(*args, **kwargs)
 
 
+@breaks("microbatch_invariance")
 def takes_the_mean_of_means() -> Fit:
-    def equal(weights: list[Any], batch: int) -> Weights:
+    def equal(weights: list[float], batch: int) -> Weights:
         n = len(weights)
         return Weights((1.0,) * n, float(n), (1 / n,) * n)
 
-    return while_patched(lambda: patch.object(Weights, "of", equal))
+    return while_patched((Weights, "of", equal))
 
 
+@breaks("microbatch_invariance")
 def trains_the_first_microbatch_twice() -> Fit:
     real = Stages.microbatches
 
-    def microbatches(self: Stages, batch: Any, size: int | None = None) -> list[Any]:
+    def microbatches(self: Stages, batch: object, size: int | None = None) -> list[Any]:
         pieces = real(self, batch, size)
         alike = size is None and len(pieces) > 1 and len(pieces[-1][0]) == len(pieces[0][0])
         return [*pieces[:-1], pieces[0]] if alike else pieces
 
-    return while_patched(lambda: patch.object(Stages, "microbatches", microbatches))
+    return while_patched((Stages, "microbatches", microbatches))
 
 
+@breaks("visibility")
 def evaluation_trains_batchnorm() -> Fit:
     real = _evaluation.evaluation
 
-    def evaluation(state: pl.State, loop_stages: Stages, evaluator: BoundEvaluator, labels: list[str]) -> Any:
+    def evaluation(state: State, loop_stages: Stages, evaluator: BoundEvaluator, labels: list[str]) -> Script:
         after = yield from real(state, loop_stages, evaluator, labels)
         return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
 
-    return while_patched(lambda: patch.object(_evaluation, "evaluation", evaluation))
+    return while_patched((_evaluation, "evaluation", evaluation))
 
 
+@breaks("evaluation_invariance")
 def evaluation_changes_the_data() -> Fit:
     """What comes after an evaluation is trained on in another order of samples."""
-    real = loop._load
+    real: Function = loop._load
 
-    def load(state: pl.State, *rest: Any) -> Any:
+    def load(state: State, *rest: object) -> tuple[State, int | None, int | None]:
         loaded, samples, tokens = real(state, *rest)
         if state.metrics and samples is not None:
             inputs, targets = (part.flip(0) for part in loaded.batch)
             loaded = loaded.replace(batch=(inputs, targets.roll(1, 0)))
         return loaded, samples, tokens
 
-    return while_patched(lambda: patch.object(loop, "_load", load))
+    return while_patched((loop, "_load", load))
 
 
+@breaks("observer_invariance")
 def callbacks_shift_the_seed() -> Fit:
-    real = driver._observe
+    real: Function = driver._observe
 
-    def observe(event: Event, state: pl.State, *rest: Any) -> None:
+    def observe(event: Event, state: State, *rest: object) -> None:
         real(event, state, *rest)
         if event is Event.BATCH_START:
             object.__setattr__(state, "seed", state.seed + 1)
 
-    return while_patched(lambda: patch.object(driver, "_observe", observe))
+    return while_patched((driver, "_observe", observe))
 
 
-def the_identity_costs_a_rounding() -> Fit:
-    real = driver.apply
-
-    def apply(event: Event, state: pl.State, *rest: Any) -> pl.State:
-        state = real(event, state, *rest)
-        if event is Event.BATCH_START:
-            state = state.replace(params={name: tensor * 1.001 for name, tensor in state.params.items()})
-        return state
-
-    return while_patched(lambda: patch.object(driver, "apply", apply))
+@wrong_fit("composition")
+def composes_backwards(*args: object, algorithms: Any = (), **kwargs: object) -> Pairs:
+    flipped = [compose(*reversed(item.members)) if isinstance(item, Composition) else item for item in algorithms]
+    return fit(*args, algorithms=flipped, **kwargs)
 
 
-def never_reverses() -> Fit:
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        with patch.object(_ALGORITHM, "reversed_at", lambda event: False):
-            return pl.fit(*args, **kwargs)
+@breaks("resumption")
+def starts_the_epoch_again() -> Fit:
+    from pure_loop.data.source import Source
 
-    return wrong
-
-
-def reverses_the_data_too() -> Fit:
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        with patch.object(_ALGORITHM, "reversed_at", lambda event: "after" in event.value):
-            return pl.fit(*args, **kwargs)
-
-    return wrong
+    real = Source.epoch
+    return while_patched((Source, "epoch", lambda self, epoch, start=0, seen=0: real(self, epoch, 0, 0)))
 
 
-def composes_backwards() -> Fit:
-    def flip(item: Any) -> Any:
-        return pl.compose(*reversed(item.members)) if hasattr(item, "members") else item
-
-    def wrong(*args: Any, algorithms: Any = (), **kwargs: Any) -> Any:
-        return pl.fit(*args, algorithms=[flip(item) for item in algorithms], **kwargs)
-
-    return wrong
+@wrong_fit("resumption")
+def forgets_the_optimizer_state(start: nn.Module | State, *args: object, **kwargs: object) -> Pairs:
+    return fit(start.replace(opt_state=None) if isinstance(start, State) else start, *args, **kwargs)
 
 
-def weighs_ranks_alike() -> Fit:
-    """The mean over ranks of each one's mean, whatever the samples that it has."""
-
-    def wrong(*args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
-        from pure_loop.distributed.multi_rank import MultiRankEngine
-
-        real = MultiRankEngine.divisor
-
-        def divisor(self: MultiRankEngine, weights: Weights) -> Any:
-            real(self, weights)
-            return (self._weights[self.rank] or 1.0) * self.ranks / self._power
-
-        with patch.object(MultiRankEngine, "divisor", divisor):
-            yield from pl.fit(*args, **kwargs)
-
-    return wrong
-
-
-def leaves_the_module_in_eval_mode() -> Fit:
-    def wrong(module: Any, *args: Any, **kwargs: Any) -> Any:
-        stream = pl.fit(module, *args, **kwargs)
-        if isinstance(module, torch.nn.Module):
-            module.eval()
-        return stream
-
-    return wrong
-
-
-def leaks_gradients() -> Fit:
-    def wrong(module: Any, *args: Any, **kwargs: Any) -> Any:
-        for parameter in module.parameters() if isinstance(module, torch.nn.Module) else ():
-            parameter.grad = torch.zeros_like(parameter)
-        return pl.fit(module, *args, **kwargs)
-
-    return wrong
-
-
-def leaves_a_thread() -> Fit:
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        threading.Thread(target=threading.Event().wait, args=(2,), daemon=True).start()
-        return pl.fit(*args, **kwargs)
-
-    return wrong
-
-
-def trains_the_users_module() -> Fit:
-    def wrong(module: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[Event, pl.State]]:
-        for event, state in pl.fit(module, *args, **kwargs):
-            with torch.no_grad():
-                for name, parameter in module.named_parameters() if isinstance(module, torch.nn.Module) else ():
-                    parameter.copy_(state.params[name] + 1)
-            yield event, state
-
-    return wrong
-
-
-def ignores_the_batch_of_algorithms() -> Fit:
-    """What an algorithm puts in at BEFORE_TRAIN_BATCH is shown, and not trained on."""
-    event = "state = yield Event.BEFORE_TRAIN_BATCH, state"
-    script = edited(loop.Eager.batch, event, f"loaded = state.batch; {event}; state = state.replace(batch=loaded)")
-    return while_patched(lambda: patch.object(loop.Eager, "batch", script))
-
-
-def evaluates_the_weights_of_training() -> Fit:
-    """What an algorithm puts in at EVAL_START, an average for example, is dropped."""
-    real = Stages.validate
-    trained: dict[str, Any] = {}
-    update = Stages.update
-
-    def updated(self: Stages, state: pl.State, **options: Any) -> Any:
-        after = update(self, state, **options)
-        trained["params"] = after.params
-        return after
-
-    def validate(self: Stages, state: pl.State, **numbers: Any) -> pl.State:
-        if "params" not in trained:
-            return real(self, state, **numbers)
-        return real(self, state.replace(params=trained["params"]), **numbers).replace(params=state.params)
-
-    return while_patched(
-        lambda: patch.object(Stages, "update", updated), lambda: patch.object(Stages, "validate", validate)
-    )
-
-
-def clips_without_clip_grad() -> Fit:
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        return pl.fit(*args, **{**kwargs, "clip_grad": 1e-3})
-
-    return wrong
-
-
-def loads_the_weights_alone() -> Fit:
+@wrong_fit("checkpoint")
+def loads_the_weights_alone(module: Any, data: object, load_path: Any = None, **kwargs: object) -> Pairs:
     """It leaves the optimizer state, and the position of the run, in the file."""
+    return fit(module if load_path is None else load(load_path, model=module, weights_only=True), data, **kwargs)
 
-    def wrong(*args: Any, load_path: Any = None, **kwargs: Any) -> Any:
-        if load_path is None:
-            return pl.fit(*args, **kwargs)
-        module, data = args
-        return pl.fit(pl.load(load_path, model=module, weights_only=True), data, **kwargs)
+
+def scaled_where(argument: str, holds: Callable[[object], bool]) -> Fit:
+    """A loop that gives the consumer other parameters where an argument of ``fit`` has such a value."""
+
+    def wrong(*args: object, **kwargs: object) -> Pairs:
+        for event, state in fit(*args, **kwargs):
+            yield event, scaled(state) if holds(kwargs.get(argument)) else state
 
     return wrong
 
 
+@breaks("watch_equality")
 def scales_the_weights_where_fewer_events_are_watched() -> Fit:
     """A consumer that watches some events only is given other parameters than one that watches all of them."""
-
-    def wrong(*args: Any, watch: Any = None, **kwargs: Any) -> Any:
-        for event, state in pl.fit(*args, watch=watch, **kwargs):
-            if watch is not None:
-                state = state.replace(params={name: tensor * 1.001 for name, tensor in state.params.items()})
-            yield event, state
-
-    return wrong
+    return scaled_where("watch", lambda watch: watch is not None)
 
 
+@breaks("donate_equality")
 def scales_the_weights_where_memory_is_donated() -> Fit:
     """As above, where the memory of past States is donated."""
-
-    def wrong(*args: Any, donate: Any = "auto", **kwargs: Any) -> Any:
-        for event, state in pl.fit(*args, donate=donate, **kwargs):
-            if donate is True:
-                state = state.replace(params={name: tensor * 1.001 for name, tensor in state.params.items()})
-            yield event, state
-
-    return wrong
+    return scaled_where("donate", lambda donate: donate is True)
 
 
+@breaks("compile_equality")
 def scales_the_weights_where_steps_are_compiled() -> Fit:
     """As above, where steps are compiled."""
-
-    def wrong(*args: Any, compile: Any = False, **kwargs: Any) -> Any:
-        for event, state in pl.fit(*args, compile=compile, **kwargs):
-            if compile:
-                state = state.replace(params={name: tensor * 1.001 for name, tensor in state.params.items()})
-            yield event, state
-
-    return wrong
+    return scaled_where("compile", bool)
 
 
-def adds_the_rank_to_the_seed() -> Fit:
+@wrong_fit("rank_agreement")
+def adds_the_rank_to_the_seed(*args: object, seed: int = 0, **kwargs: object) -> Pairs:
     """As scripts for several ranks often do for the sake of the data; then each drops out other units, too."""
-
-    def wrong(*args: Any, seed: int = 0, **kwargs: Any) -> Any:
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        return pl.fit(*args, seed=seed + rank, **kwargs)
-
-    return wrong
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return fit(*args, seed=seed + rank, **kwargs)
 
 
-WRONG_LOOPS: dict[Callable[[], Fit], str] = {
-    forgets_an_after_event: "order",
-    forgets_a_checkpoint_event: "order",
-    evaluates_twice_at_the_end: "order",
-    counts_microbatches_as_batches: "order",
-    ignores_the_batch_of_algorithms: "visibility",
-    evaluates_the_weights_of_training: "visibility",
-    clips_without_clip_grad: "visibility",
-    the_identity_costs_a_rounding: "visibility",
-    updates_in_place: "value",
-    updates_through_data: "value",
-    overwrites_what_was_kept: "value",
-    overwrites_what_was_read: "value",
-    lends_its_buffers_to_batchnorm: "value",
-    draws_from_the_global_generator: "determinism",
-    reseeds_the_global_generator: "determinism",
-    never_reverses: "algorithm_order",
-    reverses_the_data_too: "algorithm_order",
-    takes_the_mean_of_means: "microbatch_invariance",
-    trains_the_first_microbatch_twice: "microbatch_invariance",
-    evaluation_trains_batchnorm: "visibility",
-    evaluation_changes_the_data: "evaluation_invariance",
-    callbacks_shift_the_seed: "observer_invariance",
-    composes_backwards: "composition",
-    starts_the_epoch_again: "resumption",
-    forgets_the_optimizer_state: "resumption",
-    loads_the_weights_alone: "checkpoint",
-    scales_the_weights_where_fewer_events_are_watched: "watch_equality",
-    scales_the_weights_where_memory_is_donated: "donate_equality",
-    scales_the_weights_where_steps_are_compiled: "compile_equality",
-    adds_the_rank_to_the_seed: "rank_agreement",
-    weighs_ranks_alike: "world_size",
-    leaves_the_module_in_eval_mode: "closing",
-    leaks_gradients: "closing",
-    leaves_a_thread: "closing",
-    trains_the_users_module: "closing",
-}
-"""Functions that make a wrong loop, and the name of the law that each breaks."""
+@wrong_fit("world_size")
+def weighs_ranks_alike(*args: object, **kwargs: object) -> Pairs:
+    """The mean over ranks of each one's mean, whatever the samples that it has."""
+    from pure_loop.distributed.multi_rank import MultiRankEngine
+
+    real = MultiRankEngine.divisor
+
+    def divisor(self: MultiRankEngine, weights: Weights) -> float | torch.Tensor:
+        real(self, weights)
+        return (self._weights[self.rank] or 1.0) * self.ranks / self._power
+
+    with patch.object(MultiRankEngine, "divisor", divisor):
+        yield from fit(*args, **kwargs)
+
+
+@wrong_fit("closing")
+def leaves_the_module_in_eval_mode(module: nn.Module | State, *args: object, **kwargs: object) -> Pairs:
+    stream: Pairs = fit(module, *args, **kwargs)
+    if isinstance(module, nn.Module):
+        module.eval()
+    return stream
+
+
+@wrong_fit("closing")
+def leaks_gradients(module: nn.Module | State, *args: object, **kwargs: object) -> Pairs:
+    for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+        parameter.grad = torch.zeros_like(parameter)
+    return fit(module, *args, **kwargs)
+
+
+@wrong_fit("closing")
+def leaves_a_thread(*args: object, **kwargs: object) -> Pairs:
+    threading.Thread(target=threading.Event().wait, args=(2,), daemon=True).start()
+    return fit(*args, **kwargs)
+
+
+@wrong_fit("closing")
+def trains_the_users_module(module: nn.Module | State, *args: object, **kwargs: object) -> Pairs:
+    for event, state in fit(module, *args, **kwargs):
+        with torch.no_grad():
+            for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
+                parameter.copy_(state.params[name] + 1)
+        yield event, state

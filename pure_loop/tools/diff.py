@@ -1,22 +1,265 @@
-"""``pl.diff``: the first event, the first algorithm or part of the loop, and the leaf in which two runs differ."""
+"""``pl.diff``: where two runs part, after which algorithm or part of the loop, in which leaf, by which operation.
+
+Two streams are compared step by step. Two recorded runs have kept States: the last that both have alike is found by
+bisection, and from there one run of each is compared.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
-from torch import nn
+import attrs
+from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag, check_number
+from pure_loop._internal.closing import closing
+from pure_loop._internal.reprs import shown
 from pure_loop._internal.suggestions import teaching
+from pure_loop._internal.torch_private import Operation
+from pure_loop.checkpoint.files import load
+from pure_loop.checkpoint.flight import Flight, read_flight
+from pure_loop.errors import ArgumentError, ArgumentTypeError, RewindError
+from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
 from pure_loop.state import State
-from pure_loop.tools.divergence import Divergence, diff_streams
-from pure_loop.tools.recorded import diff_recorded
+from pure_loop.time import Timestamp
+from pure_loop.tools.steps import Parts, Step, is_same, steps
+from pure_loop.verify.leaves import distance, leaves_of
 
-__all__ = ["Divergence", "Recording", "diff"]
+__all__ = ["Divergence", "Recording", "diff", "diff_recorded", "diff_streams", "first_difference"]
+
+
+@attrs.frozen(eq=False, repr=False)
+class Divergence:
+    """Where two runs part.
+
+    Attributes:
+        event: the first at which a leaf differs.
+        timestamp: of the first run there.
+        by: the algorithm, or the part of the loop, after which it does: ``"forward"``, ``"optimizer"``.
+        leaf: the first leaf that differs: ``"grads/0.weight"``; ``"events"``: the runs have other events or algorithms.
+        leaves: all leaves that differ after that step.
+        a, b: the leaf in each run; None where it is not there.
+        norm: the L2 norm of the difference; None where it has none.
+        operation: the first operation of torch that gave other numbers; None: not recorded, or all gave the same.
+    """
+
+    event: Event
+    timestamp: Timestamp
+    by: str
+    leaf: str
+    leaves: tuple[str, ...]
+    a: object
+    b: object
+    norm: float | None
+    operation: str | None = None
+
+    def __str__(self) -> str:
+        size = "" if self.norm is None else f", {self.norm:.3g} apart"
+        more = f" and {len(self.leaves) - 1} more" if len(self.leaves) > 1 else ""
+        place = _first_place(self.a, self.b)
+        a, b = (
+            _text(value) if place is None else f"{_text(value)}, number {place[0]} is {number!r}"
+            for value, number in zip((self.a, self.b), place[1:] if place else (None, None), strict=True)
+        )
+        return (
+            f"The runs part at {self.event.name}, batch {self.timestamp.batch} (epoch {self.timestamp.epoch}), after "
+            f"{self.by}: {self.leaf}{more}{size}.\n  a: {a}\n  b: {b}"
+            + ("" if self.operation is None else f"\n  operation: {self.operation}")
+        )
+
+    __repr__ = __str__
+
+
+def _first_place(a: object, b: object) -> tuple[int, object, object] | None:
+    """Where two tensors of one shape differ first, and the numbers there."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
+        return None
+    one, other = a.detach().flatten(), b.detach().to(a.device).flatten()
+    index = int(((one != other) & ~((one != one) & (other != other))).nonzero()[0])
+    return index, one[index].item(), other[index].item()
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def diff_streams(
+    a: Stream, b: Stream, tolerance: float, operations_from: float = math.inf, end: float = math.inf
+) -> Divergence | None:
+    """The same of two streams, until ``end`` batches are finished; operations are recorded from a batch on."""
+    with ExitStack() as closing_both:
+        # Each ends its stream, in both: they may hold files, workers and ranks.
+        one_run, other_run = (
+            closing_both.enter_context(closing(steps(stream, "diff", operations_from, copied=True)))
+            for stream in (a, b)
+        )
+        for one, other in zip_longest(one_run, other_run):
+            if one is None or other is None or (one.event, one.by) != (other.event, other.by):
+                step = next((item for item in (one, other) if item is not None and item.is_algorithm), one or other)
+                mine, theirs = (_where(item) for item in (one, other))
+                return Divergence(step.event, step.state.timestamp, step.by, "events", ("events",), mine, theirs, None)
+            divergence = first_difference(one, other, tolerance)
+            if divergence is not None:
+                return divergence
+            if one.state.timestamp.batch > end:
+                return None
+    return None
+
+
+def _where(step: Step | None) -> str:
+    return "it has ended" if step is None else f"{step.event.name}, {step.by}"
+
+
+def first_difference(a: Step, b: Step, tolerance: float) -> Divergence | None:
+    one, other = leaves_of(a.state), leaves_of(b.state)
+    absent: object = None
+    leaves = [
+        leaf
+        for leaf in dict.fromkeys([*one, *other])
+        if not (leaf in one and leaf in other and is_same(one[leaf], other[leaf], tolerance))
+    ]
+    if not leaves:
+        return None
+    leaf = leaves[0]
+    x, y = one.get(leaf, absent), other.get(leaf, absent)
+    operation = _first_operation(a.operations, b.operations)
+    return Divergence(a.event, a.state.timestamp, a.by, leaf, tuple(leaves), x, y, distance(x, y), operation)
+
+
+def _first_operation(a: Sequence[Operation], b: Sequence[Operation]) -> str | None:
+    """The first operation that is another one, or returns other numbers."""
+    for number, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one.name != other.name:
+            return f"{one.name} in a, {other.name} in b (operation {number} of the step)"
+        # Not by what it takes: memory that is about to be filled has any numbers.
+        if one.outputs != other.outputs and not one.name.startswith(_CHECKS):
+            other_inputs = "" if one.inputs == other.inputs else ", which takes other tensors already"
+            return f"{one.name} (operation {number} of the step{other_inputs})"
+    return None
+
+
+# What the loop runs after a step, to find numbers that are not finite.
+_CHECKS = ("aten._amp_foreach_non_finite_check_and_unscale_", "aten.empty")
+
+
+@attrs.frozen
+class _Run:
+    """A recorded run: its record, the module, and what makes its stream from a State."""
+
+    flight: Flight
+    model: nn.Module
+    make: Callable[[State], object]
+
+    def state(self, batch: int) -> State:
+        return load(self.flight.path(batch), model=self.model)
+
+    def stream(self, batch: int) -> Stream:
+        """
+        Raises:
+            ArgumentTypeError: what ``make`` returns is no stream.
+            ArgumentError: it is not one of the State.
+        """
+        stream = self.make(self.state(batch))
+        if not isinstance(stream, Stream):
+            raise ArgumentTypeError(
+                f"diff: make(state) of {self.flight.folder} returned a {type(stream).__name__}: return a stream, "
+                "lambda state: pl.fit(state, train_dataloader, ...)."
+            )
+        if Parts.of(stream, "diff").state.timestamp.batch != batch:
+            raise ArgumentError(
+                f"diff: make(state) of {self.flight.folder} was given the State after {batch} batches, and its stream "
+                "begins elsewhere: pass the State on, lambda state: pl.fit(state, train_dataloader, ...)."
+            )
+        return stream
+
+
+def diff_recorded(a: object, b: object, *, tolerance: float, operations: bool) -> Divergence | None:
+    """:func:`pure_loop.diff` of two recorded runs."""
+    one, other = (_read(name, item) for name, item in (("a", a), ("b", b)))
+    common = sorted(one.flight.kept.keys() & other.flight.kept.keys())
+    if not common:
+        raise ArgumentError(
+            "diff: both runs have kept no State after the same number of batches: a has those after "
+            f"{_listed(one.flight)}, b those after {_listed(other.flight)}. Record both with the same keep=."
+        )
+    first = _first_other_line(one.flight, other.flight)
+    start = _differ(one, other, common[0], tolerance)
+    if start is not None:
+        return start
+    equal, end = _last_equal(one, other, common, first, tolerance)
+    divergence = diff_streams(one.stream(equal), other.stream(equal), tolerance, end=end)
+    if divergence is None:
+        if math.isinf(end):
+            return None
+        raise RewindError(
+            f"diff: the recorded runs differ with {int(end)} batches finished, and trained again from {equal} on they "
+            "do not: the streams that were made are not those of the runs (other data, settings or code), or a "
+            "difference of the machine did not come back."
+        )
+    if not operations:
+        return divergence
+    batch = divergence.timestamp.batch - 1  # its own, where the event is after its end
+    return diff_streams(one.stream(equal), other.stream(equal), tolerance, batch)
+
+
+def _read(name: str, recording: object) -> _Run:
+    """
+    Raises:
+        ArgumentTypeError: it is no recorded run.
+    """
+    if not (isinstance(recording, tuple) and len(recording) == 3):
+        raise ArgumentTypeError(
+            f"diff: {name}={recording!r}: of recorded runs write each as (folder, model, make), make a function of a "
+            "State: lambda state: pl.fit(state, train_dataloader, ...). A stream can only be compared with a stream."
+        )
+    folder, model, make = recording
+    if not isinstance(model, nn.Module) or not callable(make):
+        raise ArgumentTypeError(
+            f"diff: {name}=(folder, model, make) has a {type(model).__name__} and a {type(make).__name__}: the module, "
+            "built as it was then, and a function of a State that makes the stream."
+        )
+    return _Run(read_flight(folder), model, make)
+
+
+def _listed(flight: Flight) -> str:
+    return f"{', '.join(map(str, list(flight.kept)[:8])) or 'no'} batches"
+
+
+def _first_other_line(one: Flight, other: Flight) -> float:
+    """How many batches are finished at the first line of the journals that differs; infinite: none does."""
+    for batch in sorted(one.lines.keys() & other.lines.keys()):
+        a, b = one.lines[batch], other.lines[batch]
+        digests = None not in (a.digest, b.digest) and a.digest != b.digest
+        if digests or (a.loss != b.loss and not (math.isnan(a.loss) and math.isnan(b.loss))):
+            return batch
+    return math.inf
+
+
+def _differ(one: _Run, other: _Run, batch: int, tolerance: float) -> Divergence | None:
+    a, b = one.state(batch), other.state(batch)
+    event: Any = a.position if a.event is None else a.event
+    return first_difference(Step(event, "start", False, a), Step(event, "start", False, b), tolerance)
+
+
+def _last_equal(one: _Run, other: _Run, common: list[int], first: float, tolerance: float) -> tuple[int, float]:
+    """The last kept State that is the same, and after how many batches they surely differ; infinite: not known."""
+    # With a tolerance a loss that differs by a bit says nothing.
+    known = math.inf if tolerance else first
+    low, high = 0, sum(batch < known for batch in common)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _differ(one, other, common[middle], tolerance) is None:
+            low = middle
+        else:
+            high, known = middle, min(known, common[middle])
+    return common[low], known
+
 
 # (folder, model, a function of a State that makes the stream from there on)
 Recording: TypeAlias = tuple[str | os.PathLike[str], nn.Module, Callable[[State], Stream]]

@@ -16,10 +16,10 @@ from torch import nn
 
 from pure_loop._internal.arguments import check_integer, check_number
 from pure_loop._internal.closing import closing
-from pure_loop._internal.suggestions import refuse_misfit
-from pure_loop.entry.announcing import announced
+from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.entry.assembly import assemble, start
 from pure_loop.entry.fit import FitOptions, fit
+from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, NonFiniteError
 from pure_loop.event import Event
@@ -61,7 +61,7 @@ class _LRFind(Protocol):
     def __call__(
         self,
         model_or_state: nn.Module | State,
-        train_dataloader: Iterable[Any],
+        train_dataloader: Iterable[object],
         *,
         lowest: float = 1e-7,
         highest: float = 1.0,
@@ -85,7 +85,7 @@ def _signature() -> inspect.Signature:
 
 @_as_typed
 @announced
-def lr_find(*args: Any, **kwargs: Any) -> RangeTest:
+def lr_find(*args: object, **kwargs: object) -> RangeTest:
     """Train for some steps at growing learning rates, on a fork, and report the losses with a suggestion.
 
     The rate of step ``i`` is ``lowest * (highest / lowest) ** (i / (steps - 1))``; a schedule in the optimizer is not
@@ -117,10 +117,7 @@ def lr_find(*args: Any, **kwargs: Any) -> RangeTest:
     >>> 0.01 < found.suggestion < 1.0
     True
     """
-    refuse_misfit(lr_find, args, kwargs)
-    bound = inspect.signature(lr_find).bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = dict(bound.arguments)
+    arguments = arguments_of_call(lr_find, args, kwargs)
     sweep = Sweep.read(*(arguments.pop(name) for name in ("lowest", "highest", "steps")))
     data = arguments["train_dataloader"]
     if isinstance(data, Iterator):
@@ -128,7 +125,7 @@ def lr_find(*args: Any, **kwargs: Any) -> RangeTest:
             f"lr_find: train_dataloader is {type(data).__name__}, an iterator, whose first batches the test would use "
             "up: give a DataLoader or a list, such as list(itertools.islice(batches, 50))."
         )
-    wanted = Settings(**arguments)  # what is wrong with the call of fit is said now
+    wanted = Settings.of(arguments)  # what is wrong with the call of fit is said now
     _refuse_unscaled(wanted.optimizer)
     begun = arguments["model_or_state"]
     first = 0
@@ -141,7 +138,7 @@ def lr_find(*args: Any, **kwargs: Any) -> RangeTest:
     arguments["optimizer"] = sweep.optimizer(wanted.optimizer, first)
     # A batch more than there are rates, whose loss is that of the last one.
     arguments["max_duration"] = f"{first + sweep.steps + 1}ba"
-    assembly = assemble(Settings(**arguments))
+    assembly = assemble(Settings.of(arguments))
     # Algorithms have been bound with the evaluators that they watch.
     assembly = attrs.evolve(assembly, fit=attrs.evolve(assembly.fit, evaluators=()))
     with closing(start(assembly)) as stream:
@@ -206,7 +203,7 @@ class Sweep:
     rates: tuple[float, ...]
 
     @classmethod
-    def read(cls, lowest: Any, highest: Any, steps: Any) -> Sweep:
+    def read(cls, lowest: object, highest: object, steps: object) -> Sweep:
         """
         Raises:
             ArgumentError, ArgumentTypeError: no range, or too few steps.
@@ -231,7 +228,7 @@ class Sweep:
             return self.rates[min(timestamp.batch - first, self.steps - 1)]
 
         def swept(function: Callable[..., Any]) -> Callable[..., Any]:
-            def update(grads: Any, opt_state: Any, params: Any, timestamp: Any, **options: Any) -> Any:
+            def update(grads: object, opt_state: object, params: object, timestamp: Any, **options: object) -> object:
                 if isinstance(timestamp, ScaledTimestamp):
                     timestamp = timestamp.timestamp
                 at = cast("Timestamp", _AtRate(timestamp, rate(timestamp), optimizer.lr))

@@ -1,20 +1,203 @@
-"""The report of a profile: rows, a table, and a trace."""
+"""The times of a profile: spans, each with the time that no inner one has; rows, a table, and a trace."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Iterable
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import attrs
 import torch
 
 from pure_loop._internal.arguments import check_choice
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import table
-from pure_loop.tools.spans import Key, Recorder
+from pure_loop.loop.driver import Script
+from pure_loop.state import State
 
-__all__ = ["Profile", "Row", "chrome_trace"]
+__all__ = ["Key", "Profile", "Recorder", "Row", "TimedBatches", "chrome_trace"]
+
+T = TypeVar("T")
+
+
+class Key(NamedTuple):
+    """What a span is of.
+
+    Attributes:
+        kind: ``"stage"``, ``"algorithm"``, ``"callback"``, ``"logger"`` or ``"data"``.
+        name: of the stage, the algorithm, the class of the callback.
+        event: at which an algorithm or an observer was called; "": none.
+    """
+
+    kind: str
+    name: str
+    event: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.event}" if self.event else self.name
+
+
+class Recorder:
+    """Times spans of one thread, from the end of the warmup to the last batch of a profile.
+
+    Every nanosecond belongs to the innermost span that is open, or to none: ``sum(seconds) + unattributed`` is the time
+    that passed.
+
+    Args:
+        warmup: batches before the first that counts.
+        batches: how many count; None: all that follow.
+        synchronize: whether each span waits for the device at its beginning and its end.
+        keeps_spans: whether ``spans`` is written, for a trace.
+        torch_profiler: one of ``torch.profiler``, which runs meanwhile, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        warmup: int,
+        batches: int | None,
+        synchronize: bool = False,
+        keeps_spans: bool = False,
+        torch_profiler: torch.profiler.profile | None = None,
+    ) -> None:
+        self.warmup, self.batches, self.keeps_spans = warmup, batches, keeps_spans
+        self.synchronize = synchronize
+        self.torch_profiler = torch_profiler
+        self.recording = self.over = False
+        self.finished = 0  # batches, those of the warmup included
+        self.started = self.stopped = self._last = 0
+        self.unattributed = 0
+        self.nanoseconds: dict[Key, int] = {}
+        self.calls: dict[Key, int] = {}
+        self.spans: list[tuple[Key, int, int]] = []
+        self._open: list[tuple[Key, int, torch.profiler.record_function | None]] = []
+
+    def begin(self) -> None:
+        """The warmup is over."""
+        if self.torch_profiler is not None:
+            self.torch_profiler.start()
+        self.recording = True
+        self.started = self._last = self._now()
+
+    def end(self) -> None:
+        """No span that ends later counts; spans that are open count up to here."""
+        if not self.recording:
+            return
+        self.stopped = now = self._now()
+        self._pass(now)
+        for key, started, scope in reversed(self._open):
+            self._close(key, started, now, scope)
+        self._open.clear()
+        self.recording, self.over = False, True
+        if self.torch_profiler is not None:
+            self.torch_profiler.stop()
+
+    def count_batches(self, number: int = 1) -> None:
+        """Batches have ended."""
+        if self.over:
+            return
+        self.finished += number
+        if not self.recording and self.finished >= self.warmup:
+            self.begin()
+        elif self.batches is not None and self.finished >= self.warmup + self.batches:
+            self.end()
+
+    def enter(self, key: Key) -> None:
+        now = self._now()
+        self._pass(now)
+        self.calls[key] = self.calls.get(key, 0) + (not self._open or self._open[-1][0] != key)
+        scope = None
+        if self.torch_profiler is not None:
+            scope = torch.profiler.record_function(str(key))
+            scope.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append((key, now, scope))
+
+    def leave(self) -> None:
+        if not self._open:
+            return  # the profile ended inside
+        now = self._now()
+        self._pass(now)
+        key, started, scope = self._open.pop()
+        self._close(key, started, now, scope)
+
+    def _close(self, key: Key, started: int, now: int, scope: torch.profiler.record_function | None) -> None:
+        if scope is not None:
+            scope.__exit__(None, None, None)
+        if self.keeps_spans:
+            self.spans.append((key, started - self.started, now - started))
+
+    def _pass(self, now: int) -> None:
+        """The time since the last call is of the innermost span."""
+        passed, self._last = now - self._last, now
+        if self._open:
+            key = self._open[-1][0]
+            self.nanoseconds[key] = self.nanoseconds.get(key, 0) + passed
+        else:
+            self.unattributed += passed
+
+    def _now(self) -> int:
+        if self.synchronize:
+            torch.accelerator.synchronize()
+        return time.perf_counter_ns()
+
+    def timed(self, key: Key | Callable[..., Key], function: Callable[..., T]) -> Callable[..., T]:
+        """The same function, each call of which is a span; ``key`` may be a function of its arguments."""
+
+        @functools.wraps(function)
+        def called(*args: object, **kwargs: object) -> T:
+            if not self.recording:
+                return function(*args, **kwargs)
+            self.enter(key if isinstance(key, Key) else key(*args, **kwargs))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return called
+
+    def timed_script(self, key: Key, script: Callable[..., Script]) -> Callable[..., Script]:
+        """The same of a generator function: a span for each time that it runs."""
+
+        def called(*args: object) -> Script:
+            # No variable refers to a State while the generator waits: a reference would cost a copy.
+            pairs = script(*args)
+            sent: list[Any] = [None]
+            del args
+            advance = self.timed(key, lambda: pairs.send(sent.pop()))
+            try:
+                while True:
+                    try:
+                        sent.append((yield advance()))
+                    except StopIteration as stop:
+                        return cast("State", stop.value)
+            finally:
+                pairs.close()
+
+        return called
+
+
+class TimedBatches:
+    """The batches of an epoch, each of which is a span; all else is theirs."""
+
+    def __init__(self, batches: object, next_batch: Callable[[], object]) -> None:
+        self._batches, self._next = batches, next_batch
+
+    @classmethod
+    def of(cls, batches: object, key: Key, recorder: Recorder) -> TimedBatches:
+        return cls(batches, recorder.timed(key, functools.partial(next, batches)))
+
+    def __iter__(self) -> TimedBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        return self._next()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
 
 _KINDS = ("kind", "name", "event")
 # Rows of a smaller share are shown as one; `rows` has them all.
@@ -101,7 +284,7 @@ class Profile:
             result[key] = result.get(key, 0.0) + row.seconds
         return dict(sorted(result.items(), key=lambda item: -item[1]))
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[dict[str, object]]:
         """The rows as dicts, for ``pandas.DataFrame(report.table())``."""
         return [attrs.asdict(row) for row in self.rows]
 
@@ -159,7 +342,7 @@ def chrome_trace(spans: Iterable[tuple[Key, int, int]]) -> bytes:
         spans: of each its key, and nanoseconds: when it began, and how long it took.
     """
     process = os.getpid()
-    events: list[dict[str, Any]] = [
+    events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": "pure_loop"}},
         {"ph": "M", "name": "thread_name", "pid": process, "tid": 0, "args": {"name": "the loop"}},
     ]

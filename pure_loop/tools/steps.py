@@ -1,12 +1,13 @@
-"""A stream step by step: the State after what the loop computed before each event, and after each algorithm at it."""
+"""The parts of a stream of ``fit`` that tools replace, and its steps: States at events, and after each algorithm."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from inspect import GEN_CREATED, getgeneratorstate
+from typing import Any, cast
 
 import attrs
 import optree
@@ -14,16 +15,106 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.closing import closing
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.algorithm import Handler
-from pure_loop.errors import ArgumentError
+from pure_loop.callback import Logger
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
+from pure_loop.loop.call import Fit
+from pure_loop.loop.observers import Observer
+from pure_loop.loop.stream import Stream, arguments_of
 from pure_loop.state import State
-from pure_loop.tools.parts import Parts, replace_each
 from pure_loop.verify.leaves import LOOP, distance, leaves_of
 
-__all__ = ["LOOP", "Step", "change_between", "distance", "is_same", "leaves_of", "refuse_stepless", "steps"]
+__all__ = [
+    "LOOP",
+    "Parts",
+    "Step",
+    "change_between",
+    "distance",
+    "is_same",
+    "leaves_of",
+    "refuse_stepless",
+    "replace_each",
+    "set_attribute",
+    "set_method",
+    "steps",
+]
+
+
+@attrs.frozen
+class Parts:
+    """What a stream of ``fit`` is made of: the arguments of its generator, which has not begun.
+
+    Attributes:
+        fit: the call of ``fit``.
+        handlers: of algorithms, by event.
+        observers: what callbacks and loggers are called by.
+        loggers: those that are there.
+        state: with which the stream begins.
+    """
+
+    fit: Fit
+    handlers: dict[Event, tuple[Handler, ...]]
+    observers: dict[Event, tuple[Observer, ...]]
+    loggers: tuple[Logger, ...]
+    state: State
+
+    @classmethod
+    def of(cls, stream: Any, function: str) -> Parts:
+        """
+        Raises:
+            ArgumentTypeError: it is no stream of ``fit``.
+            ArgumentError: it has begun.
+        """
+        pairs = iter(stream) if isinstance(stream, Stream) else None
+        if not isinstance(pairs, Generator):
+            raise ArgumentTypeError(
+                f"{function}({type(stream).__name__}): give the stream of fit itself, pl.{function}(pl.fit(...))."
+            )
+        if getgeneratorstate(pairs) != GEN_CREATED:
+            raise ArgumentError(
+                f"{function}: the stream has begun: give a new one, pl.{function}(pl.fit(...)); from a State on, "
+                f"pl.{function}(pl.fit(state, ...))."
+            )
+        arguments: Mapping[str, Any] = arguments_of(pairs)
+        script = arguments.get("script")
+        begun = arguments_of(script) if isinstance(script, Generator) else arguments
+        fit, state = begun.get("fit"), begun.get("state")
+        if not isinstance(fit, Fit) or not isinstance(state, State):
+            raise ArgumentTypeError(
+                f"{function}: this is the stream of another function than fit, or of pl.progress: give that of fit "
+                f"itself, pl.{function}(pl.fit(...))."
+            )
+        closed = (getattr(close, "__self__", None) for close in arguments["closing"])
+        loggers = tuple(item for item in closed if isinstance(item, Logger))
+        return cls(fit, arguments["handlers"], arguments["observers"], loggers, state)
+
+
+def set_attribute(restoring: ExitStack, target: object, name: str, value: object) -> None:
+    """Set an attribute, of a frozen record too."""
+    restoring.callback(object.__setattr__, target, name, getattr(target, name))
+    object.__setattr__(target, name, value)
+
+
+def set_method(restoring: ExitStack, target: object, name: str, method: object) -> None:
+    """Put a method into an instance, until ``restoring`` ends."""
+    variables: dict[str, object] = vars(target)
+    if name in variables:
+        restoring.callback(variables.__setitem__, name, variables[name])
+    else:
+        restoring.callback(variables.pop, name)
+    variables[name] = method
+
+
+def replace_each(
+    restoring: ExitStack, table: dict[Event, tuple[Any, ...]], replace: Callable[[Event, Any], Any]
+) -> None:
+    """Replace what a table has for each event, until ``restoring`` ends."""
+    for event, listed in list(table.items()):
+        restoring.callback(table.__setitem__, event, listed)
+        table[event] = tuple(replace(event, item) for item in listed)
 
 
 @attrs.frozen(eq=False)
@@ -46,7 +137,7 @@ class Step:
 
 
 def steps(
-    stream: Any, function: str, operations_from: float = math.inf, *, copied: bool = False
+    stream: object, function: str, operations_from: float = math.inf, *, copied: bool = False
 ) -> Generator[Step, None, None]:
     """The steps of a stream of ``fit`` that has not begun, as far as it is iterated over.
 
@@ -64,7 +155,7 @@ def steps(
     return _steps(stream, refuse_stepless(stream, function), operations_from, copied)
 
 
-def refuse_stepless(stream: Any, function: str) -> Parts:
+def refuse_stepless(stream: object, function: str) -> Parts:
     """The parts of a stream whose steps can be looked at; raises as :func:`steps` does."""
     parts = Parts.of(stream, function)
     if parts.fit.strategy.graphs is not None:
@@ -107,7 +198,7 @@ def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> G
 def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, handler: Handler) -> Handler:
     """A handler whose States are noted, but for those of calls inside another algorithm, which keeps what it wants."""
 
-    def call(state: State, *stages: Any) -> Any:
+    def call(state: State, *stages: object) -> Any:
         if not depth[0] and not noted:
             noted.append(Step(event, LOOP.get(event, "loop"), False, state))
         if copied and not depth[0]:
@@ -125,14 +216,14 @@ def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, hand
 
 
 def _copy(state: State) -> State:
-    tree: Any = state
-    copies: Any = optree.tree_map(
+    tree: PyTree = state
+    copies = optree.tree_map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
     )
-    return copies  # type: ignore[no-any-return]
+    return cast("State", copies)
 
 
-def is_same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
+def is_same(a: object, b: object, tolerance: float = 0.0) -> bool:
     """Whether two leaves are equal by value, NaN to NaN; tensors up to a distance relative to the larger norm."""
     if a is b:
         return True
@@ -154,7 +245,7 @@ def is_same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
     return gap <= tolerance * largest
 
 
-def change_between(a: Any, b: Any) -> tuple[bool, float | None]:
+def change_between(a: object, b: object) -> tuple[bool, float | None]:
     """Whether a leaf has another value, and the L2 norm of the change; of large tensors in few passes over them."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype == torch.float32 and a.shape == b.shape:
         if a is b:

@@ -14,8 +14,7 @@ from pure_loop import Event, algorithms
 from pure_loop.algorithms import apply_blurpool, blurpool, ema, gradient_clipping, label_smoothing, sam
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.order import BOUNDARIES
-from pure_loop.testing._compositions import ALGORITHMS
-from pure_loop.testing._settings import built
+from pure_loop.testing._compositions import ALGORITHMS, built
 from tests.support.runs import convnet, equal, images, mlp, points, stream, train
 from tests.support.samples import simplest
 

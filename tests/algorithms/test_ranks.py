@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop.ranges import settings_of
-from pure_loop.testing._compositions import ALGORITHMS
-from pure_loop.testing._settings import built
+from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.problems import as_problem
 from tests.support.samples import simplest
 from tests.support.served import required, served

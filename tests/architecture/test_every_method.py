@@ -26,8 +26,7 @@ import pure_loop as pl
 from pure_loop.callbacks import GradMonitor
 from pure_loop.ranges import alternatives_in, settings_of
 from pure_loop.testing import cases, check_algorithm, check_callback, laws, plans
-from pure_loop.testing._compositions import ALGORITHMS
-from pure_loop.testing._settings import built
+from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.problems import as_problem
 from tests.conftest import THOROUGH

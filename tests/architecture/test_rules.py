@@ -37,7 +37,11 @@ SENDS = {
     ("verify/verify.py", "Verified._noted", "script"): "a batch that is recorded; passes on, and seals nothing",
     ("entry/deterministic.py", "_Switching.send", "self._pairs"): "the stream of a run in torch's deterministic mode",
     ("entry/drive.py", "_with_memory", "script"): "a user's script, before the driver; passes on, and seals nothing",
-    ("tools/spans.py", "Recorder.timed_script.called", "pairs"): "a script that is timed; passes on, and seals nothing",
+    (
+        "tools/profile_report.py",
+        "Recorder.timed_script.called",
+        "pairs",
+    ): "a script that is timed; passes on, and seals nothing",
     ("testing/ranks/_group.py", "", "'send'"): "no script: the name of a collective",
     ("testing/ranks/processes.py", "_Rank.__init__", "self"): "no script: messages between processes",
     ("testing/ranks/processes.py", "_Team._ask", "rank"): "no script: messages between processes",
@@ -84,6 +88,7 @@ SLOTS = {
 }
 
 _CACHE = "a cache: a tensor takes longer to make than to look up"
+_DEFINED = "filled where its functions are defined, while the module is imported"
 _STREAMS = "how this process and the other ranks have met"
 # Variables of modules that functions of the module change, or set: (module, variable). Functions that remember what
 # they gave, by functools.cache, say so where they are defined.
@@ -95,16 +100,18 @@ MUTABLE = {
     ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/base.py", "_known"): "a cache: digests of frozen tensors",
     ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
+    ("testing/wrong_algorithms.py", "WRONG_ALGORITHMS"): _DEFINED,
+    ("testing/wrong_loops.py", "WRONG_LOOPS"): _DEFINED,
     ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",
     ("_internal/torch_private.py", "missing"): "names that this torch lacks, of those looked up so far",
     ("compile/_torch.py", "missing"): "names that this torch lacks, of those looked up so far",
     ("_internal/registry.py", "_by_class"): "classes that checkpoints may hold",
     ("_internal/registry.py", "_by_name"): "classes that checkpoints may hold",
     ("_internal/registry.py", "_roots"): "classes that checkpoints may hold",
-    ("_hypothesis.py", "_told"): "classes that Hypothesis was told about",
+    ("entry/hypothesis.py", "_told"): "classes that Hypothesis was told about",
     ("progress/display.py", "_hinted"): "whether the hint was shown in this process",
-    ("_internal/forks.py", "_generation"): "how often this process was forked",
-    ("_internal/forks.py", "_forgetting"): "who is told of a fork",
+    ("_internal/processes.py", "_generation"): "how often this process was forked",
+    ("_internal/processes.py", "_forgetting"): "who is told of a fork",
     ("_internal/owned_files.py", "_held"): "the locks that this process holds",
     ("_internal/owned_files.py", "_turn"): "the lock of its threads, a new one in a fork",
     ("data/source.py", "_iterators"): "iterators whose workers are of this process",
@@ -143,7 +150,6 @@ CTYPES = {
     "_internal/torch_private.py": "the bytes of a tensor without numpy",
     "checkpoint/container.py": "the bytes of a tensor without numpy",
     "checkpoint/flight.py": "the bytes of a tensor without numpy",
-    "compile/trace.py": "numbers in the memory of a tensor",
 }
 
 # R5. Compiling is imported by its door, and a step doesn't ask whether it is made into a graph: what that needs, the
@@ -616,7 +622,7 @@ def test_a_question_for_ranks_is_found(question: str) -> None:
     "source",
     [
         "from pure_loop.compile import interpreted",
-        "def f():\n    import pure_loop.compile.trace",
+        "def f():\n    import pure_loop.compile.tracing",
         "from pure_loop import compile",
         "load('pure_loop.compile._torch')",
         "if TYPE_CHECKING:\n    from pure_loop.compile.compiler import Compiler",
@@ -624,7 +630,7 @@ def test_a_question_for_ranks_is_found(question: str) -> None:
 )
 def test_another_door_to_compiling_is_found(source: str) -> None:
     assert imports_compiling(parsed(source)) == {"wrong.py"}
-    assert imports_compiling({"compile/trace.py": ast.parse(source)}) == set()
+    assert imports_compiling({"compile/tracing.py": ast.parse(source)}) == set()
 
 
 @pytest.mark.parametrize(
@@ -638,7 +644,7 @@ def test_another_door_to_compiling_is_found(source: str) -> None:
 )
 def test_another_question_whether_a_step_is_traced_is_found(source: str, name: str) -> None:
     assert asks_whether_traced(parsed(source)) == {("wrong.py", name)}
-    assert asks_whether_traced({"compile/trace.py": ast.parse(source)}) == set()
+    assert asks_whether_traced({"compile/tracing.py": ast.parse(source)}) == set()
 
 
 _TESTING = "simulated ranks, and programs for them"

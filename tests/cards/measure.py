@@ -13,8 +13,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.ranges import settings_of
 from pure_loop.testing import check_algorithm, commutation
-from pure_loop.testing._compositions import ALGORITHMS
-from pure_loop.testing._settings import built
+from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.problems import as_problem
 from tests.cards.entries import Entry
 from tests.support.samples import simplest

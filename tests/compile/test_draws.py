@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.compile import attention, record
+from pure_loop.compile import operations, record
 from pure_loop.errors import ArgumentTypeError, CompileError
 from pure_loop.random.seeds import derive, generator, seeded, seeded_all, tracer
 from tests.support.models import batches
@@ -556,7 +556,7 @@ def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(
         return pl.run(pl.fit(Attends(how, p), batches((8,) * 3, seed=0), max_duration="2ep", **settings, **options))
 
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "sdpa_kernel", noted)
+        patch.setattr(operations, "sdpa_kernel", noted)
         if how.startswith("in"):
             patch.setattr(functional, "scaled_dot_product_attention", inside)
         found = run(compile=True, watch={Event.EPOCH_END})

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema
-from pure_loop.compile import kernels, record, trace
-from pure_loop.compile.cutting import cut, origin
+from pure_loop.compile import kernels, lowering, record
+from pure_loop.compile.kernels import cut, origin
 from pure_loop.errors import NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from tests.support.models import CLASSES, FEATURES, batches
@@ -108,7 +108,7 @@ def test_nothing_is_copied_that_the_kernel_writes_to(settings: dict[str, Any], m
         made.append(cut(graph, places))
         return made[-1]
 
-    monkeypatch.setattr(trace, "cut", noted)
+    monkeypatch.setattr(lowering, "cut", noted)
     fit(compile=True, **settings)
     (pieces,) = made
     (output,) = (node for node in pieces.first.graph.nodes if node.op == "output")

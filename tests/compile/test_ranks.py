@@ -24,7 +24,7 @@ from pure_loop.distributed.unsharded import UnshardedParameters, _Bucket
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import LawViolation
 from pure_loop.testing.comparison import Keeper
-from pure_loop.testing.laws.world import compare, whole, witness
+from pure_loop.testing.laws.ranks import compare, whole, witness
 from pure_loop.testing.ranks import RankError
 from tests.support.tiers import examples, pairwise, tiers
 from tests.support.worlds import ALGORITHMS, KINDS, an_epoch, pool, two_halves

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import record
-from pure_loop.compile.recurrent import recurrent_layer
+from pure_loop.compile.refusals import recurrent_layer
 from tests.support.compiling import Steps, assert_close, fit, stream
 from tests.support.models import batches
 from tests.support.tiers import tiers

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.compile import replay, trace
+from pure_loop.compile import replay, tracing
 from pure_loop.compile.numbers import Number
 from pure_loop.stages.ownership import Ownership, can_count
 from tests.support.donating import DATA, Kept
@@ -136,18 +136,18 @@ def test_nothing_is_copied_but_the_batch_and_what_is_drawn(double: Double, monke
 
 def test_numbers_lie_where_what_they_meet_lies() -> None:
     """Else each would be copied to the device in every step, and waited for."""
-    tracing = trace.Tracing(torch.device("cuda"), replay.Recorders())
-    number = Number(tracing.context, 2.0, lambda env: 2.0, frozenset())
+    trace = tracing.Tracing(torch.device("cuda"), replay.Recorders())
+    number = Number(trace.context, 2.0, lambda env: 2.0, frozenset())
     found = []
 
     def body(here: Tensor, there: Tensor) -> list[Tensor]:
-        found.extend([here * number, there * number, here[0] * number, tracing.lift(torch.float64, number.evaluate)])
+        found.extend([here * number, there * number, here[0] * number, trace.lift(torch.float64, number.evaluate)])
         return found
 
-    with tracing.mode:
+    with trace.mode:
         make_fx(body)(torch.empty(2), torch.empty(2, device="cuda"))
     assert [each.device.type for each in found] == ["cpu", "cuda", "cpu", "cuda"]
-    assert [device.type for _, _, device in tracing.numbers] == ["cpu", "cuda", "cpu", "cuda"]
+    assert [device.type for _, _, device in trace.numbers] == ["cpu", "cuda", "cpu", "cuda"]
 
 
 def test_who_keeps_every_state_has_nothing_recorded(double: Double) -> None:

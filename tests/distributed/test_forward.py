@@ -16,7 +16,7 @@ from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel
 from pure_loop.order import Plan
-from pure_loop.testing.laws.world import compare, whole, witness
+from pure_loop.testing.laws.ranks import compare, whole, witness
 from pure_loop.testing.ranks import RankError
 from tests.conftest import THOROUGH
 from tests.support.worlds import KINDS, an_epoch, pool, two_halves

@@ -11,7 +11,7 @@ import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.distributed import Parallel
 from pure_loop.order import Plan
-from pure_loop.testing.laws.world import compare, witness
+from pure_loop.testing.laws.ranks import compare, witness
 from tests.support.worlds import KINDS, an_epoch, pool
 
 # Observers.

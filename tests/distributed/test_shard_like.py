@@ -15,7 +15,7 @@ from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel, shard_like
 from pure_loop.errors import ArgumentError
 from pure_loop.order import Plan
-from pure_loop.testing.laws.world import compare, whole, witness
+from pure_loop.testing.laws.ranks import compare, whole, witness
 from pure_loop.testing.ranks import RankError
 from tests.support.worlds import KINDS, an_epoch, pool
 

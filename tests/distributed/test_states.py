@@ -10,7 +10,7 @@ from pure_loop import Event, testing
 from pure_loop.order import Plan
 from pure_loop.testing import LawViolation
 from pure_loop.testing.comparison import Keeper
-from pure_loop.testing.laws.world import compare, witness
+from pure_loop.testing.laws.ranks import compare, witness
 from pure_loop.testing.ranks import RankError
 from tests.support.tiers import pairwise, tiers
 from tests.support.worlds import ALGORITHMS, KINDS, A, pool

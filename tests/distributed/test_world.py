@@ -18,7 +18,7 @@ from pure_loop.distributed import Parallel
 from pure_loop.distributed.multi_rank import MultiRankEngine
 from pure_loop.order import EvaluatorPlan, Plan, expected
 from pure_loop.testing import LawViolation, laws
-from pure_loop.testing.laws.world import compare, on_ranks, whole, witness
+from pure_loop.testing.laws.ranks import compare, on_ranks, whole, witness
 from tests.conftest import THOROUGH
 from tests.support.tiers import examples, tiers
 from tests.support.worlds import ALGORITHMS, KINDS, A, an_epoch, pool

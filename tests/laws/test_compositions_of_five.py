@@ -13,8 +13,7 @@ from torch import nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.testing import check_algorithm
-from pure_loop.testing._compositions import ALGORITHMS
-from pure_loop.testing._settings import built
+from pure_loop.testing._compositions import ALGORITHMS, built
 from tests.conftest import THOROUGH
 from tests.support.samples import sample
 

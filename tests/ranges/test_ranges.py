@@ -24,7 +24,7 @@ from pure_loop.ranges import (
     checked,
     settings_of,
 )
-from pure_loop.testing._settings import built, values
+from pure_loop.testing._compositions import built, values
 from tests.support.tiers import examples
 
 

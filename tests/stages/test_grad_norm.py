@@ -135,18 +135,12 @@ def test_stages_measure_it_where_it_is_wanted() -> None:
 
 
 def _assembled() -> Any:
-    import inspect
-
+    from pure_loop._internal.suggestions import arguments_of_call
     from pure_loop.entry.assembly import assemble
     from pure_loop.entry.settings import Settings
 
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(pl.fit).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
     own = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
-    return assemble(Settings(**{**defaults, "model_or_state": mlp(), "train_dataloader": DATA, **own}))
+    return assemble(Settings.of(arguments_of_call(pl.fit, (mlp(), DATA), own)))
 
 
 def _measuring(fit: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import tree_leaves
 
 from pure_loop.compile import _torch
-from pure_loop.compile.interpreter import interpret
+from pure_loop.compile.compilations import interpret
 
 __all__ = ["Lowered", "lowering", "pretend"]
 

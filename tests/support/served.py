@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop.ranges import alternatives_in, settings_of
-from pure_loop.testing._settings import values
+from pure_loop.testing._compositions import values
 from pure_loop.testing.problems import PROBLEMS, Problem
 from tests.support.samples import simplest
 

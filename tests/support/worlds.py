@@ -11,7 +11,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.distributed import Parallel
 from pure_loop.testing._compositions import ALGORITHMS as LIBRARY
-from pure_loop.testing._settings import built
+from pure_loop.testing._compositions import built
 from pure_loop.testing.ranks import shared_pool
 from tests.conftest import THOROUGH
 from tests.support.samples import simplest

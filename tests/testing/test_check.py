@@ -18,7 +18,7 @@ import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import CheckFailed, LawViolation, check_algorithm, laws
-from pure_loop.testing.laws import world
+from pure_loop.testing.laws import ranks as rank_laws
 from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.wrong_algorithms import (
     adds_in_place,
@@ -501,10 +501,10 @@ def test_evaluators_of_plans_are_those_of_cases() -> None:
     assert [len(batch[0]) for batch in testing.Case(plan=plan).held_out()["val"]] == [1, 2]
 
 
-def on_a_gpu(*_: Any, **__: Any) -> list[world.Witness]:
+def on_a_gpu(*_: Any, **__: Any) -> list[rank_laws.Witness]:
     """What a run on a GPU is a witness of."""
     with FakeTensorMode():
-        return [world.Witness(Event.FIT_END, (), {"params": {"weight": torch.empty(2, device="cuda")}})]
+        return [rank_laws.Witness(Event.FIT_END, (), {"params": {"weight": torch.empty(2, device="cuda")}})]
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -515,8 +515,8 @@ def test_ranks_on_gpus_are_compared_where_each_has_one(devices: int, monkeypatch
         tried.append(kind)
         return []
 
-    monkeypatch.setattr(world, "witness", on_a_gpu)
-    monkeypatch.setattr(world, "on_ranks", on_ranks)
+    monkeypatch.setattr(rank_laws, "witness", on_a_gpu)
+    monkeypatch.setattr(rank_laws, "on_ranks", on_ranks)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     skip = {name: "not on trial" for name in (law.name for law in laws.OF_ALGORITHMS) if name != "world_size"}
     outcome = check_algorithm(pl.algorithms.sam, skip=skip, max_examples=1).outcomes

@@ -192,7 +192,7 @@ def test_one_state_is_one_example() -> None:
 
 
 def test_a_script_that_does_not_end_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pure_loop.testing.scripts._LONGEST", 100)
+    monkeypatch.setattr("pure_loop.testing.laws.of_scripts._LONGEST", 100)
     with pytest.raises(CheckFailed, match="did not end; give check_script a shorter script"):
         check_script(never_ends, start(0))
 

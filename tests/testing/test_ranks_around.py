@@ -18,7 +18,7 @@ from pure_loop.order import Plan
 from pure_loop.testing import Case, laws
 from pure_loop.testing.ranks import NoSimulationError, simulation
 from pure_loop.testing.ranks.simulation import CollectiveError, simulate
-from pure_loop.testing.violation import LawViolation
+from pure_loop.testing.report import LawViolation
 from tests.support.simulating import UNSUPPORTED, WRONG, ones, results
 
 # It leaves all as it was.

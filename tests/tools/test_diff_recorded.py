@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
-from pure_loop.tools import recorded
+from pure_loop.tools import diff as recorded
 
 ROWS = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
 DATA = [(ROWS[start : start + 8], ROWS[start : start + 8, :3].argmax(1)) for start in range(0, 96, 8)]

@@ -20,6 +20,7 @@ from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import PROBLEMS, Case
 from pure_loop.testing import wrong_algorithms as algorithms
 from pure_loop.testing import wrong_loops as loops
+from pure_loop.testing._patches import patched
 from pure_loop.testing.wrong_algorithms import WRONG_ALGORITHMS
 from pure_loop.testing.wrong_loops import WRONG_LOOPS
 from pure_loop.tools.diff import Divergence
@@ -202,10 +203,7 @@ class Patched(Stream):
             super().__init__(iter(pl.fit(*args, **kwargs)))
 
     def _patched(self) -> ExitStack:
-        with ExitStack() as stack:
-            for make in self._replacements:
-                stack.enter_context(make())
-            return stack.pop_all()
+        return patched(self._replacements)
 
     def __iter__(self) -> Generator[tuple[Event, pl.State], None, Any]:
         # The tool looks at the generator itself first, for the parts of the call, and then runs it.

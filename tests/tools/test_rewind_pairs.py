@@ -21,8 +21,7 @@ from pure_loop.algorithm import AlgorithmLike
 from pure_loop.callbacks import FlightRecorder
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.ranges import settings_of
-from pure_loop.testing._compositions import ALGORITHMS
-from pure_loop.testing._settings import built
+from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.case import Case
 from pure_loop.testing.problems import as_problem
 from pure_loop.testing.strategies import algorithms as compositions

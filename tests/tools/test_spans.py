@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pure_loop.tools.spans import Key, Recorder
+from pure_loop.tools.profile_report import Key, Recorder
 
 KEYS = [Key("stage", "one"), Key("stage", "two"), Key("callback", "three", "BATCH_END")]
 

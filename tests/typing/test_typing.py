@@ -20,6 +20,7 @@ import pytest
 
 import pure_loop as pl
 from pure_loop.entry.fit import FitOptions
+from pure_loop.entry.settings import Settings
 from pure_loop.event import EventName
 from pure_loop.precision import Precision, PrecisionName
 from pure_loop.state import StateFields
@@ -141,8 +142,18 @@ def test_the_fields_that_replace_takes_are_those_that_there_are() -> None:
 
 
 def test_the_options_of_fit_are_its_arguments() -> None:
-    keywords = [each.name for each in inspect.signature(pl.fit).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    assert list(FitOptions.__annotations__) == keywords
+    """The signature and what type checkers read of it: the same names, in one order, with the same types."""
+    parameters = [each for each in inspect.signature(pl.fit).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    types = {
+        each.name: each.annotation if each.default is not each.empty else f"Required[{each.annotation}]"
+        for each in parameters
+    }
+    assert {name: kind.__forward_arg__ for name, kind in FitOptions.__annotations__.items()} == types
+    assert list(FitOptions.__annotations__) == list(types)
+
+
+def test_settings_read_each_argument_of_fit() -> None:
+    assert {field.name for field in attrs.fields(Settings)} == inspect.signature(pl.fit).parameters.keys()
 
 
 def test_the_names_of_events_are_those_of_the_events() -> None:

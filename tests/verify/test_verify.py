@@ -19,8 +19,7 @@ from pure_loop._internal.bits import checksums, count_of_differences
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError, VerificationError
 from pure_loop.metrics import accuracy, mean
 from pure_loop.ranges import settings_of
-from pure_loop.testing._compositions import ALGORITHMS
-from pure_loop.testing._settings import built
+from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.case import Case
 from pure_loop.testing.comparison import differences
 from pure_loop.testing.problems import as_problem

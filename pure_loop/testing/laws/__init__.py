@@ -10,14 +10,19 @@ from __future__ import annotations
 from pure_loop.testing.law import Law
 from pure_loop.testing.laws import of_callbacks, of_scripts
 from pure_loop.testing.laws.calls import memory, purity, structure
-from pure_loop.testing.laws.checkpoint import checkpoint
-from pure_loop.testing.laws.compiled import compile_equality
 from pure_loop.testing.laws.composition import algorithm_order, composition
 from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_invariance, observer_invariance
-from pure_loop.testing.laws.ranks import rank_agreement
-from pure_loop.testing.laws.resumption import resumption
-from pure_loop.testing.laws.runs import closing, determinism, donate_equality, order, value, watch_equality
-from pure_loop.testing.laws.world import world_size
+from pure_loop.testing.laws.ranks import rank_agreement, world_size
+from pure_loop.testing.laws.resumption import checkpoint, resumption
+from pure_loop.testing.laws.runs import (
+    closing,
+    compile_equality,
+    determinism,
+    donate_equality,
+    order,
+    value,
+    watch_equality,
+)
 from pure_loop.testing.laws.writes import discipline, visibility
 
 __all__ = [

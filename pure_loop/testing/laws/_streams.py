@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-import pure_loop as pl
+from pure_loop.callback import Callback
+from pure_loop.entry.evaluate import evaluate, predict
 from pure_loop.errors import PureLoopError
 from pure_loop.event import Event
 from pure_loop.state import State
+from pure_loop.testing._surroundings import Surroundings, reseeded
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.comparison import Comparer, Difference, differences
+from pure_loop.testing.report import LawViolation, moment
 from pure_loop.testing.subject import Subject
-from pure_loop.testing.violation import LawViolation, moment
 
 __all__ = [
     "TRAINING",
+    "ending_early",
     "leaf_violation",
     "observed_run",
     "run_until_error",
     "same_events",
     "same_state",
     "same_stream",
+    "same_under_other_generators",
     "standalone_streams",
     "training_states",
+    "without_error",
 ]
 
 TRAINING = frozenset({Event.BATCH_END, Event.EPOCH_END, Event.FIT_END})
@@ -100,17 +106,36 @@ def run_until_error(subject: Subject, case: Case, fit: Fit, **arguments: Any) ->
         LawViolation: raised during the run.
     """
     pairs: Pairs = []
-    try:
+    with ending_early("raised by algorithm"):
         for pair in case.stream(fit=fit, **arguments):
             pairs.append(pair)
         for stream in standalone_streams(subject, case, pairs[-1][1], arguments["algorithms"]):
             pairs.extend(stream)
+    return pairs
+
+
+@contextmanager
+def ending_early(note: str = "") -> Iterator[None]:
+    """An error of an algorithm ends the body early: one of the library, or one that the loop gave such a note."""
+    try:
+        yield
     except LawViolation:
         raise
     except Exception as error:
-        if not isinstance(error, PureLoopError) and not _raised_inside(error):
+        notes: list[str] = getattr(error, "__notes__", [])
+        if not isinstance(error, PureLoopError) and not any(item.startswith(note) for item in notes):
             raise
-    return pairs
+
+
+@contextmanager
+def without_error(what: str, event: Event | None = None, advice: str = "") -> Iterator[None]:
+    """An error in the body is a violation: ``what``, the run ended in it."""
+    try:
+        yield
+    except LawViolation:
+        raise
+    except Exception as error:
+        raise LawViolation(f"{what} ended in {type(error).__name__}: {error}", event=event, advice=advice) from error
 
 
 def standalone_streams(subject: Subject, case: Case, state: State, algorithms: Any) -> Iterator[Any]:
@@ -118,17 +143,41 @@ def standalone_streams(subject: Subject, case: Case, state: State, algorithms: A
     bound = {event for _, event in subject.bound}
     data = case.problem.batches((2, 1), seed=7)
     if any(event.is_eval for event in bound):
-        yield pl.evaluate(state, {"test": data}, loss=case.problem.loss, algorithms=algorithms)
+        yield evaluate(state, {"test": data}, loss=case.problem.loss, algorithms=algorithms)
     if any(event.is_predict for event in bound):
-        yield pl.predict(state, data, algorithms=algorithms)
+        yield predict(state, data, algorithms=algorithms)
 
 
-def _raised_inside(error: BaseException) -> bool:
-    """Whether an algorithm raised it: the driver adds a note to the error."""
-    return any(note.startswith("raised by algorithm") for note in getattr(error, "__notes__", ()))
+def same_under_other_generators(
+    stream: Callable[[], Iterable[tuple[Event, State]]], subject: str, *, hastily: bool, advice: str = ""
+) -> None:
+    """Refuse a stream that depends on the global random state, or changes it or another setting of the process.
+
+    Args:
+        stream: makes the stream.
+        subject: what runs, for the message.
+        hastily: whether the settings that are slow to read are left out.
+        advice: what to write instead.
+
+    Raises:
+        LawViolation: names the setting, or the first difference of two runs under different random states.
+    """
+    streams = []
+    for seed in (11, 12):
+        with reseeded(seed):
+            around = Surroundings()
+            pairs: Pairs = []
+            for pair in stream():
+                pairs.append(pair)
+                changed = around.changed(hastily=hastily)
+                if changed is not None:
+                    event = pair[0]
+                    raise LawViolation(f"{subject} changed {changed} before {event.name}.", event=event, advice=advice)
+            streams.append(pairs)
+    same_stream(streams[1], streams[0], "the same run under another global random state")
 
 
-class _BusyObserver(pl.Callback):
+class _BusyObserver(Callback):
     """Draws random numbers, keeps every State, computes with its tensors, and changes nothing."""
 
     def __init__(self) -> None:

@@ -1,25 +1,129 @@
-"""Laws about single calls: an algorithm's functions must not write to a State, nor change the process around them."""
+"""Laws about single calls: an algorithm's functions change nothing but what they return, and keep its structure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import attrs
 import optree
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop.algorithm import Algorithm, bind
+from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES
+from pure_loop.random.guards import guard, is_users
 from pure_loop.state import NOT_READY, State
 from pure_loop.testing._surroundings import Surroundings, reseeded
-from pure_loop.testing._tap import Call, tapped
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Difference, Keeper, Snapshot, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import run_until_error
-from pure_loop.testing.subject import AlgorithmSubject
-from pure_loop.testing.violation import LawViolation, moment, written_to
+from pure_loop.testing.report import LawViolation, moment, written_to
+from pure_loop.testing.subject import AlgorithmSubject, Subject
 
-__all__ = ["memory", "purity", "structure"]
+__all__ = ["Call", "Tap", "memory", "purity", "structure", "tapped"]
+
+
+@attrs.frozen
+class Call:
+    """One call of a function of an algorithm.
+
+    Attributes:
+        kind: ``"handler"``, ``"when"`` or ``"init"``.
+        algorithm: its name.
+        position: of the algorithm in the list.
+        event: the event of the State.
+        index: of the handler among those of the event.
+        state: the first argument.
+        rest: further arguments: the stages, or nothing.
+        function: the function itself.
+    """
+
+    kind: str
+    algorithm: str
+    position: int
+    event: Event
+    index: int
+    state: State
+    rest: tuple[Any, ...]
+    function: Callable[..., Any]
+
+    def __call__(self) -> Any:
+        """Call the function as the loop would."""
+        return self._drawing(self.function)
+
+    def _drawing(self, function: Callable[..., object]) -> Any:
+        """Call it with the global generators seeded, as the loop does for code of the user's."""
+        path = (self.kind, self.algorithm, self.index)
+        with guard(self.state.replace(event=self.event), path) if is_users(function) else nullcontext():
+            return function(self.state, *self.rest)
+
+    def of(self, fresh: Sequence[Algorithm]) -> Any:
+        """Call the same function of other instances."""
+        algorithm = fresh[self.position]
+        if self.kind == "handler":
+            return self._drawing(algorithm.handlers[self.event][self.index])
+        function = algorithm.init if self.kind == "init" else algorithm.when
+        assert function is not None
+        return self._drawing(function)
+
+    @property
+    def name(self) -> str:
+        """The name of the function in messages."""
+        part = {"handler": "", "when": "the predicate `when` of ", "init": "`init` of "}[self.kind]
+        return f"{part}algorithm {self.algorithm!r}"
+
+    @property
+    def where(self) -> str:
+        """The name of the moment in messages."""
+        return moment(self.state)
+
+
+Tap = Callable[[Call], Any]
+
+
+def tapped(subject: Subject, algorithms: Sequence[Algorithm], tap: Tap) -> tuple[Algorithm, ...]:
+    """The algorithms, with ``tap`` called instead of each of their functions; it returns what the function would."""
+    subject.watched = True
+    return tuple(_tapped(subject, algorithm, position, tap) for position, algorithm in enumerate(algorithms))
+
+
+def _tapped(subject: Subject, algorithm: Algorithm, position: int, tap: Tap) -> Algorithm:
+    name = algorithm.name
+
+    def around(kind: str, function: Callable[..., object], event: Event | None = None, index: int = 0) -> Any:
+        def call(state: State, *rest: object) -> Any:
+            if kind == "init" and any(tensor.is_meta for tensor in state.params.values()):
+                return function(state, *rest)  # the loop reads shapes from it, and no State receives it
+            at = event if event is not None else state.event or Event.INIT
+            if kind == "handler":
+                subject.fired[name, at] += 1
+            return tap(Call(kind, name, position, at, index, state, rest, function))
+
+        return call
+
+    def handler(function: Callable[..., object], event: Event, index: int, takes_stages: bool) -> Callable[..., Any]:
+        call = around("handler", function, event, index)
+        # The loop reads from the signature whether the handler takes the stages.
+        if takes_stages:
+            return lambda state, stages: call(state, stages)
+        return lambda state: call(state)
+
+    handlers = {
+        event: [handler(bound.function, event, index, bound.takes_stages) for index, bound in enumerate(listed)]
+        for event, listed in bind([algorithm]).items()
+    }
+    init = None if algorithm.init is None else around("init", algorithm.init)
+    when = None if algorithm.when is None else around("when", algorithm.when)
+    return Algorithm(
+        name,
+        handlers,
+        None if init is None else lambda state: init(state),
+        when=None if when is None else lambda state: when(state),
+    )
 
 
 @law("an algorithm is a function of the State alone, and changes nothing but what it returns")
@@ -104,7 +208,7 @@ def _left_alone(call: Call, around: Surroundings) -> None:
     raise LawViolation(f"{call.name} changed {changed} at {call.where}.", event=call.event, advice=advice)
 
 
-def _equal(call: Call, first: Any, second: Any) -> None:
+def _equal(call: Call, first: object, second: object) -> None:
     if type(first) is not type(second):
         raise LawViolation(
             f"{call.name} returned {first!r} at {call.where}, and {second!r} when it was called again with the same "
@@ -124,7 +228,7 @@ def _equal(call: Call, first: Any, second: Any) -> None:
         )
 
 
-def _readable(result: Any) -> Any:
+def _readable(result: object) -> Any:
     """A State whose gradients can be compared: during a call, gradients that are not complete are a marker."""
     if isinstance(result, State) and result._grads is NOT_READY:
         return result.replace(grads=None)
@@ -203,7 +307,7 @@ def structure(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
         return result
 
     pairs = run_until_error(subject, case, fit, algorithms=tapped(subject, subject.make(), tap))
-    first: dict[str, Any] = {}
+    first: dict[str, object] = {}
     # Within a batch an algorithm may hold values that it puts back at the end of a pair; at a boundary it holds none.
     for event, state in pairs:
         if event in BOUNDARIES:
@@ -233,7 +337,7 @@ def _refuse_graph(name: str, state: State, value: Any) -> None:
             )
 
 
-def _same_kind(what: str, state: State, before: Any, after: Any, name: str, *, nones: bool = False) -> None:
+def _same_kind(what: str, state: State, before: object, after: object, name: str, *, nones: bool = False) -> None:
     if before is after:
         return
     kinds_before, kinds_after = _kinds(before), _kinds(after)
@@ -250,13 +354,13 @@ def _same_kind(what: str, state: State, before: Any, after: Any, name: str, *, n
         )
 
 
-def _kinds(tree: Any) -> dict[tuple[Any, ...], str]:
+def _kinds(tree: PyTree) -> dict[tuple[Any, ...], str]:
     """Shape, dtype and device of each tensor of a tree, and the type of each other leaf, by path."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, map(_kind, leaves), strict=True))
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}"
     return "None" if leaf is None else type(leaf).__name__

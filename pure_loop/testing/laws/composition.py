@@ -9,8 +9,7 @@ from typing import Any
 import attrs
 from hypothesis.strategies import SearchStrategy
 
-import pure_loop as pl
-from pure_loop.algorithm import Algorithm
+from pure_loop.algorithm import Algorithm, compose
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.stages.nonfinite import total_loss
@@ -19,8 +18,8 @@ from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.law import EXAMPLES, Law, law, try_examples
 from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.problems import Problem
+from pure_loop.testing.report import LawViolation
 from pure_loop.testing.subject import AlgorithmSubject
-from pure_loop.testing.violation import LawViolation
 
 __all__ = [
     "Commutation",
@@ -63,9 +62,9 @@ def composition(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     first, last = _neighbour("first of the law", 2.0), _neighbour("last of the law", 0.5)
     listed = case.run([first, *subject.make(), last], fit=fit)
     groupings: list[list[Any]] = [
-        [pl.compose(first, *subject.make(), last)],
-        [pl.compose(pl.compose(first, *subject.make()), last)],
-        [first, pl.compose(*subject.make(), last)],
+        [compose(first, *subject.make(), last)],
+        [compose(compose(first, *subject.make()), last)],
+        [first, compose(*subject.make(), last)],
     ]
     grouped = case.run(groupings[case.seed % len(groupings)], fit=fit)
     same_stream(grouped, listed, "composed, the run differed from that of the list")
@@ -134,8 +133,8 @@ class Commutation:
 
 
 def commutation(
-    make_a: Any,
-    make_b: Any,
+    make_a: object,
+    make_b: object,
     *,
     problems: Problem | str | Iterable[Problem | str] | None = None,
     cases: SearchStrategy[Case] | None = None,
@@ -214,7 +213,7 @@ _MARKS = {True: "=", False: "x", None: "-"}
 
 
 def commutation_matrix(
-    algorithms: Iterable[Any],
+    algorithms: Iterable[object],
     *,
     problems: Problem | str | Iterable[Problem | str] | None = None,
     max_examples: int = EXAMPLES,

@@ -11,23 +11,112 @@ import gc
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import pure_loop as pl
-from pure_loop.callback import Callback
+from hypothesis.strategies import SearchStrategy
+
+from pure_loop.algorithm import Algorithm, Composition
+from pure_loop.callback import Callback, Logger, LoggerGroup
+from pure_loop.entry.evaluate import evaluate, predict
+from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.order import BOUNDARIES, expected, expected_evaluate, expected_predict
+from pure_loop.loop.observers import observers
+from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected, expected_evaluate, expected_predict
 from pure_loop.random.guards import guard
+from pure_loop.state import State
 from pure_loop.testing._surroundings import Surroundings
-from pure_loop.testing.callbacks import CallbackSubject
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_events, same_stream
-from pure_loop.testing.violation import LawViolation, broken_off, moment, written_to
+from pure_loop.testing.laws._streams import same_events, same_stream, without_error
+from pure_loop.testing.report import LawViolation, broken_off, moment, written_to
+from pure_loop.testing.subject import Problems, Subject, assigned, drawn_from, fresh_copies
 
 __all__ = ["closing", "completion", "joining", "observer_invariance", "purity"]
+
+
+class CallbackSubject(Subject):
+    """A callback on trial; every run gets a fresh instance.
+
+    Args:
+        value: a function without arguments that makes a callback, a logger or a function of ``(event, state)``; or a
+            callback, which is copied as it is now.
+        problems, plans: of the cases, as in :func:`pure_loop.testing.check_callback`.
+
+    Attributes:
+        is_logger: whether it is a logger.
+
+    Raises:
+        ArgumentTypeError: ``value`` is not, and does not make, a callback.
+
+    >>> import pure_loop as pl
+    >>> CallbackSubject(pl.callbacks.SpeedMonitor).name
+    'SpeedMonitor'
+    """
+
+    kind = "callback"
+    laws = "testing.laws.of_callbacks"
+    called = "make_callback"
+
+    def __init__(self, value: object, problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> None:
+        if isinstance(value, Algorithm | Composition) or not (callable(value) or isinstance(value, Callback)):
+            raise ArgumentTypeError(
+                f"check_callback({value!r}): give a function that makes a callback, such as its class. For an "
+                "algorithm, use check_algorithm."
+            )
+        self._make: Callable[[], Any] = fresh_copies(value) if isinstance(value, Callback) else value
+        result = self.make()
+        name = getattr(result, "__name__", type(result).__name__)
+        self.is_logger = isinstance(result, Logger)
+        super().__init__(
+            name,
+            ((name, event) for event in self.table(result)),
+            drawn_from(problems, plans),
+            assigned(self.called, value),
+        )
+
+    @classmethod
+    def made_of(cls, value: object) -> CallbackSubject:
+        return value if isinstance(value, cls) else cls(value)
+
+    def make(self) -> Any:
+        """A fresh instance."""
+        result = self._make()
+        if not isinstance(result, Callback) and (not callable(result) or isinstance(result, type | Algorithm)):
+            raise ArgumentTypeError(
+                f"the factory returned {result!r} of type {type(result).__name__}; it must return a pl.Callback, a "
+                "pl.Logger or a function of (event, state)."
+            )
+        return result
+
+    def table(self, observer: object) -> dict[Event, Any]:
+        """The observers that the loop calls for it, by event."""
+        result, _, _ = observers([] if self.is_logger else [observer], [observer] if self.is_logger else [])
+        return result
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``fit`` that attach a fresh instance."""
+        observer = self.make()
+        if self.is_logger:
+            return {"loggers": [observer]}
+        return {"callbacks": [observer], "loggers": [Logger()]}
+
+    def without(self) -> dict[str, Any]:
+        """The arguments of the runs that those with it are compared with.
+
+        A callback with ``needs_grad_norm`` is the reason that States have a ``grad_norm``; they have one there, too.
+        """
+        return {"callbacks": [_Norm()]} if getattr(self.make(), "needs_grad_norm", False) else {}
+
+
+class _Norm(Callback):
+    """Has ``state.grad_norm`` computed, and does nothing."""
+
+    all_ranks = needs_grad_norm = True
+
+    def fit_start(self, state: State, logger: LoggerGroup) -> None: ...
 
 
 @law("it raises no error in fit, evaluate or predict", of=CallbackSubject)
@@ -43,13 +132,13 @@ def completion(subject: CallbackSubject, case: Case, fit: Fit) -> None:
         same_events(events, expected(case.plan), "the order of events")
         loss = case.problem.loss
         arguments: dict[str, Any] = {"loss": loss, "strict": False}  # the law `purity` compares
-        evaluated = [event for event, _ in pl.evaluate(last, {"test": data}, **arguments, **subject.arguments())]
-        predicted = [event for event, _ in pl.predict(last, data, strict=False, **subject.arguments())]
+        evaluated = [event for event, _ in evaluate(last, {"test": data}, **arguments, **subject.arguments())]
+        predicted = [event for event, _ in predict(last, data, strict=False, **subject.arguments())]
     except LawViolation:
         raise
     except Exception as error:
         raise broken_off(events, error) from error
-    plan = pl.order.EvaluatorPlan(batches=(2, 1))
+    plan = EvaluatorPlan(batches=(2, 1))
     same_events(evaluated, expected_evaluate({"test": plan}), "the order of events in evaluation")
     same_events(predicted, expected_predict(2), "the order of events in prediction")
 
@@ -98,15 +187,12 @@ def joining(subject: CallbackSubject, case: Case, fit: Fit) -> None:
     boundaries = [state for event, state in case.run(fit=fit) if event in BOUNDARIES]
     for start in {boundaries[case.seed % len(boundaries)], boundaries[len(boundaries) // 2]}:
         event, what = start.event, f"joining at {moment(start)}"
-        try:
+        advice = (
+            "An attribute set at FIT_START, EPOCH_START or BATCH_START may be missing: those events came before the "
+            "callback joined."
+        )
+        with without_error(f"{what}, the run", event, advice):
             again = case.run(fit=fit, start=start, **subject.arguments())
-        except Exception as error:
-            raise LawViolation(
-                f"{what}, the run ended in {type(error).__name__}: {error}",
-                event=event,
-                advice="An attribute set at FIT_START, EPOCH_START or BATCH_START may be missing: those events came "
-                "before the callback joined.",
-            ) from error
         same_stream(again, case.run(fit=fit, start=start, **subject.without()), what)
 
 

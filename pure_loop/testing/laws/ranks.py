@@ -1,26 +1,31 @@
-"""The law of ranks: equal inputs give equal results on all ranks, which call the same collectives in the same order."""
+"""Laws of several ranks: they agree, and training does not depend on their number."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import SkipTest
 
+import attrs
 import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop._internal.tree_ops import full_tensor
+from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
-from pure_loop.testing.comparison import is_wall_clock
+from pure_loop.testing.comparison import close, is_wall_clock
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_stream
+from pure_loop.testing.laws._streams import same_events, same_stream
 from pure_loop.testing.ranks import CollectiveError, NoSimulationError, RankError, shared_pool, simulate
+from pure_loop.testing.report import LawViolation
 from pure_loop.testing.subject import AlgorithmSubject
-from pure_loop.testing.violation import LawViolation
 
-__all__ = ["rank_agreement"]
+__all__ = ["Witness", "on_ranks", "rank_agreement", "whole", "witness", "world_size"]
 
 _RANKS = 2
 _ON_PROCESSES = 2
@@ -83,7 +88,7 @@ def _on_processes(subject: AlgorithmSubject, case: Case, fit: Fit, remark: str) 
 
 def _digest(state: State) -> str:
     """A hash of a State without its wall-clock times."""
-    tree: Any = state
+    tree: PyTree = state
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     result = hashlib.blake2b(digest_size=16)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -95,3 +100,157 @@ def _digest(state: State) -> str:
         else:
             result.update(repr(leaf).encode())
     return result.hexdigest()
+
+
+# Real processes: each run takes as long as a hundred of one rank.
+_CASES = 3
+# In float64 another order of the sums is a relative error of 1e-16, which a few steps amplify; a wrong weight is 1e-2.
+_ROUNDING = 1e-9
+_COMPARED = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_END, Event.FIT_END})
+
+
+@attrs.frozen
+class Witness:
+    """The values of a State that must be the same on every rank, and on a single rank.
+
+    Attributes:
+        event: its event.
+        counts: the counts of its timestamp.
+        values: unsharded tensors by field, at some events; empty at the others.
+    """
+
+    event: Event
+    counts: tuple[Any, ...]
+    values: dict[str, Any]
+
+
+def witness(stream: Iterable[tuple[Event, State]], *, counts_time: bool = False) -> list[Witness]:
+    """The witness of each State of a stream. Sharded tensors are gathered, so all ranks have to call it."""
+    return [
+        Witness(event, _counts(state, counts_time), _values(state) if event in _COMPARED else {})
+        for event, state in stream
+    ]
+
+
+def _counts(state: State, counts_time: bool) -> tuple[Any, ...]:
+    t = state.timestamp
+    counts = (t.epoch, t.batch, t.sample, t.token, t.batch_in_epoch, t.sample_in_epoch, t.token_in_epoch)
+    return (*counts, t.total_seconds) if counts_time else counts
+
+
+def _values(state: State) -> dict[str, Any]:
+    fields = ["params", "buffers", "metrics", "opt_state", "algorithm_state"]
+    if state.event in (Event.AFTER_TRAIN_BATCH, Event.BATCH_END):
+        fields += ["grads", "loss"]
+    return {
+        field: optree.tree_map(
+            lambda leaf: full_tensor(leaf).detach().clone() if isinstance(leaf, torch.Tensor) else leaf,
+            getattr(state, field),
+            namespace=NAMESPACE,
+        )
+        for field in fields
+    }
+
+
+def whole(case: Case, ranks: int) -> Case:
+    """The case for a single rank that does the work of ``ranks``: its microbatches hold those of all ranks."""
+
+    def times(size: int | None) -> int | None:
+        return None if size is None else size * ranks
+
+    plan = case.plan
+    evaluators = {
+        label: attrs.evolve(evaluator, microbatch_size=times(evaluator.microbatch_size))
+        for label, evaluator in plan.evaluators.items()
+    }
+    return attrs.evolve(
+        case, plan=attrs.evolve(plan, microbatch_size=times(plan.microbatch_size), evaluators=evaluators)
+    )
+
+
+def on_ranks(
+    case: Case, make: Callable[[], Any], fit: Fit, ranks: int, kind: str, **options: Any
+) -> list[list[Witness]]:
+    """The witnesses of every rank of a run.
+
+    Raises:
+        LawViolation: a rank failed.
+    """
+
+    def program(rank: int) -> list[Witness]:
+        from pure_loop.distributed import Parallel
+
+        parallel: Any = Parallel(kind=kind, **options)  # type: ignore[arg-type]
+        return witness(case.stream(make(), fit=partial(fit, parallel=parallel)))
+
+    try:
+        # torch's DistributedDataParallel crashes if gloo's collectives are checked.
+        return shared_pool(ranks, checked=False).run(program)
+    except RankError as error:
+        raise LawViolation(f'with parallel="{kind}", on {ranks} processes: {error}') from error
+
+
+@law(
+    "ranks that each train on a part of every batch give the result of one rank on whole batches",
+    rests_on=(
+        *("purity", "memory", "order", "value", "determinism", "visibility", "microbatch_invariance"),
+        *("evaluation_invariance", "observer_invariance", "composition", "resumption", "closing", "rank_agreement"),
+    ),
+    serves=lambda problem: problem.separable,
+    serves_what="separable: the loss of a batch is the mean of the losses of its samples",
+)
+def world_size(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
+    """Trains on one rank, and on two processes, replicated and sharded, in float64.
+
+    Skipped (:class:`unittest.SkipTest`) if the loop trains on a GPU, and there are fewer GPUs than ranks.
+    """
+    if case not in subject.on_worlds:
+        if len(subject.on_worlds) == _CASES:
+            return
+        subject.on_worlds.append(case)  # a case that fails is tried again, and has to fail again
+    # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
+    case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
+    single = witness(whole(case, _RANKS).stream(subject.make(), fit=fit))
+    _skip_without_devices(single)
+    for kind in ("replicate", "shard"):
+        for rank, witnesses in enumerate(on_ranks(case, subject.make, fit, _RANKS, kind)):
+            compare(witnesses, single, f'with parallel="{kind}", rank {rank} of {_RANKS}', _ROUNDING)
+
+
+def _skip_without_devices(single: list[Witness]) -> None:
+    """
+    Raises:
+        SkipTest: the loop trains on CUDA, where each rank needs a device of its own, and there are fewer.
+    """
+    kind = next(iter(single[-1].values["params"].values())).device.type
+    if kind == "cuda" and torch.cuda.device_count() < _RANKS:
+        raise SkipTest(f"each of {_RANKS} ranks needs a CUDA device, and there are {torch.cuda.device_count()}")
+
+
+def compare(value: list[Witness], wanted: list[Witness], what: str, tolerance: float) -> None:
+    """Refuse the witnesses of a rank that differ from those of a single rank by more than rounding.
+
+    Raises:
+        LawViolation: names the first difference.
+    """
+    same_events([witness.event for witness in value], [witness.event for witness in wanted], f"{what}: order of events")
+    for ours, single in zip(value, wanted, strict=True):
+        batch = ours.counts[1]
+        if ours.counts != single.counts:
+            raise LawViolation(
+                f"{what} counts {ours.counts} at {ours.event.name}, a single rank {single.counts} (epoch, batch, "
+                "sample, token, and those in the epoch).",
+                event=ours.event,
+            )
+        for field in ours.values:
+            difference = close(ours.values[field], single.values[field], tolerance=tolerance, name=f"state.{field}")
+            if difference is not None:
+                raise LawViolation(
+                    f"{what} differs from a single rank at {ours.event.name} of batch {batch}.",
+                    event=ours.event,
+                    difference=difference,
+                    labels=("several ranks", "single rank"),
+                    advice="Until AFTER_BACKWARD, a rank has only its part of the batch: means and counts of samples "
+                    "are those of the part. From AFTER_TRAIN_BATCH on, state.loss and state.grads are those of the "
+                    "whole batch.",
+                )

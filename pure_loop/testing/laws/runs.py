@@ -1,4 +1,4 @@
-"""Laws about whole runs: order of events, immutable States, determinism, ``watch``, ``donate``, and leaving early."""
+"""Laws about whole runs: events, immutable States, determinism, ``watch``, ``donate``, ``compile``; leaving early."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import multiprocessing
 import threading
 from typing import Any
 
+import attrs
+
+from pure_loop.entry.compiling import interpreted
 from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, expected, expected_evaluate, expected_predict
-from pure_loop.testing._surroundings import Surroundings, reseeded
+from pure_loop.testing._surroundings import Surroundings
 from pure_loop.testing.case import Case, Fit
-from pure_loop.testing.comparison import Keeper, copied, differences
+from pure_loop.testing.comparison import Keeper, close, copied, differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_events, same_stream, standalone_streams
+from pure_loop.testing.laws._streams import same_events, same_stream, same_under_other_generators, standalone_streams
+from pure_loop.testing.report import LawViolation, broken_off, moment, written_to
 from pure_loop.testing.subject import AlgorithmSubject
-from pure_loop.testing.violation import LawViolation, broken_off, moment, written_to
 
-__all__ = ["closing", "determinism", "donate_equality", "order", "value", "watch_equality"]
+__all__ = ["closing", "compile_equality", "determinism", "donate_equality", "order", "value", "watch_equality"]
 
 
 @law(
@@ -64,18 +67,7 @@ def value(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
 )
 def determinism(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Runs it twice, under different global random states, which it compares after every event."""
-    streams = []
-    for seed in (11, 12):
-        with reseeded(seed):
-            around = Surroundings()
-            pairs = []
-            for pair in case.stream(subject.make(), fit=fit):
-                pairs.append(pair)
-                changed = around.changed(hastily=True)
-                if changed is not None:
-                    raise LawViolation(f"the loop changed {changed} before {pair[0].name}.", event=pair[0])
-            streams.append(pairs)
-    same_stream(streams[1], streams[0], "the same run under another global random state")
+    same_under_other_generators(lambda: case.stream(subject.make(), fit=fit), "the loop", hastily=True)
 
 
 @law("watching fewer events gives the same States at the events that are watched", rests_on=("determinism",))
@@ -157,5 +149,69 @@ class _LeftByError(Exception):
     """Raised in the loop's body."""
 
 
-def _hooks(module: Any) -> int:
+def _hooks(module: object) -> int:
     return sum(len(getattr(module, name)) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))
+
+
+_SOUND = (
+    *("purity", "memory", "order", "value", "determinism", "visibility", "microbatch_invariance"),
+    *("evaluation_invariance", "observer_invariance", "composition", "resumption", "watch_equality", "closing"),
+)
+
+# A graph may add in another order, a relative error of 1e-16 in float64, which a few steps amplify.
+_ROUNDING = 1e-9
+_WATCHED = (
+    {Event.EPOCH_END, Event.FIT_END},
+    {Event.BATCH_END, Event.EVAL_END},
+    {Event.BATCH_START, Event.AFTER_TRAIN_BATCH, Event.BATCH_END},
+    {Event.BEFORE_FORWARD, Event.AFTER_BACKWARD, Event.BATCH_END},
+    # With these, autograd crosses from one graph into the next.
+    {Event.AFTER_FORWARD, Event.BATCH_END},
+    {Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END},
+    {Event.BEFORE_LOSS, Event.BEFORE_BACKWARD, Event.BATCH_END},
+)
+_FIELDS = (
+    "params",
+    "buffers",
+    "opt_state",
+    "algorithm_state",
+    "metrics",
+    "loss",
+    "outputs",
+    "grads",
+    "grad_norm",
+    "skipped",
+)
+
+
+@law("compiled steps give the States of eager steps, up to rounding", rests_on=_SOUND, share=0.25)
+def compile_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
+    """Trains compiled and eagerly, in float64, watching some events, which the case's seed chooses.
+
+    Graphs run operation by operation, so that no C++ compiler is needed: the law is about the contents of the graphs.
+    Code that can't be traced runs eagerly, between graphs.
+    """
+    # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
+    case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
+    watched = _WATCHED[case.seed % len(_WATCHED)]
+    wanted = case.run(subject.make(), fit=fit, watch=watched)
+    steps = 3 if case.plan.order == "current" and case.seed % 2 else 1
+    with interpreted():
+        value = case.run(subject.make(), fit=fit, watch=watched, compile="where possible", steps_per_call=steps)
+    what = f"compiled, watching {', '.join(sorted(event.name for event in watched))}"
+    same_events([event for event, _ in value], [event for event, _ in wanted], what)
+    for (event, compiled), (_, eager) in zip(value, wanted, strict=True):
+        for field in _FIELDS:
+            name = "_grads" if field == "grads" else field
+            difference = close(
+                getattr(compiled, name), getattr(eager, name), tolerance=_ROUNDING, name=f"state.{field}"
+            )
+            if difference is not None:
+                raise LawViolation(
+                    f"{what}: at {moment(compiled)}, the result differs from that of eager steps.",
+                    event=event,
+                    difference=difference,
+                    labels=("compiled", "eager"),
+                    advice="A graph holds the Python values of the moment it was traced. Branch on tensors with "
+                    "torch.where, and keep numbers that change in tensors or in the State.",
+                )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-import pure_loop as pl
 from pure_loop._internal.weights import Weights
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.batch import map_tensors
@@ -19,13 +17,13 @@ from pure_loop.stages import Stages
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import NOT_READY, State
 from pure_loop.task import make_task
-from pure_loop.testing._tap import Call, tapped
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.comparison import differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import run_until_error
+from pure_loop.testing.laws._streams import ending_early, run_until_error
+from pure_loop.testing.laws.calls import Call, tapped
+from pure_loop.testing.report import LawViolation, moment
 from pure_loop.testing.subject import AlgorithmSubject
-from pure_loop.testing.violation import LawViolation, moment
 
 __all__ = ["MAY_CHANGE", "WHY_NOWHERE_ELSE", "discipline", "visibility"]
 
@@ -151,15 +149,10 @@ def _check_fields(call: Call, result: State) -> None:
 def _check_algorithm_state(call: Call, result: State) -> None:
     before, after = call.state.algorithm_state, result.algorithm_state
     for name in dict.fromkeys([*before, *after]):
-        if name == call.algorithm and name in after:
+        in_both = name in before and name in after
+        if (name == call.algorithm and name in after) or (in_both and not differences(before[name], after[name])):
             continue
-        if (
-            name in before
-            and name in after
-            and (before[name] is after[name] or not differences(before[name], after[name]))
-        ):
-            continue
-        verb = "changed" if name in before and name in after else "dropped" if name in before else "added"
+        verb = "changed" if in_both else "dropped" if name in before else "added"
         raise LawViolation(
             f"{call.name} {verb} state.algorithm_state[{name!r}] at {call.where}; an algorithm may write only its own "
             "entry.",
@@ -221,21 +214,11 @@ def visibility(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
 
     # One of the two comes first at an event, and the other last: on the AFTER half of a pair the order is reversed.
     first, last = (Algorithm(f"{position} of the law", dict.fromkeys(Event, observe)) for position in ("first", "last"))
-    for event, state in _stream(subject, case, fit, [first, *algorithms, last]):
-        if watcher.left is not None and state is not watcher.left and differences(state, watcher.left):
-            raise LawViolation(
-                f"the State that was yielded at {event.name} is not the one that the algorithms returned.", event=event
-            )
-
-
-def _stream(subject: AlgorithmSubject, case: Case, fit: Fit, algorithms: Sequence[Algorithm]) -> Any:
-    try:
-        yield from case.stream(algorithms, fit=fit)
-    except LawViolation:
-        raise
-    except Exception as error:
-        if not isinstance(error, pl.PureLoopError) and not getattr(error, "__notes__", ()):
-            raise
+    with ending_early():
+        for event, state in case.stream([first, *algorithms, last], fit=fit):
+            if watcher.left is not None and state is not watcher.left and differences(state, watcher.left):
+                finding = f"the State that was yielded at {event.name} is not the one that the algorithms returned."
+                raise LawViolation(finding, event=event)
 
 
 # Bound at import: a loop on trial may replace them while it runs. Splitting and weighting of batches are not compared
@@ -298,7 +281,7 @@ class _Watcher:
         for field, wanted in self._wanted.items():
             self._same("follows from the State before", field, state, wanted)
 
-    def _same(self, what: str, field: str, state: State, wanted: Any) -> None:
+    def _same(self, what: str, field: str, state: State, wanted: object) -> None:
         for difference in differences(_read(state, field), wanted, name=f"state.{field}"):
             raise LawViolation(
                 f"at {moment(state)}, state.{field} is not the value that {what}.",
@@ -390,7 +373,7 @@ def _still_current(before: State, state: State) -> dict[str, Any]:
 def _writer() -> Algorithm:
     """An algorithm that changes, at every event, a field that may change there."""
 
-    def scaled(tree: Any, factor: float) -> Any:
+    def scaled(tree: object, factor: float) -> Any:
         return map_tensors(lambda tensor: tensor * factor if tensor.is_floating_point() else tensor, tree)
 
     def params(state: State) -> State:

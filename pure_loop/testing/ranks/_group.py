@@ -7,9 +7,8 @@ finds the same methods on a Python subclass, so every collective of a program co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,17 +19,28 @@ from torch.futures import Future
 from pure_loop._internal.torch_private import wait_tensor
 from pure_loop.testing.ranks._collectives import OPERATIONS, CollectiveError, Tensors, UnsupportedCollectiveError
 
-__all__ = ["Exchange", "Group", "Left", "world_class"]
+Flat: TypeAlias = Sequence[Tensor]
+Nested: TypeAlias = Sequence[Sequence[Tensor]]
+
+__all__ = ["Exchange", "Group", "Left"]
 
 
 class Left(BaseException):
     """Leaves a program at a collective whose result is not known yet. ``except Exception`` doesn't catch it."""
 
 
+class Options(Protocol):
+    """torch's, of a collective: those that are read."""
+
+    asyncOp: bool  # noqa: N815
+    rootRank: int  # noqa: N815
+    reduceOp: Any  # noqa: N815  # torch types it without its `op`
+
+
 class Exchange(Protocol):
     """Where the ranks ask."""
 
-    def ask(self, rank: int, number: int, collective: tuple[Any, ...], value: Tensors, wanted: Tensors) -> Tensors:
+    def ask(self, rank: int, number: int, collective: tuple[object, ...], value: Tensors, wanted: Tensors) -> Tensors:
         """
         Raises:
             Left: the result is not known yet.
@@ -66,7 +76,7 @@ class Group(dist.ProcessGroup):
                 wait_tensor(output)
         self._begun.clear()
 
-    def refuse(self, name: str) -> Any:
+    def refuse(self, name: str) -> NoReturn:
         """
         Raises:
             UnsupportedCollectiveError: always, unless the program is only cleaning up.
@@ -95,10 +105,10 @@ class Group(dist.ProcessGroup):
     def _join(
         self,
         kind: str,
-        value: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        about: Sequence[Tensor],
-        options: Any = None,
+        value: Flat,
+        outputs: Flat,
+        about: Flat,
+        options: Options | None = None,
         *,
         op: str | None = None,
         root: int | None = None,
@@ -156,7 +166,8 @@ class Group(dist.ProcessGroup):
             "its numbers. Give x.contiguous(), and copy the result back",
         )
 
-    def _op(self, options: Any) -> str:
+    def _op(self, options: Options | None) -> str:
+        assert options is not None
         op = OPERATIONS.get(options.reduceOp.op)
         if op is None:
             known = ", ".join(OPERATIONS.values())
@@ -170,7 +181,7 @@ class Group(dist.ProcessGroup):
         self._need(whole.is_contiguous(), kind, f"{_shown(whole)} is not contiguous")
         return whole.detach().view(self._ranks, *part.shape).unbind()
 
-    def _one_a_rank(self, kind: str, many: Sequence[Tensor], part: Tensor | None = None) -> None:
+    def _one_a_rank(self, kind: str, many: Flat, part: Tensor | None = None) -> None:
         self._need(len(many) == self._ranks, kind, f"a list holds {len(many)} tensors for {self._ranks} ranks")
         for item in many if part is not None else ():
             fits = part is not None and item.shape == part.shape and item.dtype == part.dtype
@@ -178,97 +189,101 @@ class Group(dist.ProcessGroup):
 
     # What torch calls.
 
-    def _all_reduce(self, tensors: Any, options: Any = None) -> dist.Work:
+    def _all_reduce(self, tensors: Flat, options: Options | None = None) -> dist.Work:
         return self._join("all_reduce", tensors, tensors, tensors, options, op=self._op(options))
 
-    def _reduce(self, tensors: Any, options: Any) -> dist.Work:
+    def _reduce(self, tensors: Flat, options: Options) -> dist.Work:
         outputs = tensors if options.rootRank == self._rank else ()
         return self._join("reduce", tensors, outputs, tensors, options, op=self._op(options), root=options.rootRank)
 
-    def _broadcast(self, tensors: Any, options: Any) -> dist.Work:
+    def _broadcast(self, tensors: Flat, options: Options) -> dist.Work:
         # What the others hold is about to be overwritten, and may never have been filled.
         value = tensors if options.rootRank == self._rank else ()
         return self._join("broadcast", value, tensors, tensors, options, root=options.rootRank)
 
-    def _all_gather(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
+    def _all_gather(self, outputs: Nested, inputs: Flat, options: Options | None = None) -> dist.Work:
         for many, tensors in zip(outputs, inputs, strict=True):
             self._one_a_rank("all_gather", many, tensors)
         return self._join("all_gather", inputs, _flat(outputs), inputs, options)
 
-    def _all_gather_into_tensors(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
+    def _all_gather_into_tensors(self, outputs: Flat, inputs: Flat, options: Options | None = None) -> dist.Work:
         kind = "all_gather_into_tensor"
         parts = [self._parts(kind, output, tensors) for output, tensors in zip(outputs, inputs, strict=True)]
         return self._join(kind, inputs, _flat(parts), inputs, options)
 
-    def _all_gather_into_tensor(self, output: Any, input: Any, options: Any = None) -> dist.Work:
-        return self._all_gather_into_tensors([output], [input], options)
-
-    def _reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
+    def _reduce_scatter(self, outputs: Flat, inputs: Nested, options: Options | None = None) -> dist.Work:
         for output, many in zip(outputs, inputs, strict=True):
             self._one_a_rank("reduce_scatter", many, output)
         value = _flat(inputs)
         return self._join("reduce_scatter", value, outputs, value, options, op=self._op(options))
 
-    def _reduce_scatter_tensors(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
+    def _reduce_scatter_tensors(self, outputs: Flat, inputs: Flat, options: Options | None = None) -> dist.Work:
         kind = "reduce_scatter_tensor"
         parts = [self._parts(kind, tensors, output) for output, tensors in zip(outputs, inputs, strict=True)]
         return self._join(kind, _flat(parts), outputs, inputs, options, op=self._op(options))
 
-    def _reduce_scatter_tensor(self, output: Any, input: Any, options: Any = None) -> dist.Work:
-        return self._reduce_scatter_tensors([output], [input], options)
-
-    def _all_to_all(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
+    def _all_to_all(self, outputs: Flat, inputs: Flat, options: Options | None = None) -> dist.Work:
         self._one_a_rank("all_to_all", inputs)
         self._one_a_rank("all_to_all", outputs)
         return self._join("all_to_all", inputs, outputs, inputs, options)
 
     def _all_to_all_single(
-        self, output: Any, input: Any, output_splits: Any, input_splits: Any, options: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        options: Options | None = None,
     ) -> dist.Work:
         kind, pieces = "all_to_all_single", []
         for tensor, splits in ((input, input_splits), (output, output_splits)):
             sizes = list(splits) or [len(tensor) // self._ranks] * self._ranks
             fits = len(sizes) == self._ranks and sum(sizes) == len(tensor)
             self._need(fits, kind, f"{len(tensor)} rows don't split into {sizes} for {self._ranks} ranks")
-            pieces.append(tensor.detach().split(sizes))
+            pieces.append(torch.split(tensor.detach(), sizes))
         return self._join(kind, pieces[0], pieces[1], (input,), options)
 
-    def _gather(self, outputs: Any, inputs: Any, options: Any) -> dist.Work:
+    def _gather(self, outputs: Nested, inputs: Flat, options: Options) -> dist.Work:
         for many in outputs:
             self._one_a_rank("gather", many, inputs[0])
         return self._join("gather", inputs, _flat(outputs), inputs, options, root=options.rootRank)
 
-    def _scatter(self, outputs: Any, inputs: Any, options: Any) -> dist.Work:
+    def _scatter(self, outputs: Flat, inputs: Nested, options: Options) -> dist.Work:
         for many in inputs:
             self._one_a_rank("scatter", many, outputs[0])
         return self._join("scatter", _flat(inputs), outputs, outputs, options, root=options.rootRank)
 
-    def _barrier(self, opts: Any = None) -> dist.Work:
+    def _barrier(self, opts: Options | None = None) -> dist.Work:
         return self._join("barrier", (), (), (), opts)
 
-    def _monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    def _monitored_barrier(self, timeout: object = None, wait_all_ranks: bool = False) -> None:
         self._join("monitored_barrier", (), (), ())
 
 
-def _refusing(name: str) -> Callable[..., Any]:
+def _refusing(name: str) -> Callable[..., object]:
     return lambda self, *args, **kwargs: self.refuse(name)
 
 
+def _of_one(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """The method of several tensors, for one."""
+    return lambda self, target, source, options=None: method(self, [target], [source], options)
+
+
 # By the names that torch looks for, before 2.13 and since.
-_METHODS: dict[str, Callable[..., Any]] = {
+_METHODS: dict[str, Callable[..., object]] = {
     "getBackendName": Group.name,
     "allreduce": Group._all_reduce,
     "allreduce_coalesced": Group._all_reduce,
     "reduce": Group._reduce,
     "broadcast": Group._broadcast,
     "allgather": Group._all_gather,
-    "_allgather_base": Group._all_gather_into_tensor,
-    "all_gather_single": Group._all_gather_into_tensor,
+    "_allgather_base": _of_one(Group._all_gather_into_tensors),
+    "all_gather_single": _of_one(Group._all_gather_into_tensors),
     "allgather_into_tensor_coalesced": Group._all_gather_into_tensors,
     "all_gather_single_coalesced": Group._all_gather_into_tensors,
     "reduce_scatter": Group._reduce_scatter,
-    "_reduce_scatter_base": Group._reduce_scatter_tensor,
-    "reduce_scatter_single": Group._reduce_scatter_tensor,
+    "_reduce_scatter_base": _of_one(Group._reduce_scatter_tensors),
+    "reduce_scatter_single": _of_one(Group._reduce_scatter_tensors),
     "reduce_scatter_tensor_coalesced": Group._reduce_scatter_tensors,
     "reduce_scatter_single_coalesced": Group._reduce_scatter_tensors,
     "alltoall": Group._all_to_all,
@@ -297,56 +312,6 @@ for _name, _method in _METHODS.items():
 _names = count()
 
 
-@cache
-def world_class(base: type) -> type[Any]:
-    """What torch knows of process groups while the program of a rank runs: this one, and no other.
-
-    Args:
-        base: torch's class of such objects.
-    """
-
-    class World(base):  # type: ignore[misc]
-        def __init__(self, group: Group) -> None:
-            super().__init__()
-            self.default_pg = group
-            self._group = group
-
-        @property
-        def pg_map(self) -> Any:
-            return {self._group: ("gloo", None)}
-
-        @property
-        def pg_names(self) -> Any:
-            return {self._group: self._group.group_name}
-
-        @property
-        def pg_group_ranks(self) -> Any:
-            return {self._group: {rank: rank for rank in range(self._group.size())}}
-
-        @property
-        def pg_backend_config(self) -> Any:
-            return {self._group: "cpu:gloo,cuda:gloo"}
-
-        @property
-        def tags_to_pg(self) -> Any:
-            return {"": [self._group]}
-
-        @property
-        def pg_to_tag(self) -> Any:
-            return {self._group: ""}
-
-        @property
-        def group_count(self) -> Any:
-            # Before 2.13 torch asks the group nothing, but it counts before it makes a new one.
-            return self._group.refuse("new_group")
-
-        @group_count.setter
-        def group_count(self, value: int) -> None:
-            self._group.refuse("new_group")
-
-    return World
-
-
 class _Arrival(dist.Work):
     """A result that is written when it is waited for: a program that forgets to wait reads what was there before."""
 
@@ -360,7 +325,7 @@ class _Arrival(dist.Work):
             _write(self.outputs, results)
         return list(self.outputs)
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         self._written()
         return True
 
@@ -391,7 +356,7 @@ def _write(outputs: Tensors, results: Tensors) -> None:
         output.data.copy_(result if result.shape == output.shape else result.view(output.shape))
 
 
-def _flat(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _flat(lists: Nested) -> list[Tensor]:
     return [tensor for tensors in lists for tensor in tensors]
 
 

@@ -24,7 +24,6 @@ from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, TypeVar
 
 from pure_loop._internal.arguments import check_integer, check_number
@@ -145,9 +144,7 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -179,7 +176,7 @@ def close_shared_pools() -> None:
         pool.close()
 
 
-def _pickled(program: Any) -> bytes:
+def _pickled(program: object) -> bytes:
     if not callable(program):
         raise ArgumentTypeError(f"Pool.run({program!r}): pass a function of the rank, `def program(rank): ...`.")
     try:
@@ -223,7 +220,7 @@ class _Rank:
         theirs.close()
         self.send((sys.path, rank, ranks, timeout))
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         self.asked_at = os.fstat(self.log.fileno()).st_size
         with suppress(OSError):  # it died, which shows when it is waited for
             self.connection.send_bytes(pickle.dumps(message))
@@ -263,9 +260,7 @@ class _Rank:
     def fate(self) -> str:
         self.kill()
         code = self.process.wait()
-        if code >= 0:
-            return f"ended with exit code {code}"
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
     def kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):  # it has ended, and so has all that it started
@@ -296,10 +291,7 @@ class _Team:
             raise
 
     def usable(self) -> bool:
-        """Whether all processes are alive and unchanged.
-
-        A forked copy of this process must not use those of the original.
-        """
+        """Whether all processes are alive and unchanged; a forked copy of this process must not use the original's."""
         return self.owner == os.getpid() and all(rank.process.poll() is None and not rank.worn for rank in self._ranks)
 
     def run(self, payload: bytes) -> list[Any]:
@@ -322,14 +314,14 @@ class _Team:
         self._apart = not self._checks
         return [self._loaded(rank, answers[rank][1]) for rank in range(len(self._ranks))]
 
-    def _ask(self, message: tuple[Any, ...], seconds: float) -> dict[int, Any]:
+    def _ask(self, message: tuple[object, ...], seconds: float) -> dict[int, Any]:
         for rank in self._ranks:
             rank.send(message)
         return self._answers(seconds)
 
     def _answers(self, seconds: float) -> dict[int, Any]:
         """The answers of the ranks that answer in time; None for one that dies."""
-        answers: dict[int, Any] = {}
+        answers: dict[int, object] = {}
         until, failed = time.monotonic() + seconds, False
         while len(answers) < len(self._ranks) and (left := until - time.monotonic()) > 0:
             waiting = [item for item in self._ranks if item.rank not in answers]
@@ -357,11 +349,8 @@ class _Team:
         errors = [(answer[1], rank, *answer[2:]) for rank, answer in answers.items() if answer[0] == "error"]
         if errors:
             _, rank, doing, line, text, cause = min(errors, key=lambda error: error[:2])
-            raise RankError(
-                f"rank {rank} {of} {doing} {line}\n\n{text.strip()}{self._ranks[rank].tail()}",
-                (rank,),
-                text,
-            ) from _exception(cause)
+            message = f"rank {rank} {of} {doing} {line}\n\n{text.strip()}{self._ranks[rank].tail()}"
+            raise RankError(message, (rank,), text) from _exception(cause)
         late = [item for item in self._ranks if item.rank not in answers]
         if late:
             names = ", ".join(str(item.rank) for item in late)
@@ -376,15 +365,13 @@ class _Team:
         try:
             return pickle.loads(payload)
         except Exception as error:
-            raise RankError(
-                f"rank {rank} of {len(self._ranks)} returned what can't be read here: {type(error).__name__}: {error}",
-                (rank,),
-            ) from error
+            what = f"what can't be read here: {type(error).__name__}: {error}"
+            raise RankError(f"rank {rank} of {len(self._ranks)} returned {what}", (rank,)) from error
 
 
 def _exception(payload: bytes | None) -> BaseException | None:
     try:
-        error = None if payload is None else pickle.loads(payload)
+        error: object = None if payload is None else pickle.loads(payload)
     except Exception:
         return None  # a class that can't be made anew from its arguments; its traceback is in the message all the same
     return error if isinstance(error, BaseException) else None

@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from functools import cache, partial
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from attrs import frozen
 
 from pure_loop._internal.arguments import check_integer
@@ -29,7 +29,7 @@ from pure_loop.testing.ranks._collectives import (
     UnsupportedCollectiveError,
     outcome,
 )
-from pure_loop.testing.ranks._group import Group, Left, world_class
+from pure_loop.testing.ranks._group import Group, Left
 
 __all__ = [
     "Collective",
@@ -133,6 +133,55 @@ def _set(variables: dict[str, str]) -> None:
         os.environ[name] = value
 
 
+_WORLD: dict[str, Callable[[Group], object]] = {
+    "pg_map": lambda group: {group: ("gloo", None)},
+    "pg_names": lambda group: {group: group.group_name},
+    "pg_group_ranks": lambda group: {group: {rank: rank for rank in range(group.size())}},
+    "pg_backend_config": lambda group: {group: "cpu:gloo,cuda:gloo"},
+    "tags_to_pg": lambda group: {"": [group]},
+    "pg_to_tag": lambda group: {group: ""},
+}
+"""What torch knows of process groups, of the only one."""
+
+
+def _read_world(read: Callable[[Group], object], world: World) -> object:
+    return read(world.default_pg)
+
+
+class World(Protocol):
+    """Of torch's object that holds process groups, what is read here."""
+
+    default_pg: Group
+
+
+@cache
+def world_class(base: type) -> type[Any]:
+    """What torch knows of process groups while the program of a rank runs: this one, and no other.
+
+    Args:
+        base: torch's class of such objects.
+    """
+
+    class World(base):  # type: ignore[misc]
+        def __init__(self, group: Group) -> None:
+            super().__init__()
+            self.default_pg = group
+            self._group = group
+
+        @property
+        def group_count(self) -> object:
+            # Before 2.13 torch asks the group nothing, but it counts before it makes a new one.
+            return self._group.refuse("new_group")
+
+        @group_count.setter
+        def group_count(self, value: int) -> None:
+            self._group.refuse("new_group")
+
+    for name, read in _WORLD.items():
+        setattr(World, name, property(partial(_read_world, read)))
+    return World
+
+
 # The default process group and the environment belong to the whole process, so threads take turns.
 _turn = threading.RLock()
 
@@ -149,7 +198,7 @@ class _Asked:
 class _Simulation:
     """The collectives that every rank has called so far, and the results that are known."""
 
-    def __init__(self, program: Callable[[int], Any], ranks: int) -> None:
+    def __init__(self, program: Callable[[int], object], ranks: int) -> None:
         self._program = program
         self._ranks = range(ranks)
         self._asked: list[list[_Asked]] = [[] for _ in self._ranks]
@@ -240,8 +289,7 @@ class _Simulation:
             before = requested[number]
             if collective != before.collective:
                 raise self._changed(rank, number, f"was {Collective(*collective)}")
-            # torch.equal alone is cheaper, and enough unless there is a NaN.
-            if not all(torch.equal(*pair) or same(*pair) for pair in zip(value, before.given, strict=True)):
+            if not all(map(same, value, before.given)):
                 raise self._changed(rank, number, "had other numbers in it")
         else:
             form = tuple([(tuple(item.shape), item.dtype) for item in wanted])

@@ -1,19 +1,26 @@
-"""Schedules that a run is too short for: a warmup that is not over when it ends, a learning rate that is always 0."""
+"""Times that a run never comes to, found before it runs.
+
+A schedule or an interval in a unit that doesn't move, such as tokens or iterations; a warmup that is not over when the
+run ends; a learning rate that is 0 at every batch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import attrs
 
 from pure_loop._internal.arguments import is_integer
 from pure_loop.algorithm import Algorithm
+from pure_loop.cadence import Cadence
 from pure_loop.data.batch import num_samples, num_tokens
-from pure_loop.entry.counted import counted_in
 from pure_loop.errors import ArgumentError
+from pure_loop.evaluator import BoundEvaluator
 from pure_loop.optim import Optimizer
+from pure_loop.optim.optimizer import RateFunction
 from pure_loop.ranges import Scheduled
 from pure_loop.recorder import numbers_of, strengths_of
 from pure_loop.schedules import Schedule
@@ -22,10 +29,79 @@ from pure_loop.schedules._time import End, Exact
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["refuse_endless_warmups"]
+__all__ = ["counted_in", "of_fit", "refuse_endless_warmups", "refuse_no_iterations"]
+
+# (what it is, a schedule, an interval or a callback)
+Counted = Iterable[tuple[str, object]]
+
+
+def counted_in(unit: TimeUnit, argument: Counted) -> str | None:
+    """The first that counts in this unit: what it is, and the time; None: none does.
+
+    >>> from pure_loop.schedules import linear, warmup
+    >>> counted_in(TimeUnit.TOKEN, [("lr", warmup("10tok", linear(1.0, 0.0, "100ba")))])
+    "lr ('10tok')"
+    """
+    for what, value in argument:
+        for time in _times(value):
+            if time.unit is unit and time:
+                return f"{what} ({str(time)!r})"
+    return None
+
+
+def of_fit(
+    optimizer: Optimizer,
+    algorithms: Iterable[Algorithm],
+    evaluators: Iterable[BoundEvaluator],
+    callbacks: Iterable[object],
+) -> Iterator[tuple[str, object]]:
+    """What a call of ``fit`` is given that counts, as far as it can be seen: functions of the user's own can't."""
+    parts = optimizer.parts or {"": optimizer}
+    for label, part in parts.items():
+        yield f"the learning rate of {part.name}{f' ({label!r})' if label else ''}", part.lr
+    for evaluator in evaluators:
+        yield f"the interval of evaluator {evaluator.label!r}", evaluator.interval
+    for algorithm in algorithms:
+        functions = [function for listed in algorithm.handlers.values() for function in listed]
+        yield f"algorithm {algorithm.name!r}", [algorithm.when, *functions]
+    for callback in callbacks:
+        attributes = getattr(callback, "__dict__", {}).values()
+        yield type(callback).__name__, [value for value in attributes if isinstance(value, Cadence)]
+
+
+def _times(value: Any) -> Iterator[Time]:
+    """The times in a schedule or an interval."""
+    if isinstance(value, Time):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _times(part)
+    elif isinstance(value, partial):
+        yield from _times((value.func, *value.args, *value.keywords.values()))
+    elif attrs.has(type(value)) and type(value).__module__.startswith("pure_loop."):
+        for field in attrs.fields(type(value)):
+            yield from _times(getattr(value, field.name))
+    elif callable(value) and (getattr(value, "__module__", None) or "").startswith("pure_loop.algorithms"):
+        held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        yield from _times([item for item in held if isinstance(item, Time | Cadence)])
+
+
+def refuse_no_iterations(value: Counted) -> None:
+    """
+    Raises:
+        ArgumentError: something counts iterations, and there are none.
+    """
+    result = counted_in(TimeUnit.ITERATION, value)
+    if result is not None:
+        raise ArgumentError(
+            f"{result} counts iterations, and iteration_length is not given, so it would never move: "
+            'fit(..., iteration_length="2ep"), or write it in another unit, such as "100ba".'
+        )
+
 
 # The least and the most.
 Bounds: TypeAlias = tuple[int, int]
+
 # At how many batches of a run a rate is looked at before it counts as 0 everywhere; of how many samples are counted.
 _MOST, _MOST_COUNTED = 100_000, 10_000
 
@@ -35,7 +111,7 @@ def refuse_endless_warmups(
     algorithms: Iterable[Algorithm],
     timestamp: Timestamp,
     iteration_length: Time | None,
-    loader: Any,
+    loader: object,
     task: Task,
     *,
     batches_per_step: int = 1,
@@ -95,7 +171,7 @@ def refuse_endless_warmups(
         )
 
 
-def _rates(optimizer: Optimizer, label: str = "") -> Iterator[tuple[str, Any]]:
+def _rates(optimizer: Optimizer, label: str = "") -> Iterator[tuple[str, RateFunction]]:
     if not optimizer.parts:
         yield f"the learning rate of {optimizer.name}{f' ({label!r})' if label else ''}", optimizer.lr
     for name, part in optimizer.parts.items():
@@ -115,15 +191,15 @@ def _length(timestamp: Timestamp) -> str:
     return "" if length is None else f", of epochs of {length} batch{'' if length == 1 else 'es'}"
 
 
-def _of_an_epoch(loader: Any, batches: int, task: Task, units: Iterable[TimeUnit]) -> dict[TimeUnit, Bounds]:
+def _of_an_epoch(loader: object, batches: int, task: Task, units: Iterable[TimeUnit]) -> dict[TimeUnit, Bounds]:
     """The least and the most samples and tokens in so many batches of a loader, as far as they are known."""
     bounds: dict[TimeUnit, Bounds] = {}
     size = getattr(loader, "batch_size", None)
     for unit in units:
-        count: Callable[[Any], int] = task.samples if unit is TimeUnit.SAMPLE else task.tokens
+        count: Callable[[object], int] = task.samples if unit is TimeUnit.SAMPLE else task.tokens
         if count not in (num_samples, num_tokens):
             continue  # a function of the user's own is called once for each batch, in training
-        if type(loader) in (list, tuple) and len(loader) <= _MOST_COUNTED:
+        if (type(loader) is list or type(loader) is tuple) and len(loader) <= _MOST_COUNTED:
             total = sum(count(batch) for batch in loader[:batches])
             if total:  # or else a unit that never moves, which is another error
                 bounds[unit] = total, total
@@ -157,13 +233,14 @@ def _end(timestamp: Timestamp, duration: Time, iteration: Time | None, of_an_epo
     return End(timestamp, counts)
 
 
-def _is_always_0(rate: Any, timestamp: Timestamp, end: End) -> bool:
+def _is_always_0(rate: RateFunction, timestamp: Timestamp, end: End) -> bool:
     """Whether a schedule of the library is 0 at each batch of a run, and not always."""
     batches = end.counts.get(TimeUnit.BATCH)
     known = {TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION}
     duration: Any = timestamp.max_duration
     if (
-        not _is_of_the_library(rate)
+        not isinstance(rate, Schedule)
+        or not _is_of_the_library(rate)
         or rate.fixed_value is not None
         or batches is None
         or duration.unit not in known
@@ -185,7 +262,7 @@ def _is_always_0(rate: Any, timestamp: Timestamp, end: End) -> bool:
     return any(value(first + count * factor) for factor in (1, 2, 4, 8, 16, 64, 256, 1024))
 
 
-def _is_of_the_library(schedule: Any) -> bool:
+def _is_of_the_library(schedule: object) -> bool:
     """Whether no function of the user's own is in it."""
     if isinstance(schedule, tuple):
         return all(map(_is_of_the_library, schedule))

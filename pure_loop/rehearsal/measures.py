@@ -1,21 +1,27 @@
-"""The length of a run before it: its number of batches, and timestamps within it."""
+"""The size of a run before it: its number of batches, timestamps within it, and bytes by what they hold."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
+from pure_loop._internal.pytree import Batch
+from pure_loop._internal.tree_ops import bytes_of
+from pure_loop.data.batch import tensors_in
 from pure_loop.entry.assembly import Assembly
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import rate_at
 from pure_loop.recorder import numbers_of, strengths_of
-from pure_loop.rehearsal.places import Place
+from pure_loop.rehearsal.report import Place
+from pure_loop.stages import Stages
+from pure_loop.state import State, raw_opt_state
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["Length", "try_schedules"]
+__all__ = ["Length", "activations", "memory_of", "memory_per_rank", "try_schedules"]
 
 
 @attrs.frozen
@@ -38,9 +44,9 @@ class Length:
     @classmethod
     def of(cls, assembly: Assembly, samples: int, tokens: int) -> Length:
         """The length of a call of ``fit``, whose first batch has so many samples and tokens."""
-        end, per_epoch = assembly.settings.max_duration, assembly.fit.source.length
+        end, per_epoch = assembly.plan.settings.max_duration, assembly.fit.source.length
         batches = _batches(end, assembly.fit.iteration_length, per_epoch, samples, tokens)
-        return cls(batches, per_epoch, samples, tokens, assembly.state.timestamp)
+        return cls(batches, per_epoch, samples, tokens, assembly.plan.state.timestamp)
 
     def at(self, batch: int) -> Timestamp:
         """The timestamp at which this batch starts, counted from the start of training."""
@@ -98,7 +104,7 @@ def try_schedules(assembly: Assembly, length: Length, place: Place) -> str:
 
     A value that is out of range, and what a schedule raises, is a failure that names the schedule and the place.
     """
-    settings = assembly.settings
+    settings = assembly.plan.settings
     rates: dict[str, list[str]] = {}
     strengths = {**strengths_of(settings.algorithms), **numbers_of(settings.optimizer)}
     for name, timestamp in length.moments().items():
@@ -114,7 +120,84 @@ def try_schedules(assembly: Assembly, length: Length, place: Place) -> str:
 def _parts(optimizer: Optimizer, label: str = "learning rate") -> dict[str, Optimizer]:
     if not optimizer.parts:
         return {label: optimizer}
-    result: dict[str, Any] = {}
+    result: dict[str, Optimizer] = {}
     for name, part in optimizer.parts.items():
         result |= _parts(part, f"{label} of {name}")
+    return result
+
+
+# What "shard" holds a part of on each rank.
+_SHARDED = ("parameters", "gradients", "optimizer state", "algorithm state")
+
+
+def activations(state: State, stages: Stages) -> int:
+    """The bytes that forward and loss of the State's microbatch keep for the backward, parameters and batch left out.
+
+    Args:
+        state: of a BEFORE_FORWARD.
+        stages: those of the run.
+    """
+    # Storages are objects of their own, as long as they live; those of the meta device have no address.
+    tensors = (*state.params.values(), *tensors_in(state.microbatch))
+    outside = {id(storage): storage for storage in map(Tensor.untyped_storage, tensors)}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[id(storage)] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _same):
+        after = stages.loss(stages.forward(state))
+    size = sum(int(storage.nbytes()) for key, storage in kept.items() if key not in outside)
+    state.model.release()
+    del after
+    return size
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def memory_of(state: State, batch: Batch, kept: int | None) -> dict[str, int]:
+    """The bytes of a run by what they hold.
+
+    Args:
+        state: after a step.
+        batch: of training.
+        kept: what a forward keeps; None: not measured.
+    """
+    trained = [state.params[name] for name in state.model.trainable]
+    held = {
+        "parameters": bytes_of(dict(state.params)),
+        "buffers": bytes_of(dict(state.buffers)),
+        "optimizer state": bytes_of(raw_opt_state(state)),
+        "algorithm state": bytes_of(dict(state.algorithm_state)),
+        "gradients": bytes_of(trained),
+        "batch": bytes_of(list(tensors_in(batch))),
+    }
+    return held if kept is None else {**held, "activations": kept}
+
+
+def memory_per_rank(
+    memory: Mapping[str, int], ranks: int, samples: int, microbatch: int, *, sharded: bool
+) -> dict[str, int]:
+    """The same on each of several ranks, of which each takes its part of a batch.
+
+    Args:
+        memory: on one rank.
+        ranks: how many.
+        samples: of the batch.
+        microbatch: the samples of a microbatch, of which the activations are.
+        sharded: whether parameters, gradients and states are sharded; if not, each rank has all of them. What
+            ``fully_shard`` gathers for one group of layers at a time is not in it.
+    """
+    part = -(-samples // ranks)
+    shares = {"batch": part / max(samples, 1), "activations": min(part, microbatch) / max(microbatch, 1)}
+    result = {}
+    for name, size in memory.items():
+        if sharded and name in _SHARDED:
+            result[name] = -(-size // ranks)
+        else:
+            result[name] = round(size * shares.get(name, 1))
     return result

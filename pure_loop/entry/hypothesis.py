@@ -125,4 +125,4 @@ def _print(value: Any, printer: Any, cycle: bool) -> None:
         argument = (f"{name}={it!r}" for name, it in values.items() if it != getattr(first, name))
         printer.text(f"Timestamp({', '.join(argument)})")
     else:
-        printer.text(import_module("pure_loop.testing._code").code(value))
+        printer.text(import_module("pure_loop.testing.case").code(value))

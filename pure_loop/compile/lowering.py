@@ -7,11 +7,10 @@ second pass makes that list functional. What lasts is written back into its own 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -20,164 +19,23 @@ import torch.fx
 from torch import Tensor
 
 from pure_loop.compile import _torch
-from pure_loop.compile._torch import Call, get_proxy_mode, make_fx
-from pure_loop.compile.arithmetic import Constructors
-from pure_loop.compile.attention import DrawnApart
+from pure_loop.compile._torch import Call, make_fx
+from pure_loop.compile.compilations import interpret, is_on
 from pure_loop.compile.connected import Connection, connect
-from pure_loop.compile.cutting import CutGraph, cut, has_kernels
-from pure_loop.compile.draws import Draw, Group, RecordedDraw, is_draw
-from pure_loop.compile.generators import DrawnFromDataError, traced_generators
-from pure_loop.compile.interpreter import interpret, is_on
-from pure_loop.compile.lifting import StrayDrawError, in_order, lift_captured, lift_draws, lift_inputs
-from pure_loop.compile.numbers import Env, Evaluate, TraceContext
-from pure_loop.compile.operations import declared, decompositions, taken_apart
-from pure_loop.compile.recordable import device_of_recording
-from pure_loop.compile.recurrent import refusing_recurrent_layers
-from pure_loop.compile.replay import Recorders, Replaying, note_not_recorded
+from pure_loop.compile.draws import Draw, traced_generators
+from pure_loop.compile.kernels import CutGraph, cut, has_kernels
+from pure_loop.compile.numbers import Env, Evaluate
+from pure_loop.compile.operations import Constructors, DrawnApart, declared, decompositions, taken_apart
+from pure_loop.compile.refusals import refusing_recurrent_layers
+from pure_loop.compile.replay import Replaying, device_of_recording, note_not_recorded
 from pure_loop.compile.trace_guards import trace_guards
+from pure_loop.compile.tracing import Tracing, in_order, lift_captured, lift_draws, lift_inputs
 from pure_loop.compile.trees import describe
 from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
 from pure_loop.random.seeds import rng_lock
 
-__all__ = ["Compiled", "StrayDrawError", "Tracing", "compile_function"]
-
-
-class Tracing:
-    """One trace under way: what Python asked of it besides operations on tensors.
-
-    Args:
-        device: of the State.
-        recorders: what records machine code on a device.
-
-    Attributes:
-        lifted: the numbers of the step that the graph takes.
-        begins_with_leaves: whether nothing that it is given has a graph that leads out of it.
-        sharing: which of the tensors that it is given share memory with another one.
-    """
-
-    def __init__(self, device: torch.device, recorders: Recorders) -> None:
-        self.device = device
-        self.default_dtype = torch.get_default_dtype()
-        self.recorders = recorders
-        self.mode = _torch.fake_mode()
-        self.context = TraceContext(self.lift)
-        self.numbers: list[tuple[torch.dtype, Evaluate, torch.device]] = []
-        self.lifted: list[Tensor] = []
-        # By their operations, in order.
-        self.draws: dict[torch.fx.Node, RecordedDraw] = {}
-        self.tangents = 0
-        # Operations of the trace that are inputs of the graph, by their names.
-        self.inputs: dict[str, torch.fx.Node] = {}
-        self.begins_with_leaves = True
-        self.sharing: frozenset[int] = frozenset()
-
-    def fake(self, tensor: Tensor) -> Tensor:
-        """A tensor without numbers; each is one of its own, whatever memory is shared."""
-        if tensor.is_neg() or tensor.is_conj():
-            shows, what = ("conjugate", "conj") if tensor.is_conj() else ("negative", "neg")
-            raise CompileError(
-                f"a tensor of shape {tuple(tensor.shape)} shows the {shows} of its memory, and machine code reads "
-                f"memory: hand over tensor.resolve_{what}()."
-            )
-        with self.mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-    def lift(self, dtype: torch.dtype, evaluate: Evaluate, device: torch.device | None = None) -> Tensor:
-        """A number of the step as an input of the graph."""
-        device = self.device if device is None else device
-        fake = self._input(f"number_{len(self.numbers)}", lambda: torch.empty((), dtype=dtype, device=device))
-        self.numbers.append((dtype, evaluate, device))
-        self.lifted.append(fake)
-        return fake
-
-    def tangent(self, output: Tensor) -> Tensor:
-        """The gradient by an output as an input of the graph."""
-        # Whose elements lie apart, as those of an output need not.
-        fake = self._input(f"tangent_{self.tangents}", lambda: torch.empty_like(output.detach()))
-        self.tangents += 1
-        return fake
-
-    def _input(self, name: str, like: Callable[[], Tensor]) -> Tensor:
-        """A tensor that the trace has as one of its own operations, and the graph as an input.
-
-        It is made in another thread, where there is no mode but those of the trace, and no transform of torch.func,
-        which would wrap it as a tensor of its own.
-        """
-        proxies: Any = get_proxy_mode()
-
-        def make() -> Tensor:
-            with self.mode:
-                known = like()
-                with proxies:
-                    return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
-
-        with ThreadPoolExecutor(1) as thread:
-            fake = thread.submit(make).result()
-        (*_, self.inputs[name]) = proxies.tracer.graph.nodes
-        return fake
-
-    @contextmanager
-    def drawing(self, group: Group) -> Iterator[None]:
-        """What is drawn inside is drawn under the seed of this group, if not under that of one inside it."""
-        last = self.mark()
-        try:
-            yield
-        except BaseException:
-            self._note_draws(last, group)  # the code that drew may catch it
-            raise
-        stray = self._note_draws(last, group)
-        if stray is not None:
-            raise DrawnFromDataError(str(stray.target))
-
-    def _note_draws(self, last: Any, group: Group) -> torch.fx.Node | None:
-        """Note whose what was drawn after a place is; gives a draw that depends on what the graph is given."""
-        stray = None
-        proxies: Any = get_proxy_mode()
-        for node in self.stray_draws(last):
-            if not group.seeds(node):
-                continue
-            draw = RecordedDraw.of(group, node, proxies.tracer.root, self.inputs.values())
-            if draw is None:
-                stray = node
-            elif group.stage == "backward":
-                raise CompileError(
-                    "the backward draws random numbers: activation checkpointing goes through a dropout layer "
-                    "again, whose mask is drawn outside the compiled step. Compiled steps choose by themselves "
-                    "what is kept for the backward: leave torch.utils.checkpoint out, or compile out."
-                )
-            else:
-                self.draws[node] = draw
-        return stray
-
-    def stray_draws(self, last: Any) -> list[torch.fx.Node]:
-        """What was drawn after a place and is of no group."""
-        return [node for node in self.since(last) if is_draw(node) and node not in self.draws]
-
-    def mark(self) -> Any:
-        """A place in the list of operations."""
-        mode = get_proxy_mode()
-        return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
-
-    def in_shared_memory(self) -> set[torch.fx.Node]:
-        """The inputs that share memory with another one, and don't here."""
-        mode = get_proxy_mode()
-        if mode is None or not self.sharing:
-            return set()
-        inputs = [node for node in mode.tracer.graph.nodes if node.op == "placeholder"]
-        return {inputs[position] for position in self.sharing}
-
-    def since(self, last: Any) -> list[torch.fx.Node]:
-        """The operations after a place."""
-        mode = get_proxy_mode()
-        if mode is None:
-            return []
-        result = []
-        for node in reversed(mode.tracer.graph.nodes):
-            if node is last:
-                break
-            result.append(node)
-        return result[::-1]
+__all__ = ["Compiled", "compile_function"]
 
 
 class _Turn:
@@ -242,30 +100,23 @@ class Compiled:
 
 
 class _Scalar:
-    """A number as a tensor whose memory Python writes to; on a device a kernel does, without a wait."""
+    """A number as a tensor that is written to; on a device a kernel does that, without a wait."""
 
-    __slots__ = ("_memory", "evaluate", "last", "tensor")
+    __slots__ = ("_most", "evaluate", "last", "tensor")
 
     def __init__(self, dtype: torch.dtype, evaluate: Evaluate, device: torch.device) -> None:
         self.evaluate = evaluate
         self.tensor = torch.zeros((), dtype=dtype, device=device)
-        self._memory: Any = None
-        if self.tensor.is_cpu and dtype in (torch.float64, torch.float32, torch.int64):
-            import ctypes
-
-            kind = {torch.float64: ctypes.c_double, torch.float32: ctypes.c_float, torch.int64: ctypes.c_int64}[dtype]
-            self._memory = kind.from_address(self.tensor.data_ptr())
-        self.last: Any = None
+        self._most = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+        self.last: object = None
 
     def set(self, env: Env) -> None:
         value = self.evaluate(env)
         # 0.0 and -0.0 are equal, and not the same.
-        if value == self.last and (value or (self._memory is None and str(value) == str(self.last))):
+        if value == self.last and (value or str(value) == str(self.last)):
             return
-        if self._memory is not None:
-            self._memory.value = value
-        else:
-            self.tensor.fill_(value)
+        # What a dtype of floats can't hold is infinite there, as where a number meets a tensor.
+        self.tensor.fill_(value if not abs(value) > self._most else math.copysign(math.inf, value))
         self.last = value
 
 

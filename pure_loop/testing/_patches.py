@@ -1,0 +1,69 @@
+"""The loop with a part replaced, or some lines of its source, only while its own code runs."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from textwrap import dedent
+from typing import TypeAlias
+from unittest.mock import patch
+
+from pure_loop.entry.fit import fit as library_fit
+from pure_loop.event import Event
+from pure_loop.stages import ownership
+from pure_loop.state import State
+from pure_loop.testing.case import Fit
+
+__all__ = ["Pairs", "Replacement", "edited", "fit", "patched", "while_patched"]
+
+Pairs: TypeAlias = Iterator[tuple[Event, State]]
+Replacement: TypeAlias = tuple[object, str, object]
+"""An object, the name of its attribute, and what takes its place."""
+
+fit: Callable[..., Pairs] = library_fit
+
+
+def while_patched(*replacements: Replacement) -> Fit:
+    """``fit`` with something replaced, only while its own code runs (not while the law's does)."""
+
+    def wrong(*args: object, **kwargs: object) -> Pairs:
+        with patched(replacements):
+            stream = fit(*args, **kwargs)
+        return continued(stream)
+
+    def continued(stream: Pairs) -> Pairs:
+        pairs: list[tuple[Event, State]] = []
+        while True:
+            with patched(replacements):
+                pairs.extend(islice(stream, 1))
+            if not pairs:
+                return
+            yield pairs.pop()  # kept in no variable, so that a step may write in place
+
+    ownership.look_through(continued.__code__)
+    return wrong
+
+
+def patched(replacements: tuple[Replacement, ...]) -> ExitStack:
+    """The replacements, until the context ends."""
+    with ExitStack() as stack:
+        for replacement in replacements:
+            stack.enter_context(patch.object(*replacement))
+        return stack.pop_all()
+
+
+def edited(script: Callable[..., object], before: str, after: str) -> Callable[..., object]:
+    """A script of the loop with some lines of its source replaced."""
+    source = dedent(inspect.getsource(script))
+    if source.count(before) != 1:
+        raise ValueError(f"the source of {script.__name__} has {source.count(before)} times {before!r}, not once")
+    source = source.replace(before, after)
+    name = f"<{script.__name__} with {after.strip()!r}>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    scope: dict[str, Callable[..., object]] = {}
+    exec(compile(source, name, "exec"), vars(sys.modules[script.__module__]), scope)
+    return scope[script.__name__]

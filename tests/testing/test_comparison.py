@@ -1,0 +1,50 @@
+"""What laws call equal: bits, and NaN with NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import pure_loop as pl
+from pure_loop.testing.comparison import Comparer, Keeper, Snapshot, close, differences
+
+BUFFER = "state.buffers['running_mean']"
+
+
+def state(*numbers: float) -> pl.State:
+    return pl.State.create(torch.nn.BatchNorm1d(len(numbers))).replace(
+        buffers={
+            "running_mean": torch.tensor(numbers),
+            "running_var": torch.ones(len(numbers)),
+            "num_batches_tracked": torch.tensor(0),
+        }
+    )
+
+
+def test_zero_is_not_minus_zero() -> None:
+    plus, minus = state(1.0, 0.0), state(1.0, -0.0)
+    minus = minus.replace(params=plus.params)
+    (difference,) = differences(minus, plus)
+    assert difference.leaf == BUFFER
+    assert str(difference).endswith("should be tensor([1., 0.]) float32 (2,)")
+    assert not Comparer().equal(minus, plus)
+    assert close(minus, plus, tolerance=0.0) is None
+
+
+@pytest.mark.parametrize("kind", [Snapshot, Keeper])
+def test_a_sign_that_is_written_to_a_zero_is_a_change(kind: type) -> None:
+    written = state(0.0)
+    watcher = kind(written) if kind is Snapshot else kind()
+    if kind is Keeper:
+        watcher.keep(written)
+    assert watcher.changed() is None
+    written.buffers["running_mean"].data.neg_()
+    assert watcher.changed() is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2])
+def test_nan_is_nan(dtype: torch.dtype) -> None:
+    nan: Tensor = torch.tensor([float("nan"), 1.0]).to(dtype)
+    assert differences({"nan": nan}, {"nan": nan.clone()}) == []
+    assert len(differences({"nan": nan}, {"nan": torch.tensor([1.0, 1.0]).to(dtype)})) == 1
