@@ -20,7 +20,6 @@ from pure_loop._internal.reprs import call
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.random.guards import runs_users_code
-from pure_loop.ranges.strengths import Strength
 from pure_loop.time import Timestamp
 
 if TYPE_CHECKING:
@@ -225,33 +224,28 @@ def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
     return value
 
 
-def strength_in_step(strength: Strength, timestamp: Timestamp) -> Any:
-    """A hyperparameter for the step of the batch that starts at ``timestamp``, as an update reads it.
+def options_in_step(options: Mapping[str, Any], timestamp: Timestamp) -> dict[str, Any]:
+    """Hyperparameters for the step of the batch that starts at ``timestamp``, as an update reads them.
+
+    Args:
+        options: by name; those that are functions, or pairs in which there are some, are schedules.
+        timestamp: what ``update`` is given.
 
     Returns:
-        A float; of a schedule in a step that is compiled a float64 tensor of shape (), an input of the graph.
+        Of schedules floats; in a step that is compiled float64 tensors of shape (), inputs of the graph.
     """
-    if not callable(strength):
-        return strength
     passed: Any = timestamp
     plain: Any = passed.timestamp if isinstance(passed, ScaledTimestamp) else passed
     as_input = getattr(plain, "as_input", None)
-    return strength(plain) if as_input is None else as_input(strength)
 
+    def read(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(read, value))
+        if not callable(value):
+            return value
+        return value(plain) if as_input is None else as_input(value)
 
-def options_in_step(options: Mapping[str, Any], timestamp: Timestamp) -> dict[str, Any]:
-    """Hyperparameters for the step of the batch that starts at ``timestamp``, each of which may be a pair.
-
-    Args:
-        options: by name; those that are functions are schedules.
-        timestamp: what ``update`` is given.
-    """
-    return {
-        name: tuple(strength_in_step(item, timestamp) for item in value)
-        if isinstance(value, tuple)
-        else strength_in_step(value, timestamp)
-        for name, value in options.items()
-    }
+    return {name: read(value) for name, value in options.items()}
 
 
 def _as_rate(where: str, lr: RateFunction, value: Any) -> float:
