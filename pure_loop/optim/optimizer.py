@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
@@ -214,9 +215,15 @@ def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
     traced = getattr(timestamp, "rate", None)
     if traced is not None:  # a compiled step takes it as an input, because it is another one in each
         return traced(where, lr)  # type: ignore[no-any-return]
-    value = lr(timestamp)
+    value: Any = lr(timestamp)
+    if type(value) is not float and not isinstance(value, str | bytes):
+        with suppress(TypeError, ValueError, RuntimeError):  # as tensors of several numbers say it
+            value = float(value)
     if type(value) is not float:
-        value = _as_rate(where, lr, value)
+        raise ArgumentTypeError(
+            f"{where}: the learning rate must be a number, and {_shown(lr)} gave {value!r:.60} of type "
+            f"{type(value).__name__}: a schedule is a function of the timestamp that returns one float"
+        )
     if not 0.0 <= value < math.inf:
         raise ArgumentError(
             f"{where}: the learning rate must be finite and at least 0; {_shown(lr)} gave {value} at {timestamp!r}"
@@ -246,18 +253,6 @@ def options_in_step(options: Mapping[str, Any], timestamp: Timestamp) -> dict[st
         return value(plain) if as_input is None else as_input(value)
 
     return {name: read(value) for name, value in options.items()}
-
-
-def _as_rate(where: str, lr: RateFunction, value: Any) -> float:
-    if not isinstance(value, str | bytes):
-        try:
-            return float(value)
-        except (TypeError, ValueError, RuntimeError):  # as tensors of several numbers say it
-            pass
-    raise ArgumentTypeError(
-        f"{where}: the learning rate must be a number, and {_shown(lr)} gave {value!r:.60} of type "
-        f"{type(value).__name__}: a schedule is a function of the timestamp that returns one float"
-    )
 
 
 def _shown(lr: RateFunction) -> str:
