@@ -25,6 +25,7 @@ from pure_loop.optim.optimizer import (
     OptState,
     Params,
     RateFunction,
+    as_schedule,
     fixed_rate,
     options_in_step,
     rate_at,
@@ -50,9 +51,8 @@ class Rule:
     Attributes:
         name: of the optimizer.
         kernel: writes the step to lists of tensors of one device and real dtype.
-        lr: the learning rate.
+        arguments: the hyperparameters by name, as ``{**locals()}`` has them in a function that they are given to.
         memories: keys of the optimizer state that hold one tensor like the parameter for each.
-        options: the other hyperparameters, some of which may be schedules.
         counts: whether the optimizer state holds ``step`` and ``skipped``, and the kernel is given the number of the
             step for each parameter, of those that it took part in.
         marks_first: whether the optimizer state holds ``started``, and the kernel is called once for the parameters
@@ -60,20 +60,31 @@ class Rule:
         takes_found_inf: see :class:`Optimizer`.
         told: more options for the kernel, made of all parameters that are stepped at once.
         in_torch: the state as that of a class of torch.
+        lr: the learning rate.
+        options: the other hyperparameters, some of which may be schedules.
+        fixed: all of them, where they are the same in each step; else None.
     """
 
     name: str
     kernel: RuleKernel
-    lr: RateFunction
+    arguments: Mapping[str, Any]
     memories: tuple[str, ...]
-    options: Mapping[str, Any]
     counts: bool = False
     marks_first: bool = False
     takes_found_inf: bool = False
     told: Callable[[list[Tensor]], StepOptions] | None = None
     in_torch: type[RuleInTorch] | None = None
-    # The hyperparameters where they are the same in each step.
+    lr: RateFunction = attrs.field(init=False)
+    options: FrozenDict[str, Any] = attrs.field(init=False)
     fixed: StepOptions | None = attrs.field(init=False)
+
+    @lr.default
+    def _lr(self) -> RateFunction:
+        return as_schedule(self.name, self.arguments["lr"])
+
+    @options.default
+    def _options(self) -> FrozenDict[str, Any]:
+        return FrozenDict((key, value) for key, value in self.arguments.items() if key != "lr")
 
     @fixed.default
     def _fixed(self) -> StepOptions | None:
@@ -89,9 +100,6 @@ class Rule:
 
     def optimizer(self, *, spreads_nonfinite: bool = False, elementwise: bool = False) -> Optimizer:
         """The optimizer; for the arguments see :class:`Optimizer`."""
-        in_torch = None
-        if self.in_torch is not None:
-            in_torch = self.in_torch(name=self.name, lr=self.lr, options=self.options, memories=self.memories)
         return Optimizer(
             name=self.name,
             init=self.init,
@@ -100,11 +108,11 @@ class Rule:
             fits=self.fits,
             takes_found_inf=self.takes_found_inf,
             lr=self.lr,
-            options=FrozenDict(self.options),
+            options=self.options,
             spreads_nonfinite=spreads_nonfinite,
             takes_lr_scale=True,
             elementwise=elementwise,
-            in_torch=in_torch,
+            in_torch=None if self.in_torch is None else self.in_torch(self),
         )
 
     def init(self, params: Params) -> OptState:

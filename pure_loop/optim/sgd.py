@@ -26,7 +26,7 @@ from pure_loop.optim._in_torch import SGDInTorch
 from pure_loop.optim._rules import Rule, StepOptions, add_multiple, add_multiple_, shrink_
 from pure_loop.optim._settings import Rate
 from pure_loop.optim.kernels import FUSED_DEVICES
-from pure_loop.optim.optimizer import LearningRate, Optimizer, as_schedule
+from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, Between, checked
 from pure_loop.ranges.strengths import Strength
 
@@ -76,7 +76,6 @@ def sgd(
     >>> new["w"], opt_state
     (tensor([-0.2500]), FrozenDict({}))
     """
-    options = {**locals()}  # the arguments
     if nesterov and (momentum == 0 or dampening != 0):
         raise ArgumentError(
             f"sgd: nesterov needs a momentum and no dampening, got momentum={momentum}, dampening={dampening}; "
@@ -85,9 +84,8 @@ def sgd(
     rule = Rule(
         name="sgd",
         kernel=_step,
-        lr=as_schedule("sgd", options.pop("lr")),
+        arguments={**locals()},
         memories=("momentum_buffer",) if momentum != 0 else (),
-        options=options,
         marks_first=momentum != 0 and dampening != 0,
         # What the fused kernel does alone; with dampening it is noted on the host which averages have begun.
         takes_found_inf=fused_sgd is not None and not (dampening or independent_decay or callable(momentum)),
