@@ -25,14 +25,14 @@ from torch import Tensor
 
 from pure_loop._internal.torch_private import fused_adam, fused_adamw
 from pure_loop.optim._in_torch import AdamInTorch
-from pure_loop.optim._rules import Rule, StepOptions, add_multiple, add_multiple_, between, shrink_
+from pure_loop.optim._rules import Rule, StepOptions, shrink_
 from pure_loop.optim._settings import DecayRates, Rate
 from pure_loop.optim.kernels import FUSED_DEVICES
 from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength
 
-__all__ = ["adam", "adamw", "directions_of"]
+__all__ = ["adam", "adamw"]
 
 
 @checked
@@ -123,42 +123,38 @@ def _step(
         shrink_(params, options["weight_decay"])
         options = {**options, "weight_decay": 0.0}
     lists = [params, grads, *memories, *([] if options["amsgrad"] else [[]])]
-    fused, lr, decay = fused_adamw if name == "adamw" else fused_adam, options["lr"], options["weight_decay"]
-    if isinstance(lr, Tensor):
+    fused = fused_adamw if name == "adamw" else fused_adam
+    if isinstance(options["lr"], Tensor):
         _step_traced(name, options, lists, steps)
     elif fused is not None and params[0].device.type in FUSED_DEVICES:
         beta1, beta2 = options["betas"]
         chosen = {key: options[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "found_inf")}
         fused(*lists, steps, beta1=beta1, beta2=beta2, **chosen)
     else:
-        gradients: Any = torch._foreach_neg(grads) if options["maximize"] else grads
-        if name == "adamw":
-            shrink_(params, lr * decay)
-        elif decay:
-            gradients = add_multiple(gradients, params, decay)
-        add_multiple_(params, directions_of(options, gradients, memories, steps), -lr)
+        _step_foreach(name, options, lists, steps)
 
 
-def directions_of(options: StepOptions, grads: Any, memories: list[list[Tensor]], steps: list[Tensor]) -> Any:
-    """``(m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)``, after these gradients went into ``m`` and ``v``.
-
-    The step count never leaves the device. Without ``bias_correction`` it is ``m / (sqrt(v) + eps)``.
-    """
-    averages, squares, *largest = memories
-    beta1, beta2 = options["betas"]
-    torch._foreach_copy_(averages, between(averages, grads, 1 - beta1))
-    torch._foreach_copy_(squares, between(squares, torch._foreach_mul(grads, grads), 1 - beta2))
-    for most in largest:
-        torch._foreach_maximum_(most, squares)
-    denominators: Any = torch._foreach_sqrt(largest[0] if largest else squares)
-    directions: Any = averages
-    if options.get("bias_correction", True):
-        # In float32 a power of 0.999 keeps too few digits of its distance to 1 in the first steps.
-        counts, like = [step.double() for step in steps], averages[0]
-        denominators = torch._foreach_div(denominators, [(1 - beta2**n).sqrt().to(like) for n in counts])
-        directions = torch._foreach_div(averages, [(1 - beta1**n).to(like) for n in counts])
+def _step_foreach(name: str, options: StepOptions, lists: list[list[Tensor]], steps: list[Tensor]) -> None:
+    """The same arithmetic for devices without the fused kernel; the step count never leaves the device."""
+    params, grads, averages, squares, largest = lists
+    lr, (beta1, beta2), decay = options["lr"], options["betas"], options["weight_decay"]
+    directions: Any = torch._foreach_neg(grads) if options["maximize"] else grads
+    if decay and name == "adamw":
+        torch._foreach_mul_(params, 1 - lr * decay)
+    elif decay:
+        directions = torch._foreach_add(directions, params, alpha=decay)
+    torch._foreach_lerp_(averages, directions, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, directions, directions, 1 - beta2)
+    if largest:
+        torch._foreach_maximum_(largest, squares)
+    denominators = torch._foreach_sqrt(largest or squares)
+    # In float32 a power of 0.999 keeps too few digits of its distance to 1 in the first steps.
+    counts = [step.double() for step in steps]
+    torch._foreach_div_(denominators, [(1 - beta2**n).sqrt().to(params[0]) for n in counts])
     torch._foreach_add_(denominators, options["eps"])
-    return torch._foreach_div(directions, denominators)
+    torch._foreach_mul_(denominators, [(1 - beta1**n).to(params[0]) for n in counts])
+    torch._foreach_addcdiv_(params, averages, denominators, -lr)
 
 
 def _step_traced(name: str, options: StepOptions, lists: list[list[Tensor]], steps: list[Tensor]) -> None:

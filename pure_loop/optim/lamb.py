@@ -12,14 +12,13 @@ You et al., Large Batch Optimization for Deep Learning: https://arxiv.org/abs/19
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, shrink_
+from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, shrink_
 from pure_loop.optim._settings import DecayRates, Rate
-from pure_loop.optim.adam import directions_of
 from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength
@@ -77,8 +76,20 @@ def lamb(
 def _step(
     options: StepOptions, params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], steps: list[Tensor]
 ) -> None:
-    decay, gradients = options["weight_decay"], torch._foreach_neg(grads) if options["maximize"] else grads
-    directions = directions_of(options, gradients, memories, steps)
+    averages, squares = memories
+    (beta1, beta2), decay = options["betas"], options["weight_decay"]
+    gradients: Any = torch._foreach_neg(grads) if options["maximize"] else grads
+    torch._foreach_copy_(averages, between(averages, gradients, 1 - beta1))
+    torch._foreach_copy_(squares, between(squares, torch._foreach_mul(gradients, gradients), 1 - beta2))
+    denominators: Any = torch._foreach_sqrt(squares)
+    directions: Any = averages
+    if options["bias_correction"]:
+        # In float32 a power of 0.999 keeps too few digits of its distance to 1 in the first steps.
+        counts = [step.double() for step in steps]
+        denominators = torch._foreach_div(denominators, [(1 - beta2**n).sqrt().to(params[0]) for n in counts])
+        directions = torch._foreach_div(averages, [(1 - beta1**n).to(params[0]) for n in counts])
+    torch._foreach_add_(denominators, options["eps"])
+    directions = torch._foreach_div(directions, denominators)
     if options["independent_decay"]:
         shrink_(params, decay)
     elif isinstance(decay, Tensor) or decay:
