@@ -58,7 +58,6 @@ class Rule:
         marks_first: whether the optimizer state holds ``started``, and the kernel is called once for the parameters
             whose first step it is, and once for the others.
         takes_found_inf: see :class:`Optimizer`.
-        told: more options for the kernel, made of all parameters that are stepped at once.
         in_torch: the state as that of a class of torch.
         lr: the learning rate.
         options: the other hyperparameters, some of which may be schedules.
@@ -72,7 +71,6 @@ class Rule:
     counts: bool = False
     marks_first: bool = False
     takes_found_inf: bool = False
-    told: Callable[[list[Tensor]], StepOptions] | None = None
     in_torch: type[RuleInTorch] | None = None
     lr: RateFunction = attrs.field(init=False)
     options: FrozenDict[str, Any] = attrs.field(init=False)
@@ -170,8 +168,6 @@ class Rule:
                 step.add_(1 if found_inf is None else 1 - found_inf[0])
                 # Bias correction counts the steps that a parameter took part in.
                 steps = [step - missed if missed else step for missed in lists["skipped"]]
-            if self.told is not None:
-                options |= self.told([p for p, grad in zip(values, gradients, strict=True) if grad is not None])
             if alike and all(started):  # as most are
                 self.kernel(options, values, gradients, memories, steps)
                 return params, opt_state
