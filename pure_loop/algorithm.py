@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import attrs
 
+from pure_loop._internal.arguments import accepts
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import call
-from pure_loop._internal.signatures import accepts
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event, EventName, as_event

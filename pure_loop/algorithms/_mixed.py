@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal import pytree
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part, rows_of

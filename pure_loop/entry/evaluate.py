@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import AlgorithmLike, bind
-from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
+from pure_loop.callback import CallbackLike, Logger, Run
 from pure_loop.data.source import Source
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.compiling import evaluating
@@ -32,6 +32,7 @@ from pure_loop.event import Event, EventName
 from pure_loop.loop import evaluation as loop
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import Script, drive
+from pure_loop.loop.observers import bind_callbacks, observers
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.precision import PrecisionName
@@ -145,7 +146,7 @@ def predict(
     return _stream(settings, stages, script, [data])
 
 
-def _no_loss(outputs: Any, targets: Any) -> Any:
+def _no_loss(outputs: object, targets: object) -> Tensor:
     raise AssertionError("no metric uses a loss")
 
 
@@ -193,7 +194,6 @@ def _stream(
         sources=tuple(sources),
     )
     bind_callbacks(run)
-    to_close: list[Any] = [*objects, *sources, engine]
     handlers = bind(settings.algorithms)
     strict = Strict.of(settings.strict, settings.watch, {*handlers, *observed}, order="current")
     pairs = drive(
@@ -203,7 +203,7 @@ def _stream(
         stages=stages,
         strict=strict,
         watch=settings.watch,
-        closing=[*(closed.close for closed in to_close), *run.at_end],
+        closing=[*(item.close for item in objects), *(item.close for item in sources), engine.close, *run.at_end],
         failed=engine.failed,
     )
     return stream_of(pairs, settings.deterministic)
