@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.recordable import losses, recordable
 from pure_loop._internal.suggestions import nearest
 from pure_loop.algorithm import Algorithm
@@ -163,7 +164,7 @@ class Monitored:
 def watcher(
     name: str,
     monitored: Monitored,
-    start: Callable[[State], Memory],
+    start: Callable[..., Memory],
     compare: Callable[[State, Memory, float], Memory],
     flag: str,
     act: Callable[[State], State],
@@ -179,7 +180,7 @@ def watcher(
     Args:
         name: of the algorithm.
         monitored: the metric.
-        start: the first algorithm state.
+        start: ``(state, **totals)`` to the first algorithm state; the totals, of losses of training, are a part of it.
         compare: ``(state, memory, value) -> changes`` of the algorithm state.
         flag: its key in the algorithm state: whether to act.
         act: what follows; the flag is False again, so that a State that trains on acts anew.
@@ -214,15 +215,14 @@ def watcher(
         memory = state.algorithm_state[name]
         return act(state.remember(name, FrozenDict({**memory, flag: False}))) if memory[flag] else state
 
+    def begin(state: State) -> FrozenDict[str, PyTree]:
+        totals = {"totals": _no_losses(state)} if monitored.of_training else {}
+        return FrozenDict(start(state, **totals))
+
+    handlers: dict[object, Any] = {Event.EVAL_END: evaluated, BOUNDARIES: act_once}
     if monitored.of_training:
-        return Algorithm(
-            name,
-            {Event.BATCH_END: add_up, of_batches: (compare_mean, act_once)},
-            init=lambda state: FrozenDict({**start(state), "totals": _no_losses(state)}),
-            bind=bind or monitored.bind,
-        )
-    handlers = {Event.EVAL_END: evaluated, BOUNDARIES: act_once}
-    return Algorithm(name, handlers, init=lambda state: FrozenDict(start(state)), bind=bind or monitored.bind)
+        handlers = {Event.BATCH_END: add_up, of_batches: (compare_mean, act_once)}
+    return Algorithm(name, handlers, init=begin, bind=bind or monitored.bind)
 
 
 def _no_losses(state: State) -> FrozenDict[str, Tensor | int]:

@@ -18,6 +18,7 @@ import attrs
 import torch
 
 from pure_loop._internal.arguments import is_integer
+from pure_loop._internal.pytree import PyTree
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._monitored import Memory, Monitored, watcher
 from pure_loop.cadence import every
@@ -115,9 +116,9 @@ def early_stopping(
     def kept(state: State) -> Memory:
         return {"params": state.params, "buffers": state.buffers} if best == "keep" else {}
 
-    def start(state: State) -> Memory:
+    def start(state: State, **totals: PyTree) -> Memory:
         best_value = torch.tensor(torch.nan, dtype=torch.float64)
-        return {"best": best_value, "since": _now(state, 0), "stop": False, **kept(state)}
+        return {"best": best_value, "since": _now(state, 0), "stop": False, **totals, **kept(state)}
 
     def compare(state: State, memory: Memory, value: float) -> Memory:
         if monitored.is_better(value, float(memory["best"]), min_delta):

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 import torch
 
+from pure_loop._internal.pytree import PyTree
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._monitored import Memory, Monitored, watcher
 from pure_loop.callback import Run
@@ -82,8 +83,14 @@ def reduce_on_plateau(
                 "rate as pl.optim.rate_at(name, lr, timestamp), and write Optimizer(..., takes_lr_scale=True)."
             )
 
-    def start(state: State) -> Memory:
-        return {"best": torch.tensor(torch.nan, dtype=torch.float64), "bad": 0, "cooldown": 0, "reduce": False}
+    def start(state: State, **totals: PyTree) -> Memory:
+        return {
+            "best": torch.tensor(torch.nan, dtype=torch.float64),
+            "bad": 0,
+            "cooldown": 0,
+            "reduce": False,
+            **totals,
+        }
 
     def compare(state: State, memory: Memory, value: float) -> Memory:
         best, bad, rest = memory["best"], memory["bad"] + 1, memory["cooldown"]
