@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import attrs
 
+from pure_loop._internal.arguments import accepts
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import call
-from pure_loop._internal.signatures import accepts
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event, EventName, as_event
@@ -166,7 +166,7 @@ class Algorithm:
         return state
 
     def made_by(self, factory: str, settings: Mapping[str, object]) -> Algorithm:
-        """The same algorithm, with the call that made it."""
+        """This algorithm, with the call that made it."""
         result = copy.copy(self)
         object.__setattr__(result, "factory", factory)
         object.__setattr__(result, "settings", FrozenDict(settings))

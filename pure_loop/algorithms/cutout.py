@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_number
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._images import box_mask, centres, image_of

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._images import OPERATIONS, SAFE, Normalization, as_pixels, from_pixels, image_of, operated

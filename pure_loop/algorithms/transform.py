@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.forks import in_child
+from pure_loop._internal.processes import in_child
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.state import State, outside_batch

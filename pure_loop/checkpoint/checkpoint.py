@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.signatures import accepts, name_of
+from pure_loop._internal.arguments import accepts, name_of
 from pure_loop._internal.suggestions import nearest
 from pure_loop.checkpoint.base import BaseTensor, verified_base
 from pure_loop.checkpoint.document import Document, Shaped

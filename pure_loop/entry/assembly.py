@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Protocol
 
 import attrs
 
@@ -173,12 +172,8 @@ def _run_name(plan: Plan) -> str | None:
     return recorded if recorded is not None and noted in (None, recorded) else new_run_name()
 
 
-class _Closed(Protocol):
-    def close(self) -> None: ...
-
-
 def _closing(assembly: Assembly) -> list[Callable[[], None]]:
     """What is called when the stream ends, the last one first."""
     fit, run = assembly.fit, assembly.run
-    to_close: list[_Closed] = [*run.callbacks, *run.sources, fit.strategy, fit.stages.engine]
-    return [*(closed.close for closed in to_close), *run.at_end]
+    callbacks, sources = [item.close for item in run.callbacks], [item.close for item in run.sources]
+    return [*callbacks, *sources, fit.strategy.close, fit.stages.engine.close, *run.at_end]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,10 +21,13 @@ from pure_loop.state import State
 
 __all__ = ["refuse_cublas", "stream_of"]
 
+Pair: TypeAlias = tuple[Event, State]
+Pairs: TypeAlias = Generator[Pair, None, object]
+
 _NO_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
-def stream_of(pairs: Generator[tuple[Event, State], None, Any], deterministic: bool) -> Stream:
+def stream_of(pairs: Pairs, deterministic: bool) -> Stream:
     """The stream of these pairs, which computes with torch's switches for deterministic algorithms or without.
 
     They are set while it runs, for algorithms and callbacks too, and are as they were whenever it yields.
@@ -32,7 +35,7 @@ def stream_of(pairs: Generator[tuple[Event, State], None, Any], deterministic: b
     return Stream(_switching(pairs) if deterministic else pairs)
 
 
-def _switching(pairs: Generator[Any, None, Any]) -> Generator[Any, None, Any]:
+def _switching(pairs: Pairs) -> Pairs:
     return (yield from _Switching(pairs))
 
 
@@ -55,15 +58,15 @@ def _switched() -> Iterator[None]:
             compiler.deterministic = of_compiler
 
 
-class _Switching(Generator[Any, None, Any]):
+class _Switching(Generator[Pair, None, object]):
     """Runs a generator with the switches set. It keeps no reference to what that yields."""
 
     __slots__ = ("_pairs",)
 
-    def __init__(self, pairs: Generator[Any, None, Any]) -> None:
+    def __init__(self, pairs: Pairs) -> None:
         self._pairs = pairs
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Pair:
         with _switched():
             try:
                 return next(self._pairs)
@@ -73,10 +76,10 @@ class _Switching(Generator[Any, None, Any]):
                     raise
                 raise taught from error
 
-    def send(self, value: Any, /) -> Any:
+    def send(self, value: None, /) -> Pair:
         return next(self) if value is None else self._pairs.send(value)
 
-    def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Any:
+    def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None, /) -> Pair:
         with _switched():
             return self._pairs.throw(kind if value is None else value)
 

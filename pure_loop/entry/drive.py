@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable
 from typing import Any, Literal
 
+from pure_loop._internal.arguments import name_of
 from pure_loop._internal.closing import closing
-from pure_loop._internal.signatures import name_of
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
 from pure_loop.distributed.parallel import Parallel
@@ -104,7 +104,8 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
         with meeting.computing():
             event, state = _pair(next(script))
     except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
+        last: State = stop.value
+        return last
     state = with_first_memories(meeting.begin(event, state), algorithms)
     with closing(script):
         while True:
@@ -114,12 +115,13 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
                 with meeting.computing():
                     yielded = script.send(state)
             except StopIteration as stop:
-                meeting.end(stop.value)
-                return stop.value  # type: ignore[no-any-return]
+                last = stop.value
+                meeting.end(last)
+                return last
             event, state = _pair(yielded)
 
 
-def _pair(yielded: Any) -> tuple[Event, State]:
+def _pair(yielded: object) -> tuple[Event, State]:
     """
     Raises:
         ArgumentTypeError: a user's script yielded something else than an event and a State.

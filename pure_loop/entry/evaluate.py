@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.suggestions import teaching
@@ -145,7 +145,7 @@ def predict(
     return _stream(settings, stages, script, [data])
 
 
-def _no_loss(outputs: Any, targets: Any) -> Any:
+def _no_loss(outputs: object, targets: object) -> Tensor:
     raise AssertionError("no metric uses a loss")
 
 
@@ -193,7 +193,6 @@ def _stream(
         sources=tuple(sources),
     )
     bind_callbacks(run)
-    to_close: list[Any] = [*objects, *sources, engine]
     handlers = bind(settings.algorithms)
     strict = Strict.of(settings.strict, settings.watch, {*handlers, *observed}, order="current")
     pairs = drive(
@@ -203,7 +202,7 @@ def _stream(
         stages=stages,
         strict=strict,
         watch=settings.watch,
-        closing=[*(closed.close for closed in to_close), *run.at_end],
+        closing=[*(item.close for item in objects), *(item.close for item in sources), engine.close, *run.at_end],
         failed=engine.failed,
     )
     return stream_of(pairs, settings.deterministic)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
 from torch import nn
 
 from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
@@ -207,7 +208,7 @@ def _donate(plan: Plan) -> str:
     return f"{written}; a State in a loop variable counts as kept, because {consumer_doubt()}"
 
 
-def _compiled(plan: Plan, compile: Any) -> str:
+def _compiled(plan: Plan, compile: object) -> str:
     compiler = plan.strategy.graphs
     assert compiler is not None
     seen = [event.name for event in Event if event in compiler.observed]
@@ -235,7 +236,7 @@ def _model(state: State) -> str:
     return f"{text}{f' ({frozen:,} of them frozen)' if frozen else ''}, on {state.device}"
 
 
-def _data(loader: Any, length: int | None, per_step: int) -> str:
+def _data(loader: object, length: int | None, per_step: int) -> str:
     epochs = "epochs of unknown length" if length is None else f"{_count(length, 'batch', 'batches')} an epoch"
     each = "" if per_step == 1 else f", each of {per_step:,} of the dataloader"
     return f"{type(loader).__name__}, {epochs}{each}"
@@ -245,11 +246,11 @@ def _count(value: int, one: str, many: str) -> str:
     return f"{value:,} {one if value == 1 else many}"
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return str(getattr(value, "__name__", type(value).__name__))
 
 
-def _layers(plan: Plan, sample: Any, depth: int) -> Iterator[str]:
+def _layers(plan: Plan, sample: Batch, depth: int) -> Iterator[str]:
     from pure_loop.entry.layers import layer_table
 
     loader = plan.settings.train_dataloader

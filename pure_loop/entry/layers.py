@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import table
 from pure_loop.data.batch import map_tensors
 from pure_loop.random.seeds import seeded_all
@@ -17,6 +18,9 @@ from pure_loop.state import State
 from pure_loop.task import Task
 
 __all__ = ["Layer", "LayerTable", "layer_table"]
+
+# Of each module, by its path: the shapes of its outputs, and its operations.
+Calls: TypeAlias = dict[str, tuple[tuple[tuple[int, ...], ...], int]]
 
 _HEAD = ("layer", "class", "output", "parameters", "frozen", "FLOPs")
 _SHOWN = 3  # tensors of an output
@@ -115,7 +119,7 @@ def in_flops(count: int) -> str:
     return f"{size:.3g}{unit}"
 
 
-def layer_table(state: State, task: Task, batch: Any, depth: int = 2) -> LayerTable:
+def layer_table(state: State, task: Task, batch: Batch, depth: int = 2) -> LayerTable:
     """The layers of a State's model, of which a copy without numbers runs one forward on the meta device.
 
     Args:
@@ -133,7 +137,7 @@ def layer_table(state: State, task: Task, batch: Any, depth: int = 2) -> LayerTa
       1    ReLU        4x8              -       -      -
       2    Linear      4x2             18       -    128
     """
-    seen: dict[str, tuple[tuple[tuple[int, ...], ...], int]] = {}
+    seen: Calls = {}
     why_not = "Outputs and FLOPs are not known: pass a batch, sample=batch."
     if batch is not None:
         why_not = _run(state.model.copied(independent=True), task, batch, seen)
@@ -161,7 +165,7 @@ def _names(module: nn.Module, prefix: str, params: Mapping[str, Tensor]) -> set[
     return {prefix + name for name, _ in module.named_parameters(remove_duplicate=False)} & params.keys()
 
 
-def _run(module: nn.Module, task: Task, batch: Any, seen: dict[str, Any]) -> str:
+def _run(module: nn.Module, task: Task, batch: Batch, seen: Calls) -> str:
     """Call the forward; why that is not possible, "" where it is.
 
     Args:
@@ -174,11 +178,11 @@ def _run(module: nn.Module, task: Task, batch: Any, seen: dict[str, Any]) -> str
 
     counter, begun = FlopCounterMode(display=False), list[int]()
 
-    def before(module: nn.Module, args: Any) -> None:
+    def before(module: nn.Module, args: object) -> None:
         begun.append(counter.get_total_flops())
 
-    def after(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
+    def after(path: str) -> Callable[[nn.Module, object, object], None]:
+        def note(module: nn.Module, args: object, output: object) -> None:
             flops = counter.get_total_flops() - begun.pop()
             shapes, calls = seen.get(path, (_shapes(output), 0))
             seen[path] = shapes, calls + flops
@@ -200,7 +204,7 @@ def _run(module: nn.Module, task: Task, batch: Any, seen: dict[str, Any]) -> str
     return ""
 
 
-def _shapes(output: Any) -> tuple[tuple[int, ...], ...]:
+def _shapes(output: object) -> tuple[tuple[int, ...], ...]:
     shapes: list[tuple[int, ...]] = []
 
     def note(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import attrs
+import torch
 
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
@@ -49,7 +50,7 @@ def announced(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-def _announce(parallel: Any, name: str, error: Exception) -> None:
+def _announce(parallel: object, name: str, error: Exception) -> None:
     if not parallel or isinstance(error, DistributedError) or world_size() == 1:
         return  # what a launcher says can't be read, so no other rank can be found
     from pure_loop.distributed._rendezvous import Rendezvous, first_line  # with it comes torch.distributed
@@ -64,7 +65,7 @@ def algorithm_described(algorithm: Algorithm) -> str:
 
     What the user's functions refer to may differ between ranks, such as a rank's number.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     for function in (function for listed in algorithm.handlers.values() for function in listed):
         if isinstance(function, FunctionType) and function.__module__.startswith("pure_loop."):
             options |= inspect.getclosurevars(function).nonlocals
@@ -87,7 +88,7 @@ class Together:
     rank: int = 0
 
     @classmethod
-    def of(cls, value: Any) -> Together:
+    def of(cls, value: object) -> Together:
         """Read the ``parallel=`` argument.
 
         Raises:
@@ -105,13 +106,14 @@ class Together:
         """How many there are."""
         return 1 if self.parallel is None else world_size()
 
-    def device(self, device: Any) -> Any:
+    def device(self, device: torch.device | str | None) -> torch.device | str | None:
         """The device of this rank."""
         if self.parallel is None:
             return device
         from pure_loop.distributed.engines import device_of_rank  # with it comes torch.distributed
 
-        return device_of_rank(device)
+        own: torch.device | str | None = device_of_rank(device)
+        return own
 
     def engine(self, state: State) -> Engine:
         """The engine for this State.
@@ -147,12 +149,12 @@ class Together:
         own = derive(seed, "rank", self.rank) if self.rank else seed
         return source(dataloader, seed=own, stream=stream, uneven=uneven, **options)
 
-    def beginning(self, engine: Engine, settings: Callable[[], Mapping[str, Any]]) -> Callable[[State], State]:
+    def beginning(self, engine: Engine, settings: Callable[[], Mapping[str, object]]) -> Callable[[State], State]:
         """What the ranks of a fresh start do before INIT: see that they are about to do the same."""
         return (lambda state: state) if self.parallel is None else (lambda state: engine.begin(state, settings()))
 
     def meeting(
-        self, engine: Engine, data: Source, settings: Callable[[], Mapping[str, Any]], fresh: bool
+        self, engine: Engine, data: Source, settings: Callable[[], Mapping[str, object]], fresh: bool
     ) -> Callable[[State], State] | None:
         """What the ranks do after INIT: start from the same State."""
         if self.parallel is None:

@@ -6,9 +6,10 @@ Nothing is run here and no data is loaded. ``explain`` prints a plan, ``assembly
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import attrs
+from torch import nn
 
 from pure_loop.algorithm import bind
 from pure_loop.callback import Callback, LoggerGroup, Observer, observers
@@ -167,7 +168,7 @@ def _recorder(settings: Settings) -> Recorder:
     return Recorder(settings.optimizer, recorded, settings.algorithms, train_metrics=measured)
 
 
-def _beginning(settings: Settings, beginning: Any, checkpoint: Checkpoint | None) -> tuple[State, bool]:
+def _beginning(settings: Settings, beginning: nn.Module | State, checkpoint: Checkpoint | None) -> tuple[State, bool]:
     """The State to start from, on its device and in its precision, and whether it is a fresh start."""
     device = settings.parallel.device(settings.device)
     state, fresh = first_state(beginning, seed_of(checkpoint, settings.seed), device)

@@ -6,7 +6,6 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import attrs
 
@@ -38,7 +37,7 @@ def new_run_name() -> str:
     return "-".join((time.strftime("%Y%m%d-%H%M%S"), *words))
 
 
-def noted_run_name(notes: Mapping[str, Any]) -> str | None:
+def noted_run_name(notes: Mapping[str, object]) -> str | None:
     """The name of the run that a ``CheckpointSaver`` noted in a checkpoint; None: none, or one that no run can have."""
     try:
         return read_run_name(notes.get("run_name"))
@@ -52,7 +51,7 @@ def recorded_run_name(callbacks: Iterable[Callback]) -> str | None:
     return next((name for name in names if name is not None), None)
 
 
-def hyperparameters(settings: Settings) -> dict[str, Any]:
+def hyperparameters(settings: Settings) -> dict[str, object]:
     """Each argument of ``fit`` by its name, but the model and the seed, which the recorder reads from the State; and:
 
     * ``<algorithm>/<setting>`` for each setting of an algorithm of the library, such as ``sam/rho``;
@@ -61,7 +60,7 @@ def hyperparameters(settings: Settings) -> dict[str, Any]:
 
     Values that are no numbers, flags or texts are described: tensors by shape, functions by name.
     """
-    recorded: dict[str, Any] = {}
+    recorded: dict[str, object] = {}
     for field in attrs.fields(Settings):
         if field.name not in ("model_or_state", "seed"):
             recorded[field.name] = _described(getattr(settings, field.name))
@@ -78,24 +77,24 @@ def hyperparameters(settings: Settings) -> dict[str, Any]:
     return recorded
 
 
-def _evaluators(evaluators: Any) -> str | None:
+def _evaluators(evaluators: object) -> str | None:
     if not isinstance(evaluators, Mapping):
         return None if evaluators is None else _evaluator(evaluators)
     return ", ".join(f"{label}: {_evaluator(evaluator)}" for label, evaluator in evaluators.items())
 
 
-def _evaluator(evaluator: Any) -> str:
+def _evaluator(evaluator: object) -> str:
     return shown(evaluator) if isinstance(evaluator, Evaluator) else data(evaluator)
 
 
-def _options(optimizer: Optimizer, name: str) -> dict[str, Any]:
+def _options(optimizer: Optimizer, name: str) -> dict[str, object]:
     options = {f"{name}/{option}": _described(value) for option, value in optimizer.options.items()}
     for label, part in optimizer.parts.items():
         options |= _options(part, f"{name}/{label}")
     return options
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> object:
     if isinstance(value, str):
         return without_secrets(value)
     if value is None or isinstance(value, bool | int | float):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
-from pure_loop._internal.patterns import Pattern
-from pure_loop.callback import Callback
+from torch import nn
+
+from pure_loop._internal.names import Pattern
+from pure_loop.callback import Callback, CallbackLike
 from pure_loop.entry.settings import listed_callbacks
 from pure_loop.entry.start import can_resume_from
 from pure_loop.errors import ArgumentError, ResumeError
@@ -22,10 +25,16 @@ __all__ = [
     "seed_of",
 ]
 
+Path: TypeAlias = str | os.PathLike[str] | None
+
 
 def read_start(
-    model_or_state: Any, load_path: Any, autoresume: Any, seed: Any = 0, run_name: str | None = None
-) -> tuple[Any, Checkpoint | None]:
+    model_or_state: nn.Module | State,
+    load_path: Path,
+    autoresume: Path,
+    seed: int = 0,
+    run_name: str | None = None,
+) -> tuple[nn.Module | State, Checkpoint | None]:
     """What to start from, and the checkpoint that it takes its numbers from, if there is one.
 
     The newest checkpoint in ``autoresume`` goes before ``load_path``, which is where the first run started. Where the
@@ -66,7 +75,7 @@ def read_start(
     return checkpoint.into(model_or_state), None
 
 
-def _found_again(folder: Any, run_name: str | None) -> str:
+def _found_again(folder: str | os.PathLike[str], run_name: str | None) -> str:
     """The folder of ``autoresume``, which the same command has to find again.
 
     Raises:
@@ -95,7 +104,7 @@ def _refuse_other_run(start: State, checkpoint: Checkpoint) -> None:
         )
 
 
-def seed_of(checkpoint: Checkpoint | None, seed: Any) -> Any:
+def seed_of(checkpoint: Checkpoint | None, seed: int) -> int:
     """The seed with which the run resumes.
 
     Raises:
@@ -160,7 +169,7 @@ def loading(
     return load
 
 
-def saving(autoresume: Any, callbacks: Any) -> Any:
+def saving(autoresume: Path, callbacks: Iterable[CallbackLike]) -> Iterable[CallbackLike]:
     """The callbacks, and a saver to the folder of ``autoresume`` where none of them saves to it."""
     if autoresume is None:
         return callbacks

@@ -18,7 +18,9 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.cadence import Cadence
 from pure_loop.data.batch import num_samples, num_tokens
 from pure_loop.errors import ArgumentError
+from pure_loop.evaluator import BoundEvaluator
 from pure_loop.optim import Optimizer
+from pure_loop.optim.optimizer import RateFunction
 from pure_loop.ranges import Scheduled
 from pure_loop.recorder import numbers_of, strengths_of
 from pure_loop.schedules import Schedule
@@ -30,7 +32,7 @@ from pure_loop.time import Time, Timestamp, TimeUnit
 __all__ = ["counted_in", "of_fit", "refuse_endless_warmups", "refuse_no_iterations"]
 
 # (what it is, a schedule, an interval or a callback)
-Counted = Iterable[tuple[str, Any]]
+Counted = Iterable[tuple[str, object]]
 
 
 def counted_in(unit: TimeUnit, argument: Counted) -> str | None:
@@ -48,8 +50,11 @@ def counted_in(unit: TimeUnit, argument: Counted) -> str | None:
 
 
 def of_fit(
-    optimizer: Optimizer, algorithms: Iterable[Algorithm], evaluators: Iterable[Any], callbacks: Iterable[Any]
-) -> Iterator[tuple[str, Any]]:
+    optimizer: Optimizer,
+    algorithms: Iterable[Algorithm],
+    evaluators: Iterable[BoundEvaluator],
+    callbacks: Iterable[object],
+) -> Iterator[tuple[str, object]]:
     """What a call of ``fit`` is given that counts, as far as it can be seen: functions of the user's own can't."""
     parts = optimizer.parts or {"": optimizer}
     for label, part in parts.items():
@@ -106,7 +111,7 @@ def refuse_endless_warmups(
     algorithms: Iterable[Algorithm],
     timestamp: Timestamp,
     iteration_length: Time | None,
-    loader: Any,
+    loader: object,
     task: Task,
     *,
     batches_per_step: int = 1,
@@ -166,7 +171,7 @@ def refuse_endless_warmups(
         )
 
 
-def _rates(optimizer: Optimizer, label: str = "") -> Iterator[tuple[str, Any]]:
+def _rates(optimizer: Optimizer, label: str = "") -> Iterator[tuple[str, RateFunction]]:
     if not optimizer.parts:
         yield f"the learning rate of {optimizer.name}{f' ({label!r})' if label else ''}", optimizer.lr
     for name, part in optimizer.parts.items():
@@ -186,15 +191,15 @@ def _length(timestamp: Timestamp) -> str:
     return "" if length is None else f", of epochs of {length} batch{'' if length == 1 else 'es'}"
 
 
-def _of_an_epoch(loader: Any, batches: int, task: Task, units: Iterable[TimeUnit]) -> dict[TimeUnit, Bounds]:
+def _of_an_epoch(loader: object, batches: int, task: Task, units: Iterable[TimeUnit]) -> dict[TimeUnit, Bounds]:
     """The least and the most samples and tokens in so many batches of a loader, as far as they are known."""
     bounds: dict[TimeUnit, Bounds] = {}
     size = getattr(loader, "batch_size", None)
     for unit in units:
-        count: Callable[[Any], int] = task.samples if unit is TimeUnit.SAMPLE else task.tokens
+        count: Callable[[object], int] = task.samples if unit is TimeUnit.SAMPLE else task.tokens
         if count not in (num_samples, num_tokens):
             continue  # a function of the user's own is called once for each batch, in training
-        if type(loader) in (list, tuple) and len(loader) <= _MOST_COUNTED:
+        if (type(loader) is list or type(loader) is tuple) and len(loader) <= _MOST_COUNTED:
             total = sum(count(batch) for batch in loader[:batches])
             if total:  # or else a unit that never moves, which is another error
                 bounds[unit] = total, total
@@ -228,13 +233,14 @@ def _end(timestamp: Timestamp, duration: Time, iteration: Time | None, of_an_epo
     return End(timestamp, counts)
 
 
-def _is_always_0(rate: Any, timestamp: Timestamp, end: End) -> bool:
+def _is_always_0(rate: RateFunction, timestamp: Timestamp, end: End) -> bool:
     """Whether a schedule of the library is 0 at each batch of a run, and not always."""
     batches = end.counts.get(TimeUnit.BATCH)
     known = {TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION}
     duration: Any = timestamp.max_duration
     if (
-        not _is_of_the_library(rate)
+        not isinstance(rate, Schedule)
+        or not _is_of_the_library(rate)
         or rate.fixed_value is not None
         or batches is None
         or duration.unit not in known
@@ -256,7 +262,7 @@ def _is_always_0(rate: Any, timestamp: Timestamp, end: End) -> bool:
     return any(value(first + count * factor) for factor in (1, 2, 4, 8, 16, 64, 256, 1024))
 
 
-def _is_of_the_library(schedule: Any) -> bool:
+def _is_of_the_library(schedule: object) -> bool:
     """Whether no function of the user's own is in it."""
     if isinstance(schedule, tuple):
         return all(map(_is_of_the_library, schedule))

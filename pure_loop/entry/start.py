@@ -12,10 +12,10 @@ from typing import Any
 import attrs
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pure_loop._internal.devices import read_device
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.source import Source
 from pure_loop.entry.settings import Settings
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def first_state(model_or_state: Any, seed: int, device: Any) -> tuple[State, bool]:
+def first_state(model_or_state: nn.Module | State, seed: int, device: torch.device | str | None) -> tuple[State, bool]:
     """The State to start from, and whether it is a fresh start."""
     wanted = read_device(device)
     if not isinstance(model_or_state, State):
@@ -64,7 +64,7 @@ def first_state(model_or_state: Any, seed: int, device: Any) -> tuple[State, boo
     return state, state.position is None and untrained
 
 
-def any_state(model_or_state: Any, seed: int, device: Any) -> State:
+def any_state(model_or_state: nn.Module | State, seed: int, device: torch.device | str | None) -> State:
     """The State to evaluate or predict with, kept anywhere."""
     if isinstance(model_or_state, State):
         state = model_or_state
@@ -77,11 +77,16 @@ def any_state(model_or_state: Any, seed: int, device: Any) -> State:
 
 
 def _moved(state: State, device: torch.device) -> State:
-    return optree.tree_map(  # type: ignore[return-value]
-        lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
-        state,  # type: ignore[arg-type]
-        namespace=NAMESPACE,
-    )
+    return _map_tensors(lambda tensor: tensor.to(device), state)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
+    tree: PyTree = state  # a node by its registration
+    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    mapped = (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    result: PyTree = optree.tree_unflatten(structure, mapped)
+    assert isinstance(result, State)
+    return result
 
 
 _KEEPABLE = frozenset({*POSITIONS, Event.FIT_START, Event.EVAL_STANDALONE_END, None})
@@ -246,15 +251,11 @@ def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None
 
 
 def _without_numbers(state: State) -> State:
-    def of(leaf: Any) -> Any:
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
-
-    durable: Any = state.replace(batch=None, microbatch=None, outputs=None, loss=None, grads=None)
-    result: Any = optree.tree_map(of, durable, namespace=NAMESPACE)
-    return result  # type: ignore[no-any-return]
+    durable = state.replace(batch=None, microbatch=None, outputs=None, loss=None, grads=None)
+    return _map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), durable)
 
 
-def _asked(algorithm: Algorithm, state: State) -> tuple[Any] | None:
+def _asked(algorithm: Algorithm, state: State) -> tuple[object] | None:
     """The result of ``init`` for a State without numbers; None if it reads them."""
     assert algorithm.init is not None
     try:
@@ -299,7 +300,7 @@ def _fits(tensor: Tensor, expected: Tensor) -> bool:
     return same_kind and torch.promote_types(tensor.dtype, expected.dtype) is tensor.dtype
 
 
-def _tensors(tree: Any) -> Mapping[Path, Tensor]:
+def _tensors(tree: PyTree) -> Mapping[Path, Tensor]:
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     return {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)}
 

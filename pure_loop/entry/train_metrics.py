@@ -6,14 +6,15 @@ algorithm state: they begin anew with each epoch, are in checkpoints, and resume
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.algorithm import Algorithm
+from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop.algorithm import Algorithm, HandlerFunction
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LABEL", "NAME", "measuring"]
 
+Accumulators: TypeAlias = FrozenDict[str, PyTree]
+
 NAME = "train_metrics"
 # Under which values stand in ``state.metrics``.
 LABEL = "train"
 # Accumulators of the epoch, equal on all ranks, and of the batch under way, those of this rank; nothing: no data yet.
-_NOTHING: FrozenDict[str, Any] = FrozenDict(epoch=FrozenDict(), batch=FrozenDict())
+_NOTHING: FrozenDict[str, object] = FrozenDict(epoch=FrozenDict(), batch=FrozenDict())
 
 
 def measuring(metrics: tuple[Metric, ...], ranks: int) -> Algorithm:
@@ -76,12 +79,16 @@ def measuring(metrics: tuple[Metric, ...], ranks: int) -> Algorithm:
         values = {metric.name: metric.compute(memory["epoch"][metric.name]) for metric in metrics}
         return state.replace(metrics={**state.metrics, LABEL: FrozenDict(values)})
 
-    handlers: dict[Event, Any] = {Event.EPOCH_START: begin, Event.AFTER_BACKWARD: update, Event.BATCH_END: end}
+    handlers: dict[Event, HandlerFunction] = {
+        Event.EPOCH_START: begin,
+        Event.AFTER_BACKWARD: update,
+        Event.BATCH_END: end,
+    }
     algorithm = Algorithm(NAME, handlers, init=lambda state: _NOTHING)
     return algorithm.made_by(NAME, {"metrics": metrics})
 
 
-def _alike(first: Any, before: Any) -> Any:
+def _alike(first: PyTree, before: PyTree) -> PyTree:
     """A first accumulator, with tensors of shape () in the places of numbers where the epoch before ended with such.
 
     A compiled step is a graph for one structure of the State.
@@ -93,14 +100,16 @@ def _alike(first: Any, before: Any) -> Any:
     return optree.tree_unflatten(structure, map(_as_tensor, leaves, ended))
 
 
-def _as_tensor(first: Any, before: Any) -> Any:
+def _as_tensor(first: object, before: object) -> object:
     if not isinstance(before, Tensor) or before.ndim or not isinstance(first, int | float):
         return first
     fits = isinstance(first, int) or before.is_floating_point()
     return torch.full_like(before, first) if fits else first
 
 
-def _merged(metrics: tuple[Metric, ...], epoch: Any, batch: Any) -> FrozenDict[str, Any]:
+def _merged(
+    metrics: tuple[Metric, ...], epoch: Mapping[str, PyTree], batch: Mapping[str, PyTree]
+) -> FrozenDict[str, object]:
     """The accumulators of the epoch, with those of a batch of all ranks."""
     merged = {}
     for metric in metrics:

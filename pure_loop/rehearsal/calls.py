@@ -12,10 +12,11 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.torch_private import DispatchMode, fake_ranks
 from pure_loop.algorithm import Algorithm, flatten
 from pure_loop.checkpoint.finding import latest
@@ -31,10 +32,13 @@ from pure_loop.precision import Precision
 from pure_loop.rehearsal.report import Place
 from pure_loop.state import State
 
-__all__ = ["Counting", "bare", "collectives", "has_group", "trace", "without_numbers"]
+__all__ = ["Arguments", "Counting", "bare", "collectives", "has_group", "trace", "without_numbers"]
+
+# Those of ``fit``, by name.
+Arguments: TypeAlias = Mapping[str, Any]
 
 
-def without_numbers(arguments: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def without_numbers(arguments: Arguments, place: Place) -> Arguments:
     """The same call with its model and its data on the meta device.
 
     Args:
@@ -60,7 +64,7 @@ def without_numbers(arguments: Mapping[str, Any], place: Place) -> dict[str, Any
     return {**arguments, **changes}
 
 
-def bare(arguments: Mapping[str, Any], batch: Any, steps: int) -> dict[str, Any]:
+def bare(arguments: Arguments, batch: Batch, steps: int) -> Arguments:
     """The arguments of a call of ``fit`` that trains so many steps on one batch, with the algorithms of another call.
 
     Args:
@@ -97,7 +101,7 @@ def _unbound(algorithm: Algorithm) -> Algorithm:
     return result
 
 
-def trace(arguments: Mapping[str, Any], batch: Any) -> None:
+def trace(arguments: Arguments, batch: Batch) -> None:
     """Trace the steps of a call with ``compile=``, whose graphs run operation by operation, without a compiler.
 
     Args:
@@ -126,7 +130,13 @@ class Counting(DispatchMode):  # type: ignore[misc]
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if function.namespace == "c10d":
             operation = str(function).split(".")[1].strip("_")
             name = next((name for start, name in _NAMES if operation.startswith(start)), operation)
@@ -139,12 +149,12 @@ class Counting(DispatchMode):  # type: ignore[misc]
         return Counter(self.counts), Counter(self.bytes)
 
 
-def _size(argument: Any) -> int:
+def _size(argument: object) -> int:
     tensors = [argument] if isinstance(argument, Tensor) else tensors_in(argument)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def collectives(arguments: Mapping[str, Any], batch: Any, ranks: int) -> dict[str, tuple[int, int]]:
+def collectives(arguments: Arguments, batch: Batch, ranks: int) -> dict[str, tuple[int, int]]:
     """The collectives of one step of a call of ``fit`` on several ranks: how many of each, and their bytes in all.
 
     Three steps are run, with the algorithms of the call and without evaluators, callbacks and loggers, on a process

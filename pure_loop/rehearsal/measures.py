@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.sizes import bytes_of
+from pure_loop._internal.pytree import Batch
+from pure_loop._internal.tree_ops import bytes_of
 from pure_loop.data.batch import tensors_in
 from pure_loop.entry.assembly import Assembly
 from pure_loop.optim import Optimizer
@@ -120,7 +120,7 @@ def try_schedules(assembly: Assembly, length: Length, place: Place) -> str:
 def _parts(optimizer: Optimizer, label: str = "learning rate") -> dict[str, Optimizer]:
     if not optimizer.parts:
         return {label: optimizer}
-    result: dict[str, Any] = {}
+    result: dict[str, Optimizer] = {}
     for name, part in optimizer.parts.items():
         result |= _parts(part, f"{label} of {name}")
     return result
@@ -140,7 +140,7 @@ def activations(state: State, stages: Stages) -> int:
     # Storages are objects of their own, as long as they live; those of the meta device have no address.
     tensors = (*state.params.values(), *tensors_in(state.microbatch))
     outside = {id(storage): storage for storage in map(Tensor.untyped_storage, tensors)}
-    kept: dict[int, Any] = {}
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -159,7 +159,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def memory_of(state: State, batch: Any, kept: int | None) -> dict[str, int]:
+def memory_of(state: State, batch: Batch, kept: int | None) -> dict[str, int]:
     """The bytes of a run by what they hold.
 
     Args:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger, Observer, bind_callbacks, observers
@@ -51,7 +53,7 @@ class Held(Source):
         length: what the dataloader says of the length of its epochs.
     """
 
-    def __init__(self, batch: Any, times: int, length: int | None, stream: str) -> None:
+    def __init__(self, batch: Batch, times: int, length: int | None, stream: str) -> None:
         super().__init__(None, 0, stream, None, None)
         self._batch, self._times = batch, times
         self.length = self.loader_length = length
@@ -65,7 +67,7 @@ class Held(Source):
         return self.epoch(epoch, start, seen)
 
 
-def first_batch(source: Source) -> Any:
+def first_batch(source: Source) -> Batch:
     """The first batch of the first epoch; the source is closed.
 
     Raises:
@@ -112,12 +114,12 @@ class Passes:
     assembly: Assembly
     place: Place
     length: Length
-    batch: Any
+    batch: Batch
     folder: Path
     call_callbacks: bool = True
     first: State | None = None
     kept: State | None = None
-    losses: list[Any] = attrs.field(factory=list)
+    losses: list[Tensor] = attrs.field(factory=list)
     checkpoint: State | None = None
 
     def start(self) -> State | None:
@@ -131,7 +133,7 @@ class Passes:
                     return state
         return None
 
-    def evaluate(self, state: State, evaluator: BoundEvaluator, batch: Any) -> State:
+    def evaluate(self, state: State, evaluator: BoundEvaluator, batch: Batch) -> State:
         """One evaluator on its first batch."""
         fit, handlers = self._fit(())
         script = evaluation(state, fit.stages, self._held(evaluator, batch))
@@ -141,7 +143,7 @@ class Passes:
                 state = after
         return state
 
-    def train(self, evaluators: Sequence[tuple[BoundEvaluator, Any]], *, whole: bool) -> None:
+    def train(self, evaluators: Sequence[tuple[BoundEvaluator, Batch]], *, whole: bool) -> None:
         """The first batches of the run, to the end of an epoch that has no more; sets ``first`` and ``kept``.
 
         Args:
@@ -164,7 +166,7 @@ class Passes:
                 if stepped and (event is end or not whole):
                     return
 
-    def finish(self, state: State, evaluators: Sequence[tuple[BoundEvaluator, Any]]) -> str:
+    def finish(self, state: State, evaluators: Sequence[tuple[BoundEvaluator, Batch]]) -> str:
         """The last batches of the run, resumed from this State: to FIT_END, with the counts of the end of the run."""
         fit, handlers = self._fit([self._held(*pair) for pair in evaluators])
         fit = attrs.evolve(fit, fresh=False, load=None)
@@ -193,7 +195,7 @@ class Passes:
         moved = state.replace(timestamp=start, previous_timestamp=before, position=position, event=position)
         return moved, f"from batch {start.batch} (epoch {start.epoch})"
 
-    def _held(self, evaluator: BoundEvaluator, batch: Any) -> BoundEvaluator:
+    def _held(self, evaluator: BoundEvaluator, batch: Batch) -> BoundEvaluator:
         source = Held(batch, 1, evaluator.source.length, f"eval/{evaluator.label}")
         return attrs.evolve(named_metrics(evaluator, self.place), source=source, interval=self._due(evaluator))
 
@@ -282,9 +284,9 @@ class Passes:
         return stream_of(pairs, self.assembly.plan.settings.deterministic)
 
 
-def _given(callbacks: Any, bound: Sequence[Callback]) -> list[Any]:
+def _given(callbacks: object, bound: Sequence[Callback]) -> list[object]:
     """The callbacks of a call, functions among them, and those that the call has added; without loggers."""
-    listed: Iterable[Any] = callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
+    listed: Iterable[object] = callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
     own = [item for item in listed if not isinstance(item, Logger)]
     added = [
         item for item in bound if not isinstance(item, Logger | Recorder) and all(item is not known for known in own)

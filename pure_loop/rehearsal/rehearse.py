@@ -6,19 +6,21 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag, check_integer
-from pure_loop._internal.shapes_only import shapes_only
-from pure_loop._internal.sizes import bytes_of, in_bytes
+from pure_loop._internal.devices import shapes_only
+from pure_loop._internal.pytree import Batch
+from pure_loop._internal.reprs import in_bytes
 from pure_loop._internal.suggestions import arguments_of_call
+from pure_loop._internal.tree_ops import bytes_of
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.distributed.parallel import Parallel, read_parallel
@@ -29,7 +31,7 @@ from pure_loop.entry.layers import layer_table
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, RehearsalError
 from pure_loop.evaluator import BoundEvaluator
-from pure_loop.rehearsal.calls import collectives, has_group, trace, without_numbers
+from pure_loop.rehearsal.calls import Arguments, collectives, has_group, trace, without_numbers
 from pure_loop.rehearsal.measures import Length, activations, memory_of, memory_per_rank, try_schedules
 from pure_loop.rehearsal.passes import Passes, first_batch, is_never
 from pure_loop.rehearsal.report import Phase, Place, Rehearsal
@@ -122,17 +124,16 @@ def rehearse(
             f"of its own, with world_size={running_ranks()}."
         )
     place = Place(fake=fake)
-    if fake:
-        arguments = without_numbers(arguments, place)
+    tried = without_numbers(arguments, place) if fake else arguments
     token = shapes_only.set(fake)
     try:
-        return _rehearsed(arguments, place, sample, world_size, call_callbacks and not fake)
+        return _rehearsed(tried, place, sample, world_size, call_callbacks and not fake)
     finally:
         shapes_only.reset(token)
 
 
 def _rehearsed(
-    arguments: Mapping[str, Any], place: Place, sample: Any, world_size: int | None, call_callbacks: bool
+    arguments: Arguments, place: Place, sample: Batch, world_size: int | None, call_callbacks: bool
 ) -> Rehearsal:
     with _generators_kept(), tempfile.TemporaryDirectory(prefix="pure_loop-rehearsal-") as folder:
         try:
@@ -147,7 +148,7 @@ def _rehearsed(
         return phases.run()
 
 
-def _try_places(items: Sequence[Any], place: Place) -> list[str]:
+def _try_places(items: Sequence[object], place: Place) -> list[str]:
     """Try where callbacks and loggers write to; what was found, in words."""
     found = []
     for name, kind, where in destinations(items):
@@ -208,11 +209,11 @@ class _Phases:
     assembly: Assembly
     place: Place
     folder: Path
-    sample: Any
+    sample: Batch
     world_size: int | None
     call_callbacks: bool
     parallel: Parallel | None
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     passed: list[Phase] = attrs.field(factory=list)
     checkpoint: int | None = None
     scheduled: bool = True
@@ -247,7 +248,7 @@ class _Phases:
             raise _error(self.place)
         return self._report(passes, passes.length)
 
-    def _data(self) -> tuple[Any, list[tuple[BoundEvaluator, Any]]]:
+    def _data(self) -> tuple[Batch, list[tuple[BoundEvaluator, Batch]]]:
         """The first batch of training, and each evaluator that runs with its first batch."""
         source, found = self.assembly.fit.source, []
         batch, per_step = _MISSING, self.assembly.plan.settings.batches_per_step
@@ -282,7 +283,7 @@ class _Phases:
         self.passed.append(Phase("data", "; ".join(found)))
         return batch, evaluators
 
-    def _loop(self, passes: Passes, start: State, evaluators: list[tuple[BoundEvaluator, Any]]) -> None:
+    def _loop(self, passes: Passes, start: State, evaluators: list[tuple[BoundEvaluator, Batch]]) -> None:
         """The loop on these batches, from the State at FIT_START: each pass depends on the one before it."""
         if not self.call_callbacks:
             self.place.skip(f"callbacks: {'fake=True' if self.place.fake else 'call_callbacks=False'}.")
@@ -362,7 +363,7 @@ class _Phases:
             checkpoint=self.checkpoint,
         )
 
-    def _exchanged(self, batch: Any, ranks: int) -> dict[str, tuple[int, int]] | None:
+    def _exchanged(self, batch: Batch, ranks: int) -> dict[str, tuple[int, int]] | None:
         """The collectives of a step on so many ranks; None where they can't be counted, or nothing trains together."""
         if self.parallel is None or ranks == 1:
             return None
@@ -380,6 +381,6 @@ class _Phases:
 _MISSING: Any = object()
 
 
-def _in_words(losses: Sequence[Any]) -> str:
+def _in_words(losses: Sequence[Tensor]) -> str:
     """The losses of steps."""
     return f"loss {', '.join(f'{float(loss):.4g}' for loss in losses)}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from pure_loop._internal.signatures import name_of
+from pure_loop._internal.arguments import name_of
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger, Observer, refuse_return
@@ -85,7 +85,7 @@ def try_place(name: str, place: str) -> str:
 _PLACES = ("folder", "path")
 
 
-def _is_ours(item: Any) -> bool:
+def _is_ours(item: object) -> bool:
     return type(item).__module__.startswith("pure_loop.")
 
 
@@ -96,7 +96,7 @@ def _arguments(item: Callback) -> dict[str, Any]:
     return dict(bound.arguments)
 
 
-def destinations(items: Sequence[Any]) -> list[tuple[str, str, str]]:
+def destinations(items: Sequence[object]) -> list[tuple[str, str, str]]:
     """Where callbacks and loggers of the library write to: the class, ``"folder"`` or ``"path"``, and the place."""
     found = []
     for item in items:
@@ -108,7 +108,7 @@ def destinations(items: Sequence[Any]) -> list[tuple[str, str, str]]:
     return found
 
 
-def callback_standins(callbacks: Sequence[Any], folder: Path, place: Place) -> list[Any]:
+def callback_standins(callbacks: Sequence[object], folder: Path, place: Place) -> list[object]:
     """Copies of the callbacks, to be called in their places.
 
     Those of the library that write to a folder or a file write to one in ``folder``; of those of the user's the copies
@@ -241,7 +241,7 @@ def _forced(handler: Handler, event: Event, place: Place, later: tuple[Timestamp
     when, function = handler.when, handler.function
     phase = f"algorithm {handler.algorithm!r} at {event.name}"
 
-    def run(state: State, *stages: Any) -> State:
+    def run(state: State, *stages: object) -> State:
         with place.during(phase):
             if when is None or isinstance(when, Cadence) or when(state):
                 result: State = function(state, *stages)
@@ -249,18 +249,18 @@ def _forced(handler: Handler, event: Event, place: Place, later: tuple[Timestamp
             for timestamp in later:
                 moved = state.replace(timestamp=timestamp, previous_timestamp=state.timestamp)
                 if when(moved):
-                    result = _moved_back(function(moved, *stages), state)
-                    return check_returned(result, state, handler.algorithm, event)
+                    moved_back = _moved_back(function(moved, *stages), state)
+                    return check_returned(moved_back, state, handler.algorithm, event)
         place.skip(f"{phase}: its when= was False at the start, in the middle and at the end of the run.")
         return state
 
     return attrs.evolve(handler, function=run, when=None)
 
 
-def _moved_back(result: Any, state: State) -> State:
+def _moved_back(result: object, state: State) -> object:
     """What a handler returned, at the time of the State that it was to be called with."""
     if not isinstance(result, State):
-        return result  # type: ignore[no-any-return]  # which the driver refuses
+        return result  # which the driver refuses
     return result.replace(timestamp=state.timestamp, previous_timestamp=state.previous_timestamp)
 
 
@@ -276,7 +276,7 @@ def _named(metric: Metric, label: str, place: Place) -> Metric:
     result = copy.copy(metric)
     phase = f"metric {metric.name!r} of evaluator {label!r}"
 
-    def naming(function: Callable[..., Any]) -> Callable[..., Any]:
+    def naming(function: Callable[..., object]) -> Callable[..., object]:
         def called(*args: Any) -> Any:
             with place.during(phase):
                 return function(*args)
