@@ -167,7 +167,7 @@ def pieces_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     data = memoryview(bytearray(_PIECE))
     buffer = torch.frombuffer(data, dtype=torch.uint8)
     for tensor in tensors:
-        for piece in _flat(tensor.detach()).split(_PIECE):
+        for piece in torch.split(_flat(tensor.detach()), _PIECE):
             size = len(piece)
             buffer[:size].copy_(piece)
             yield data[:size]
@@ -288,7 +288,7 @@ def read_some(
                 f"there is no memory for tensor {shortened(entry.name, 60)} of {entry.stop - entry.start:,} bytes",
                 error,
             )
-        for piece in _flat(tensor).split(_PIECE):
+        for piece in torch.split(_flat(tensor), _PIECE):
             part = data[: len(piece)]
             _fill(file, part, path)
             result.update(part)
