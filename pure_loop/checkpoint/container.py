@@ -288,11 +288,11 @@ def read_some(
                 f"there is no memory for tensor {shortened(entry.name, 60)} of {entry.stop - entry.start:,} bytes",
                 error,
             )
-        for numbers in torch.split(_flat(tensor), _PIECE):
-            part = data[: len(numbers)]
+        for target in torch.split(_flat(tensor), _PIECE):
+            part = data[: len(target)]
             _fill(file, part, path)
             result.update(part)
-            numbers.copy_(buffer[: len(numbers)])
+            target.copy_(buffer[: len(target)])
         # Any other number in a bool is undefined behaviour wherever it is used.
         if entry.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
             _refuse(path, f"tensor {shortened(entry.name, 60)} of dtype bool holds other numbers than 0 and 1")

@@ -1,4 +1,4 @@
-"""Finding checkpoints in a folder: the newest that is whole, one from which a run resumes, and the best by a metric."""
+"""Finding checkpoints in a folder: the newest one that is whole, the one to resume from, and the best by a metric."""
 
 from __future__ import annotations
 

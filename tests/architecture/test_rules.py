@@ -42,7 +42,6 @@ SENDS = {
         "Recorder.timed_script.called",
         "pairs",
     ): "a script that is timed; passes on, and seals nothing",
-    ("loggers/_tracker.py", "Tracker._send", "self"): "no script: records",
     ("testing/ranks/_group.py", "", "'send'"): "no script: the name of a collective",
     ("testing/ranks/processes.py", "_Rank.__init__", "self"): "no script: messages between processes",
     ("testing/ranks/processes.py", "_Team._ask", "rank"): "no script: messages between processes",
