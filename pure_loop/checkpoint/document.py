@@ -262,7 +262,7 @@ _ORDER = (
 
 
 def write_document(
-    state: State, notes: Mapping[str, Any] | None = None, *, parts: bool = False, trained_only: bool = False
+    state: State, notes: Mapping[str, object] | None = None, *, parts: bool = False, trained_only: bool = False
 ) -> tuple[str, dict[str, Tensor]]:
     """The document of a State as text, and its tensors by name.
 
@@ -280,7 +280,7 @@ def write_document(
     return _as_text(state, fields, notes, base, state.model.altered), writer.tensors
 
 
-def describe_weights(state: State, notes: Mapping[str, Any] | None = None, base: Base | None = None) -> str:
+def describe_weights(state: State, notes: Mapping[str, object] | None = None, base: Base | None = None) -> str:
     """The document of a file of weights alone."""
     writer = Writer(state.device)
     fields = {name: writer.write(getattr(state, name), (name,)) for name in OF_PROGRESS}
@@ -290,7 +290,7 @@ def describe_weights(state: State, notes: Mapping[str, Any] | None = None, base:
 
 
 def _as_text(
-    state: State, fields: dict[str, Any], notes: Mapping[str, Any] | None, base: Base, altered: Altered
+    state: State, fields: dict[str, Any], notes: Mapping[str, object] | None, base: Base, altered: Altered
 ) -> str:
     refuse_no_notes(notes)
     from pure_loop._internal.version import __version__

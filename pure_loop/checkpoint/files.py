@@ -48,7 +48,7 @@ def save(
     state: State,
     path: PathLike,
     *,
-    notes: Mapping[str, Any] | None = None,
+    notes: Mapping[str, object] | None = None,
     weights_only: bool = False,
     trained_only: bool = False,
 ) -> None:
@@ -112,7 +112,9 @@ def save(
     write_state(state, where.path, notes, trained_only=trained_only)
 
 
-def write_state(state: State, path: str, notes: Mapping[str, Any] | None = None, *, trained_only: bool = False) -> None:
+def write_state(
+    state: State, path: str, notes: Mapping[str, object] | None = None, *, trained_only: bool = False
+) -> None:
     """:func:`save` for a State that is not sharded."""
     text, tensors = write_document(state, notes, trained_only=trained_only)
     with storage_of(path).writing() as file:

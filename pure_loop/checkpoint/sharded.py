@@ -59,7 +59,7 @@ class _Written:
     chunks: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
-def write(coordinator: Coordinator, state: State, path: str, notes: Mapping[str, Any] | None = None) -> None:
+def write(coordinator: Coordinator, state: State, path: str, notes: Mapping[str, object] | None = None) -> None:
     """Save a State in parts to a folder; all ranks call it. When it returns, on any of them, all of it is there.
 
     Raises:
@@ -184,7 +184,7 @@ class ShardedCheckpoint(Checkpoint):
     index: Index = attrs.field(kw_only=True)
 
     @classmethod
-    def read(cls, path: Any) -> ShardedCheckpoint:
+    def read(cls, path: str) -> ShardedCheckpoint:
         """
         Raises:
             CheckpointNotFoundError, CheckpointError: there is no index, or none that is whole, or a file is missing.

@@ -125,8 +125,7 @@ class Writer:
                 f"{where} is quantized, which a file of plain tensors can't hold: .dequantize() it."
             )
         plain = tensor.detach().resolve_conj().resolve_neg()
-        name = self._free_name(path)
-        described: dict[str, Any] = {"tensor": name}
+        described: dict[str, Any] = {"tensor": (name := self._free_name(path))}
         if plain.stride() != torch.empty(plain.shape, device="meta").stride():
             # As it lies in memory: kernels may sum in another order where it lies otherwise (channels_last).
             if _is_dense(plain):

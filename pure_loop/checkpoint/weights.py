@@ -233,14 +233,14 @@ class Weights:
                 del tensors[key.removeprefix("params.")]
         return cls(state, tensors, base)
 
-    def write(self, path: str, notes: Mapping[str, Any] | None = None) -> None:
+    def write(self, path: str, notes: Mapping[str, object] | None = None) -> None:
         """Write the file, whole or not at all."""
         metadata = {WEIGHTS_KEY: describe_weights(self.state, notes, self.base), "format": "pt"}
         with storage_of(path).writing() as file:
             tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
             container.write(file, tensors, metadata, digested=False)
 
-    def write_together(self, coordinator: Coordinator, path: str, notes: Mapping[str, Any] | None = None) -> None:
+    def write_together(self, coordinator: Coordinator, path: str, notes: Mapping[str, object] | None = None) -> None:
         """Write the file on rank 0; all ranks call it, and when it returns, on any of them, the file is there.
 
         Raises:
