@@ -15,6 +15,6 @@ def introduce() -> None:
     """Tell Hypothesis of pure_loop, if that is imported already; if it comes later, it tells Hypothesis itself."""
     # While pure_loop is half imported, it has no version yet, and will look for Hypothesis when it has.
     if hasattr(sys.modules.get("pure_loop"), "__version__"):
-        from pure_loop import _hypothesis
+        from pure_loop.entry import hypothesis as introduction
 
-        _hypothesis.register()
+        introduction.register()

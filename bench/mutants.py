@@ -18,6 +18,9 @@ sample and seed; where files have changed, other mutants are drawn: compare the 
 ``strict=True`` of a zip, what only a GPU does, a bound from which copying is slower. ``mutants_27ea3a7.json`` has those
 of the core before it was rewritten, by the tests of that version.
 
+``--carry`` runs nothing: it looks up each recorded mutant in the files of today, and writes where it is now. Outcomes
+stay those of the recorded commit, and what is no longer there leaves the record: scores are those of the rest.
+
 The command goes on where it stopped, as long as commit, seed and sample are those of the output. ``--minutes`` ends it
 after some time; each mutant takes 10 to 80 seconds. The working tree is never written to, but for the output.
 """
@@ -170,6 +173,29 @@ def described(item: Drawn) -> dict[str, Any]:
     }
 
 
+def carried(
+    mutants: Sequence[dict[str, Any]], areas: Sequence[str] = tuple(AREAS), root: Path = ROOT
+) -> list[dict[str, Any]]:
+    """Recorded mutants with the files and lines of today; those whose code is gone, or is there twice, are left out."""
+    today: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for name in areas:
+        for path in AREAS[name].paths(root):
+            for mutant in mutants_of(path.read_text()):
+                item = described((name, str(path.relative_to(root)), mutant))
+                today.setdefault(_what(item), []).append(item)
+    result = []
+    for recorded in mutants:
+        places = today.get(_what(recorded), [])
+        in_file = [item for item in places if item["file"] == recorded["file"]]
+        if len(in_file or places) == 1:
+            result.append(recorded | (in_file or places)[0])
+    return result
+
+
+def _what(mutant: dict[str, Any]) -> tuple[Any, ...]:
+    return mutant["kind"], mutant["before"], mutant["after"]
+
+
 def scores(mutants: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each area how many there are of each outcome, and the share that was found."""
     found: dict[str, dict[str, Any]] = {}
@@ -202,8 +228,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("mutants.json"))
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time, each with a copy of its own")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after so long")
+    parser.add_argument(
+        "--carry", action="store_true", help="write where the recorded mutants are today, and run nothing"
+    )
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     given = parser.parse_args(arguments)
+    if given.carry:
+        record = json.loads(given.output.read_text())
+        mutants = carried(record["mutants"])
+        _write(given.output, {**record, "scores": scores(mutants), "mutants": mutants, "carried_to": commit()})
+        return 0
     items = drawn(given.sample, given.seed, given.areas)
     if given.list:
         for area, file, mutant in items:

@@ -163,4 +163,4 @@ def __dir__() -> list[str]:
 # Whichever of the two is imported second introduces them: these lines, or the entry point that Hypothesis calls. While
 # Hypothesis is half imported it has no register_random; it calls the entry point at its end.
 if hasattr(_sys.modules.get("hypothesis"), "register_random"):
-    _import_module("pure_loop._hypothesis").register()
+    _import_module("pure_loop.entry.hypothesis").register()

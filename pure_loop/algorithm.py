@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import attrs
 
+from pure_loop._internal.arguments import accepts
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import call
-from pure_loop._internal.signatures import accepts
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event, EventName, as_event
@@ -103,18 +104,18 @@ class Algorithm:
 
     name: str
     handlers: Mapping[Event, tuple[HandlerFunction, ...]]
-    init: Callable[[State], Any] | None
+    init: Callable[[State], PyTree] | None
     when: Predicate | None
     claims: frozenset[str]
     bind: Callable[[Run], None] | None
     factory: str = attrs.field(default="", eq=False)
-    settings: Mapping[str, Any] = attrs.field(factory=FrozenDict, eq=False)
+    settings: Mapping[str, object] = attrs.field(factory=FrozenDict, eq=False)
 
     def __init__(
         self,
         name: str,
         handlers: Mapping[Any, UserHandler | Sequence[UserHandler]],  # of events, names, or tuples of them
-        init: Callable[[State], Any] | None = None,
+        init: Callable[[State], PyTree] | None = None,
         *,
         when: CadenceLike | None = None,
         claims: Collection[str] = frozenset(),
@@ -154,15 +155,17 @@ class Algorithm:
             raise ArgumentTypeError(f"{where}: bind={bind!r} is not a function of (run), which fit calls once.")
         self.__attrs_init__(name, table, init, cadence, frozenset(claims), bind)
 
-    def __call__(self, state: State, *stages: Any) -> State:
+    def __call__(self, state: State, *stages: object) -> State:
         """Apply the algorithm to a State by hand: the function itself, or the handlers of ``state.event``."""
         functions = {function for listed in self.handlers.values() for function in listed}
-        chosen = tuple(functions) if len(functions) == 1 else self.handlers.get(state.event, ())  # type: ignore[arg-type]
+        chosen = tuple(functions)
+        if len(chosen) > 1:
+            chosen = () if state.event is None else self.handlers.get(state.event, ())
         for function in chosen:
             state = function(state, *stages)
         return state
 
-    def made_by(self, factory: str, settings: Mapping[str, Any]) -> Algorithm:
+    def made_by(self, factory: str, settings: Mapping[str, object]) -> Algorithm:
         """The same algorithm, with the call that made it."""
         result = copy.copy(self)
         object.__setattr__(result, "factory", factory)
@@ -194,7 +197,7 @@ class Composition:
 
     members: tuple[Algorithm, ...]
 
-    def __call__(self, state: State, *stages: Any) -> State:
+    def __call__(self, state: State, *stages: object) -> State:
         for member in self.members:
             state = member(state, *stages)
         return state
@@ -210,7 +213,7 @@ def algorithm(
     *events: Event | EventName,
     when: CadenceLike | None = None,
     name: str | None = None,
-    init: Callable[[State], Any] | None = None,
+    init: Callable[[State], PyTree] | None = None,
 ) -> Callable[[Callable[[S], S] | Callable[[S, LoopStages], S]], Algorithm]:
     """Make an algorithm of a function ``State -> State``.
 
@@ -231,7 +234,7 @@ def algorithm(
     >>> halve(State.create(torch.nn.Linear(1, 1)).replace(loss=torch.tensor(4.0))).loss
     tensor(2.)
     """
-    value = cast("tuple[Any, ...]", events)
+    value = cast("tuple[object, ...]", events)
     if len(value) == 1 and callable(value[0]) and not isinstance(value[0], str):
         function_name = getattr(value[0], "__name__", "function")
         raise ArgumentError(
@@ -257,7 +260,7 @@ def compose(*algorithms: AlgorithmLike) -> Composition:
     return Composition(flatten(algorithms))
 
 
-def flatten(algorithms: Any) -> tuple[Algorithm, ...]:
+def flatten(algorithms: object) -> tuple[Algorithm, ...]:
     """The algorithms of an ``algorithms=`` argument, one after the other.
 
     Raises:

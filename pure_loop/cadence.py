@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import attrs
 
-from pure_loop._internal.signatures import accepts, name_of
+from pure_loop._internal.arguments import accepts, name_of
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.state import State

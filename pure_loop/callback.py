@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol
 import attrs
 import torch
 
-from pure_loop._internal.arguments import check_file_name
+from pure_loop._internal.arguments import accepts, check_file_name, name_of
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.reprs import call
-from pure_loop._internal.signatures import accepts, name_of
 from pure_loop._internal.tree_ops import alone_on_rank
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CallbackReturnError
@@ -35,7 +34,7 @@ from pure_loop.task import Task
 from pure_loop.time import Time
 
 if TYPE_CHECKING:
-    from pure_loop._internal.patterns import Fields
+    from pure_loop._internal.names import Fields
     from pure_loop.data.source import Source
     from pure_loop.loop.call import LastBoundary
     from pure_loop.optim import Optimizer

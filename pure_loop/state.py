@@ -23,7 +23,7 @@ from pure_loop._internal.arguments import check_flag, check_integer, check_numbe
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.records import Record, copier
 from pure_loop._internal.reprs import cell, table
-from pure_loop._internal.state_hints import Elsewhere, hint, hints
+from pure_loop._internal.suggestions import Elsewhere, state_hint, state_hints
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -699,8 +699,9 @@ def outside_batch(state: S) -> S:
 def _no_field(cls: type, name: str) -> str:
     names = ", ".join(public for _, public in _fields[cls])
     return (
-        f"{cls.__name__} has no field {name!r}{hint(name, _names[cls], _COUNTED)}; it has {names}. An algorithm's own "
-        "memory goes into algorithm_state (state.remember(name, memory)); more fields come by subclassing State."
+        f"{cls.__name__} has no field {name!r}{state_hint(name, _names[cls], _COUNTED)}; it has {names}. An "
+        "algorithm's own memory goes into algorithm_state (state.remember(name, memory)); more fields come by "
+        "subclassing State."
     )
 
 
@@ -736,7 +737,7 @@ def _register(cls: type) -> None:
 _register(State)
 
 _COUNTED = tuple(field.name for field in attrs.fields(Timestamp))
-_ELSEWHERE = hints((*_names[State], *vars(State)), _COUNTED)
+_ELSEWHERE = state_hints((*_names[State], *vars(State)), _COUNTED)
 for _name, _place in _ELSEWHERE.items():
     setattr(State, _name, Elsewhere(_name, _place))
 

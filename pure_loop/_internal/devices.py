@@ -1,14 +1,15 @@
-"""Reading ``device=`` of ``fit``, ``evaluate``, ``predict`` and ``load``."""
+"""Devices: reading ``device=`` of ``fit``, ``evaluate``, ``predict`` and ``load``, and runs on the meta device."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["read_device"]
+__all__ = ["needs_numbers", "read_device", "shapes_only"]
 
 
 def read_device(value: Any) -> torch.device | None:
@@ -27,3 +28,23 @@ def read_device(value: Any) -> torch.device | None:
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(f"device={str(value)!r} can't be used here: {str(error).splitlines()[0]}") from error
     return device
+
+
+shapes_only: ContextVar[bool] = ContextVar("shapes_only", default=False)
+
+
+def needs_numbers(error: BaseException | None) -> bool:
+    """Whether an error, or its cause, is that of code that reads numbers of a tensor on the meta device.
+
+    >>> import torch
+    >>> try:
+    ...     torch.zeros((), device="meta").item()
+    ... except RuntimeError as error:
+    ...     needs_numbers(error)
+    True
+    """
+    while error is not None:
+        if isinstance(error, RuntimeError) and "meta" in str(error).lower():
+            return True
+        error = error.__cause__
+    return False

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for (PEP 562).
+"""Names of a package that are imported when they are first asked for (PEP 562), and packages that come with extras.
 
 A module that a plain ``fit`` doesn't use costs nothing until it is used. Type checkers and editors don't run this: a
 package imports the same names under ``TYPE_CHECKING`` as well.
@@ -12,7 +12,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-__all__ = ["lazily"]
+from pure_loop.errors import MissingExtraError
+
+__all__ = ["lazily", "require"]
 
 
 def lazily(package: str, names: Mapping[str, str | None]) -> Callable[[str], Any]:
@@ -64,3 +66,23 @@ def _instead(package: str, name: str) -> str:
         return f": {text}"
     near = nearest(name, dir(sys.modules[package]))
     return f"; did you mean {near!r}?" if near is not None else ""
+
+
+def require(package: str, extra: str, method: str) -> Any:
+    """The package.
+
+    Args:
+        package: as it is imported.
+        extra: the extra of pure_loop that brings it.
+        method: what needs it, for the error.
+
+    Raises:
+        MissingExtraError: it, or a package that it needs, is not installed.
+    """
+    try:
+        return import_module(package)
+    except ImportError as error:
+        missing = error.name or package
+        raise MissingExtraError(
+            f"{method} needs the package {missing!r}, which is not installed: pip install 'pure_loop[{extra}]'."
+        ) from error

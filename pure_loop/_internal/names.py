@@ -1,14 +1,22 @@
-"""Names under which something is recorded."""
+"""Names under which something is recorded, and paths with fields of the run, ``"runs/{run_name}/ep{epoch}.pt"``."""
 
 from __future__ import annotations
 
+import os
+import re
+import string
+from collections.abc import Collection, Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
+from pure_loop._internal.arguments import is_path
 from pure_loop._text import one_line
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["check_name", "check_recorded_run_name", "check_run_name", "digest_of", "printable"]
+__all__ = [
+    *("FIELDS", "Fields", "Pattern", "check_name", "check_recorded_run_name", "check_run_name"),
+    *("digest_of", "printable"),
+]
 
 _LONGEST_RUN_NAME = 128
 
@@ -82,3 +90,103 @@ def check_recorded_run_name(name: Any, path: object) -> str | None:
             f"{path} was changed, or is not of this library: it names its run, and {error} Remove the file, or record "
             "in another place."
         ) from None
+
+
+Fields: TypeAlias = Mapping[str, "str | int | None"]
+
+FIELDS = ("epoch", "batch", "run_name", "rank", "start")
+"""The fields of every path: how many epochs and batches are finished, the name of the run, the rank of the process that
+writes, and when ``fit`` was called, in whole seconds since 1970."""
+
+# Digits alone, so that names can be recognised; a width is read before it is computed.
+_DIGITS = re.compile(r"(0?[1-9][0-9]?)?d?")
+
+
+class Pattern:
+    """A path with fields of the run in braces; ``{{`` and ``}}`` stand for braces.
+
+    Args:
+        path: a text or a path.
+        argument: for errors: ``"filename"``.
+        fields: the names of fields that are known.
+
+    Attributes:
+        text: as it was written.
+        fields: those that it has.
+
+    Raises:
+        ArgumentTypeError: it is no path.
+        ArgumentError: it has a field that is unknown, or braces that are no field.
+
+    >>> pattern = Pattern("runs/{run_name}/ep{epoch:02}.pt", "path")
+    >>> pattern.of({"run_name": "calm-river", "epoch": 3})
+    'runs/calm-river/ep03.pt'
+    >>> pattern.filled({"run_name": "calm-river"}).match("runs/calm-river/ep12.pt")
+    True
+    """
+
+    def __init__(self, path: Any, argument: str, fields: Collection[str] = FIELDS) -> None:
+        if not is_path(path):
+            raise ArgumentTypeError(f"{argument}={path!r} is no path: write a text or a pathlib.Path.")
+        self.text = os.fspath(path)
+        self._argument = argument
+        known = ", ".join(fields)
+        try:
+            parts = list(string.Formatter().parse(self.text))
+        except ValueError as error:
+            raise ArgumentError(
+                f"{argument}={self.text!r}: {error}. Braces hold a field of the run; there are {known}. Write "
+                "'{{' and '}}' for braces of the name itself."
+            ) from None
+        # Literal text, and a field with its format after it, or None.
+        self._parts: list[tuple[str, str | None, str]] = []
+        for literal, name, spec, conversion in parts:
+            if name is not None and name not in fields:
+                raise ArgumentError(
+                    f"{argument}={self.text!r}: {{{name}}} is no field; there are {known}. Write '{{{{' and '}}}}' for "
+                    "braces of the name itself."
+                )
+            allowed = "" if name == "run_name" else _DIGITS
+            if name is not None and (conversion or re.fullmatch(allowed, spec or "") is None):
+                raise ArgumentError(
+                    f"{argument}={self.text!r}: counts are written in digits alone, as {{batch}} or {{batch:06}}, and "
+                    "{run_name} as it is."
+                )
+            self._parts.append((literal, name, spec or ""))
+        self.fields = frozenset(name for _, name, _ in self._parts if name is not None)
+
+    def of(self, values: Fields) -> str:
+        """The path.
+
+        Raises:
+            ArgumentError: a field has no value here.
+        """
+        missing = sorted(name for name in self.fields if values.get(name) is None)
+        if missing:
+            raise ArgumentError(
+                f"{self._argument}={self.text!r}: {{{missing[0]}}} has no value here. Outside of fit write the path "
+                "itself; on other ranks than the first the name of the run has to be passed, fit(run_name=...)."
+            )
+        return "".join(
+            literal if name is None else literal + format(values[name], spec) for literal, name, spec in self._parts
+        )
+
+    def filled(self, values: Fields) -> Pattern:
+        """The pattern with these fields put in, and the others left."""
+        result = Pattern("", self._argument)
+        result.text = self.text
+        for literal, name, spec in self._parts:
+            if name is None or values.get(name) is None:
+                result._parts.append((literal, name, spec))
+            else:
+                result._parts.append((literal + format(values[name], spec), None, ""))
+        result.fields = frozenset(name for _, name, _ in result._parts if name is not None)
+        return result
+
+    def match(self, path: str) -> bool:
+        """Whether the pattern gives such paths."""
+        expression = "".join(
+            re.escape(literal) + ("" if name is None else "[^/]+" if name == "run_name" else "[0-9]+")
+            for literal, name, _ in self._parts
+        )
+        return re.fullmatch(expression, path) is not None

@@ -1,7 +1,7 @@
 """Files that grow while a run goes on: one process writes to each, and what can't be written names its file.
 
 A process that writes has a lock on a hidden file beside. The system drops it where the process ends, however it does,
-and processes that it forks don't have it.
+and processes that it forks don't have it. What another run has left is refused by one error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from typing import Any
 import attrs
 
 from pure_loop._internal.logs import get_logger
-from pure_loop.errors import FileInUseError, FileWriteError
+from pure_loop.errors import FileInUseError, FileWriteError, RunExistsError
 
-__all__ = ["naming", "release", "reserve"]
+__all__ = ["naming", "refuse_other_run", "release", "reserve"]
 
 _log = get_logger("pure_loop.files")
 
@@ -194,3 +194,44 @@ def _forget(_: Any = None) -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
+
+
+_SHOWN = 3
+
+
+def refuse_other_run(
+    writer: str,
+    place: str | os.PathLike[str],
+    names: Sequence[str] = (),
+    *,
+    resume: str = "",
+    own: str = "",
+    why: str = "",
+) -> None:
+    """Refuse to replace what another run has left.
+
+    Args:
+        writer: the class that writes, ``"CheckpointSaver"``.
+        place: its folder, or its file.
+        names: of the files in the folder that are in the way; a file is in its own way.
+        resume: how that run is resumed, ``'fit(..., autoresume="runs/1")'``; "": it can't be from here.
+        own: a place for each run, such as ``"runs/{run_name}"``; "": made of ``place``.
+        why: what tells the two runs apart.
+
+    Raises:
+        RunExistsError: always.
+    """
+    path = os.fspath(place)
+    names = () if list(names) == [os.path.basename(path)] else names
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    folder, dot, suffix = path.rpartition(".") if not names and "." in os.path.basename(path) else (path, "", "")
+    own = own or (f"{folder}-{{run_name}}{dot}{suffix}" if not names else f"{path.rstrip('/')}/{{run_name}}")
+    steps = [
+        f"to replace it, {writer}(..., overwrite=True)",
+        f"to keep both, a place for each run, such as {own!r}",
+        *([f"to resume it, {resume}"] if resume else []),
+    ]
+    raise RunExistsError(
+        f"{writer}: {path} holds {f'{shown} of ' if shown else 'what was left by '}another run{why}, which this run "
+        f"would replace. Write, {'; '.join(steps)}."
+    )

@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from pure_loop._internal.signatures import name_of
+from pure_loop._internal.arguments import name_of
 from pure_loop._text import HIDDEN, is_secret, without_secrets
 
-__all__ = ["call", "cell", "changed_fields", "kind", "shown", "table"]
+__all__ = ["call", "cell", "changed_fields", "in_bytes", "kind", "shown", "table"]
 
 # Items of a container that are shown.
 _MOST = 6
@@ -125,3 +125,18 @@ def table(rows: Sequence[Sequence[Any]], head: Sequence[str] = (), caption: str 
     titles = f"<tr>{''.join(f'<th>{html.escape(text)}</th>' for text in head)}</tr>" if head else ""
     lines = "".join(f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table>{title}{titles}{lines}</table>"
+
+
+def in_bytes(size: float) -> str:
+    """A number of bytes with its unit, in three digits.
+
+    >>> in_bytes(512), in_bytes(5_400_000)
+    ('512 B', '5.15 MiB')
+    """
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+    return f"{size / 1024:.3g} TiB"

@@ -1,16 +1,21 @@
-"""Calls with arguments that a function doesn't have, or without those it needs: refused with what to write instead."""
+"""Calls with arguments that a function doesn't have, or without those it needs: refused with what to write instead.
+
+An attribute that a State does not have is answered in the same way: by where the value is under its own name.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from pure_loop._internal.arguments import is_number
 from pure_loop.errors import ArgumentTypeError
 
-__all__ = ["arguments_of_call", "nearest", "refuse_misfit", "teaching"]
+__all__ = [
+    *("Elsewhere", "arguments_of_call", "nearest", "refuse_misfit", "state_hint", "state_hints", "teaching"),
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -329,3 +334,73 @@ def _advice(
     if near is not None:
         return f"; did you mean {near}=?", near
     return f"; it has {', '.join(parameters)}.", ""
+
+
+# Where the values are that other libraries have under these names.
+_STATE_PLACES: tuple[tuple[str, str], ...] = (
+    ("gradients gradient grad", "gradients are state.grads, by parameter name"),
+    (
+        "lr learning_rate scheduler lr_scheduler schedule",
+        "the learning rate is the optimizer's: optimizer.lr(state.timestamp)",
+    ),
+    (
+        "optimizer optimizers optimizer_state",
+        "the optimizer state is state.opt_state; the optimizer itself is the argument of fit",
+    ),
+    ("step steps global_step batch_idx", "finished batches are state.timestamp.batch"),
+    ("epochs current_epoch", "finished epochs are state.timestamp.epoch"),
+    ("weights parameters state_dict", "parameters are state.params, by name; state.module() is a module with them"),
+    ("named_buffers", "buffers are state.buffers, by name"),
+    (
+        "net forward train eval",
+        "state.module() is a plain module with copies of the parameters; state.module(training=False) is in eval mode",
+    ),
+    (
+        "accuracy val_loss eval_loss metric",
+        'metrics are state.metrics[label][name], such as state.metrics["val"]["accuracy"]',
+    ),
+    ("inputs targets labels", "the batch is state.batch, and the part of it that is computed now state.microbatch"),
+    ("predictions output logits", "what the forward returned is state.outputs"),
+    ("memory algorithms", "what an algorithm keeps is state.algorithm_state[name]"),
+    ("rng generator", "random numbers come from pl.random.generator(state.seed, name, state.timestamp.batch)"),
+    ("scaler grad_scaler", "the loss scale is state.loss_scale"),
+    ("rank world_size", "ranks are pl.distributed.rank() and pl.distributed.world_size()"),
+)
+
+
+def state_hints(fields: Iterable[str], counted: Iterable[str]) -> dict[str, str]:
+    """Where to look, by name, for names that are no fields of a State; ``counted`` are those of its timestamp."""
+    result = {name: f"it is state.timestamp.{name}" for name in counted}
+    result |= {name: place for names, place in _STATE_PLACES for name in names.split()}
+    for name in fields:
+        result.pop(name, None)
+    return result
+
+
+def state_hint(name: str, fields: Iterable[str], counted: Iterable[str]) -> str:
+    """What to write for a name that is no field of a State, in parentheses; "" where nothing is known."""
+    fields = list(fields)
+    place = state_hints(fields, counted).get(name)
+    if place is None:
+        near = nearest(name, fields)
+        place = None if near is None else f"did you mean {near!r}?"
+    return "" if place is None else f" ({place})"
+
+
+class Elsewhere:
+    """An attribute that raises: the error says where the value is.
+
+    A ``__getattr__`` would say so of all names, and make every read of a State take several times as long.
+    """
+
+    __slots__ = ("_name", "_place")
+
+    def __init__(self, name: str, place: str) -> None:
+        self._name, self._place = name, place
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        name = self._name
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {name!r}: {self._place}.", name=name)
+
+    def __repr__(self) -> str:
+        return f"<not here: {self._place}>"

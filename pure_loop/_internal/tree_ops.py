@@ -2,7 +2,8 @@
 
 A rank holds a shard of such a tensor. An elementwise function of it is one of the shard (:func:`map_local`); a sum or a
 norm is one over all ranks (:func:`sum_over_shards`, :func:`norms`), which all of them have to call. torch.distributed
-is not imported here: a run without such tensors doesn't pay for it.
+is not imported here: a run without such tensors doesn't pay for it. Copies of many tensors (:func:`clone_all`) are one
+operation, whose call costs as much as the copy of a small tensor.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.torch_private import dtensor_like
+from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.torch_private import dtensor_like, foreach_clone, transforms
 from pure_loop._internal.torch_private import local_tensor as local_tensor
 from pure_loop.errors import ArgumentError, DistributedError
 
 __all__ = [
-    *("alone_on_rank", "are_sharded", "from_local", "full_tensor", "have_same_sharding", "is_sharded", "local_tensor"),
-    *("map_local", "norms", "on_mesh", "placements_of", "shard_like", "sum_over_shards"),
+    *("alone_on_rank", "are_sharded", "bytes_of", "clone_all", "from_local", "full_tensor", "have_same_sharding"),
+    *("in_transform", "is_sharded", "local_tensor", "map_local", "norms", "on_mesh", "placements_of", "shard_like"),
+    *("sum_over_shards", "unaliased"),
 ]
 
 alone_on_rank: ContextVar[str] = ContextVar("alone_on_rank", default="")
@@ -171,3 +175,48 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     if order == torch.inf:
         return list(sum_over_shards(parts, sharded, largest=True).unbind())
     return list((sum_over_shards(parts**order, sharded) ** (1.0 / order)).unbind())
+
+
+def clone_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies in the layout of the originals.
+
+    >>> import torch
+    >>> clone_all([torch.ones(2), torch.tensor(3)])
+    [tensor([1., 1.]), tensor(3)]
+    """
+    if tensors and foreach_clone is not None and not in_transform():
+        return list(foreach_clone(tensors))
+    return [tensor.clone() for tensor in tensors]
+
+
+def unaliased(tree: Any, other: Any) -> Any:
+    """A tree without the tensors of another one: copies in their places; the tree itself where it has none of them.
+
+    >>> import torch
+    >>> one, two = torch.ones(1), torch.ones(1)
+    >>> copies = unaliased([one, two], {"weight": one})
+    >>> copies[0] is one, copies[1] is two
+    (False, True)
+    """
+    leaves: list[Any] = optree.tree_leaves(other, namespace=NAMESPACE)
+    known = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    if known.isdisjoint(map(id, optree.tree_leaves(tree, namespace=NAMESPACE))):
+        return tree
+    copies: Any = optree.tree_map(lambda leaf: leaf.clone() if id(leaf) in known else leaf, tree, namespace=NAMESPACE)
+    return copies
+
+
+def in_transform() -> bool:
+    """Whether this runs inside a transform of ``torch.func``, whose tensors have no memory of their own."""
+    return transforms() is not None
+
+
+def bytes_of(tree: Any) -> int:
+    """The bytes of the numbers of all tensors in a tree.
+
+    >>> import torch
+    >>> bytes_of({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.int64)]})
+    28
+    """
+    leaves: list[Any] = optree.tree_leaves(tree, namespace=NAMESPACE)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 import torch
@@ -20,8 +19,10 @@ from pure_loop._internal.arguments import refusal
 from pure_loop._internal.suggestions import nearest
 from pure_loop._internal.tree_ops import local_tensor, map_local
 from pure_loop.errors import ArgumentError, ResumeError
+from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
+from pure_loop.time import Time, TimeUnit
 
 __all__ = [
     "AveragedBuffers",
@@ -30,12 +31,24 @@ __all__ = [
     "averaged_if_begun",
     "begun",
     "finite_or",
+    "resuming",
+    "updated_at",
     "widened",
     "with_average",
 ]
 
 # A module that has both normalizes with them: BatchNorm and InstanceNorm of torch, subclasses, and classes of others.
 _STATISTICS = ("running_mean", "running_var")
+_UPDATED_AT = {
+    TimeUnit.EPOCH: (Event.EPOCH_END,),
+    TimeUnit.ITERATION: (Event.ITERATION_END,),
+    TimeUnit.DURATION: (Event.BATCH_END, Event.EPOCH_END, Event.ITERATION_END),
+}
+
+
+def updated_at(interval: Time) -> tuple[Event, ...]:
+    """The events at which an average is updated that may be due: those where the unit of the interval is counted."""
+    return _UPDATED_AT.get(interval.unit, (Event.BATCH_END,))
 
 
 def averageable(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
@@ -64,7 +77,7 @@ class AveragedBuffers:
     globs: tuple[str, ...]
 
     @classmethod
-    def read(cls, where: str, buffers: Any) -> AveragedBuffers:
+    def read(cls, where: str, buffers: object) -> AveragedBuffers:
         """
         Raises:
             ArgumentTypeError: it is neither a text nor several.
@@ -124,10 +137,28 @@ def begun(average: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mappi
     )
 
 
+def resuming(name: str, averaged_of: Callable[[State], FrozenDict[str, Tensor]]) -> Callable[[State], State]:
+    """The handler of FIT_START of an average: where a run resumes with other buffers, averages begin or end.
+
+    Args:
+        name: of the algorithm.
+        averaged_of: the buffers of a State that are averaged.
+    """
+
+    def resume(state: State) -> State:
+        memory = state.algorithm_state[name]
+        average = begun(memory["buffers"], averaged_of(state))
+        if average is memory["buffers"]:
+            return state
+        return state.remember(name, FrozenDict({**memory, "buffers": average}))
+
+    return resume
+
+
 def _is_of(average: Tensor, tensor: Tensor) -> bool:
     """Whether an average is of tensors of this shape and dtype."""
-    widened = (torch.float16, torch.bfloat16)
-    dtypes = [torch.float32 if item.dtype in widened else item.dtype for item in (average, tensor)]
+    halves = (torch.float16, torch.bfloat16)
+    dtypes = [torch.float32 if item.dtype in halves else item.dtype for item in (average, tensor)]
     return average.shape == tensor.shape and dtypes[0] is dtypes[1]
 
 

@@ -1,4 +1,4 @@
-"""Targets of samples that are mixed with others: a record in the batch, which the loss sees as one target.
+"""Targets as probabilities, smoothed or not, and those of samples that are mixed with others.
 
 A mixer puts a :class:`Mixed` in the place of the targets at BEFORE_TRAIN_BATCH, so that it is cut with the batch into
 microbatches and reaches each forward that algorithms such as SAM repeat. At BEFORE_LOSS it becomes what the loss
@@ -7,43 +7,45 @@ takes, and at AFTER_LOSS the targets of the samples themselves, which metrics of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
 from pure_loop._internal import pytree
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._soft_targets import soft_targets
 from pure_loop.data.batch import describe, map_tensors, tensors_in
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
 from pure_loop.random import derive, generator, seeded
 from pure_loop.ranges.strengths import Strength, strength_at
-from pure_loop.state import State
+from pure_loop.state import Loss, State
 
 if TYPE_CHECKING:
     from pure_loop.loop.batch import LoopStages
 
 __all__ = [
     "CLAIMS",
+    "IGNORED",
     "Interpolation",
     "Mixed",
     "by_sample",
-    "image_of",
     "is_off",
     "mixing",
     "partners",
     "share",
+    "soft_targets",
     "with_partners",
 ]
 
 Interpolation: TypeAlias = Literal["targets", "loss"]
 
 CLAIMS = frozenset({"mixes targets"})
+IGNORED = -100
 
 
 @attrs.frozen(eq=False)
@@ -56,9 +58,9 @@ class Mixed:
         weight: the share of ``second``, from 0 to 1: 0-d, or (n,) where each sample has its own.
     """
 
-    first: Any
-    second: Any
-    weight: Any
+    first: Batch
+    second: Batch
+    weight: Tensor
 
 
 pytree.register(
@@ -106,7 +108,7 @@ def partners(name: str, state: State, count: int, rank: int) -> Tensor:
     return torch.randperm(count, generator=random, device=state.device)
 
 
-def with_partners(targets: Any, partner: Tensor, weight: Tensor, where: str) -> Mixed:
+def with_partners(targets: Batch, partner: Tensor, weight: Tensor, where: str) -> Mixed:
     """The targets of samples and of their partners.
 
     Args:
@@ -130,26 +132,6 @@ def with_partners(targets: Any, partner: Tensor, weight: Tensor, where: str) -> 
 def by_sample(weight: Tensor, tensor: Tensor) -> Tensor:
     """A weight for the batch, or (n,) for its samples, in the shape in which it weighs ``tensor``, (n, ...)."""
     return weight.view(-1, *(1,) * (tensor.ndim - 1)) if weight.ndim else weight
-
-
-def image_of(batch: Any, key: BatchKey, where: str, *, dims: int | None = 4) -> Tensor:
-    """The inputs of a batch.
-
-    Raises:
-        DataError: they are no tensor, or no images, (n, channels, height, width).
-    """
-    inputs = part_of(batch, key, where, "input_key")
-    if not isinstance(inputs, Tensor):
-        raise DataError(
-            f"{where}: the inputs are {type(inputs).__name__}, not a tensor. Say where in a batch they are: "
-            f'{where}(input_key="pixel_values"), or a pl.Lens(get, put).'
-        )
-    if dims is not None and inputs.ndim != dims:
-        raise DataError(
-            f"{where}: the inputs have shape {tuple(inputs.shape)}, and images are (n, channels, height, width). Say "
-            f'where in a batch they are: {where}(input_key="pixel_values").'
-        )
-    return inputs
 
 
 def mixing(
@@ -182,7 +164,7 @@ def mixing(
             'samples can\'t weigh. Write interpolate="targets", or leave per_sample out.'
         )
 
-    def with_targets(state: State, targets: Any) -> State:
+    def with_targets(state: State, targets: Batch) -> State:
         return state.replace(microbatch=with_part(state.microbatch, target_key, targets))
 
     def expose(state: State) -> State:
@@ -198,6 +180,8 @@ def mixing(
             return state
         if interpolate == "loss":
             second = stages.loss(with_targets(state, record.second)).loss
+            assert state.loss is not None
+            assert second is not None
             state = state.replace(loss=_mean_loss(state.loss, second, record.weight))
         # Metrics of training read the microbatch after the backward, and know targets only.
         return with_targets(state, record.first).remember(name, None)
@@ -214,7 +198,7 @@ def mixing(
     )
 
 
-def _mean(record: Mixed, outputs: Any, ignore_index: int, factory: str) -> Tensor:
+def _mean(record: Mixed, outputs: Outputs, ignore_index: int, factory: str) -> Tensor:
     """The mean of both targets, as probabilities where they are not floats of the shape of the outputs already."""
     for name, value in (("outputs", outputs), ("targets", record.first)):
         if not isinstance(value, Tensor):
@@ -230,9 +214,91 @@ def _mean(record: Mixed, outputs: Any, ignore_index: int, factory: str) -> Tenso
     return mixed
 
 
-def _mean_loss(first: Any, second: Any, weight: Tensor) -> Any:
+def _mean_loss(first: Loss, second: Loss, weight: Tensor) -> Loss:
     """The mean of two losses: tensors, or mappings of the same names to tensors."""
+
+    def mean(one: Tensor, other: Tensor) -> Tensor:
+        share = weight.to(one.dtype)
+        return (1 - share) * one + share * other
+
     if isinstance(first, Mapping):
-        return {name: _mean_loss(loss, second[name], weight) for name, loss in first.items()}
-    weight = weight.to(first.dtype)
-    return (1 - weight) * first + weight * second
+        assert isinstance(second, Mapping)
+        return {name: mean(loss, second[name]) for name, loss in first.items()}
+    assert not isinstance(second, Mapping)
+    return mean(first, second)
+
+
+def soft_targets(
+    outputs: Tensor,
+    targets: Tensor,
+    smoothing: float = 0.0,
+    ignore_index: int = IGNORED,
+    prior: Sequence[float] | None = None,
+    *,
+    where: str,
+) -> Tensor:
+    """Class indices, or probabilities, as smoothed probabilities; see :func:`pure_loop.algorithms.smooth_labels`.
+
+    Args:
+        outputs: scores of C classes, (n, C, ...) or (C,); only their shape, dtype and device are used.
+        targets: class indices, or floats of the shape of ``outputs``.
+        smoothing: in [0, 1), which may be the stand-in for a number of a compiled step.
+        ignore_index: the class index of positions without a target.
+        prior: C probabilities over which ``smoothing`` is spread; None: all classes alike.
+        where: the function that an error names.
+
+    Raises:
+        ArgumentError: targets of another shape or dtype, a single class, or a prior of another number of classes.
+        ArgumentTypeError: outputs or targets that are no tensor.
+    """
+    for name, value in (("outputs", outputs), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise ArgumentTypeError(
+                f"{where}: {name} is {type(value).__name__}, not a tensor. Pick the tensor of class scores and "
+                f"that of their targets out of it in an algorithm of your own, which calls smooth_labels on them."
+            )
+    plain = isinstance(smoothing, float | int) and not smoothing
+    if plain and targets.is_floating_point() and targets.shape == outputs.shape:
+        return targets
+    axis = 1 if outputs.ndim > 1 else 0
+    classes = outputs.shape[axis] if outputs.ndim else 1
+    if classes < 2:
+        raise ArgumentError(
+            f"{where}: outputs of shape {tuple(outputs.shape)} score {classes} class; (n, C, ...) is needed, "
+            "with C of two or more."
+        )
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    spread: float | Tensor = smoothing / classes
+    if prior is not None:
+        if len(prior) != classes:
+            raise ArgumentError(
+                f"{where}: prior has {len(prior)} probabilities, and outputs of shape {tuple(outputs.shape)}, which "
+                f"is read as (n, classes, ...), score {classes} classes."
+            )
+        # Made on the device: a copy would wait for it.
+        column = torch.stack([torch.full((), number, dtype=dtype, device=outputs.device) for number in prior])
+        spread = smoothing * column.view(-1, *(1,) * (outputs.ndim - axis - 1))
+    if targets.is_floating_point() and targets.shape == outputs.shape:
+        # Weighed by their sum, so that positions without a target, whose probabilities are all 0, stay without.
+        return targets * (1.0 - smoothing) + spread * targets.sum(axis, keepdim=True)
+    indices = not (targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool)
+    if not indices or targets.shape != outputs.shape[:axis] + outputs.shape[axis + 1 :]:
+        raise ArgumentError(
+            f"{where}: targets have shape {tuple(targets.shape)} and dtype {targets.dtype}, and outputs have "
+            f"shape {tuple(outputs.shape)}, which is read as (n, classes, ...). Give class indices, integers of shape "
+            f"{tuple(outputs.shape[:axis] + outputs.shape[axis + 1 :])}, or probabilities, floats of the shape of "
+            "outputs. Where classes come last, move them: outputs.movedim(-1, 1)."
+        )
+    present = targets != ignore_index
+    # Without a branch on the data, so that a GPU is not waited for. The scale is exactly 1 if nothing is ignored.
+    scale = present.numel() / present.sum(dtype=dtype)
+    # As tensors, which the stand-in for a number becomes beside one.
+    zero = torch.zeros((), dtype=dtype, device=outputs.device)
+    index = targets.long().masked_fill(~present, 0).unsqueeze(axis)
+    background = (zero + spread).expand(outputs.shape)
+    if prior is None:
+        target = zero + (1.0 - smoothing + spread)
+        smoothed = background.scatter(axis, index, target.expand(index.shape))
+    else:
+        smoothed = background.scatter_add(axis, index, (zero + (1.0 - smoothing)).expand(index.shape))
+    return smoothed * (present * scale).unsqueeze(axis)

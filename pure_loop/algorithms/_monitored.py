@@ -1,4 +1,4 @@
-"""A metric that an algorithm compares: which one, where its value is found, and which of two values is better."""
+"""A metric that an algorithm watches: which one, where its value is, which of two is better, and what follows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from pure_loop._internal.arguments import is_integer
 from pure_loop._internal.recordable import losses, recordable
 from pure_loop._internal.suggestions import nearest
+from pure_loop.algorithm import Algorithm
 from pure_loop.callback import Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
@@ -23,21 +24,13 @@ from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit
 
 __all__ = [
-    "BOUNDARIES",
-    "COUNTED",
-    "Compared",
-    "Mode",
-    "Monitored",
-    "Patience",
-    "counts_of",
-    "known_mode",
-    "no_losses",
-    "passed_since",
+    *("BOUNDARIES", "COUNTED", "Memory", "Mode", "Monitored", "Patience"),
+    *("counts_of", "known_mode", "passed_since", "watcher"),
 ]
 
 Mode: TypeAlias = Literal["min", "max"]
-# What an algorithm does with the next value of the metric.
-Compared: TypeAlias = Callable[[State, float], State]
+Memory: TypeAlias = Mapping[str, Any]
+"""The algorithm state of one that watches a metric."""
 
 # Where a stop is set: EPOCH_END serves order="2021", which has no checkpoint events.
 BOUNDARIES = (Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT)
@@ -61,7 +54,7 @@ class Patience(Range):
 
     typical: tuple[Any, ...] | None = None
 
-    def read(self, setting: Setting, value: Any) -> int | Time:
+    def read(self, setting: Setting, value: object) -> int | Time:
         where = f"{setting.where}: {setting.name}={value!r}"
         if isinstance(value, Time | str):
             try:
@@ -82,7 +75,7 @@ class Patience(Range):
     def in_words(self, setting: Setting) -> str:
         return 'evaluations, or a time above 0 such as `"3ep"`'
 
-    def outside(self, setting: Setting) -> tuple[Any, ...]:
+    def outside(self, setting: Setting) -> tuple[object, ...]:
         return 0, -1, "0ep", "soon", 1.5, True, "10s", "0.5dur"
 
 
@@ -162,10 +155,10 @@ class Monitored:
         Raises:
             ArgumentError: there is none, or it is no number; names those that there are.
         """
-        numbers: dict[str, Any] = {}
+        numbers: dict[str, float] = {}
         for name, value in state.metrics.get(self.label, {}).items():
             numbers |= recordable(f"{self.label}/{name}", value)[0]
-        measured: Any = state.metrics.get(self.label, {})
+        measured: Mapping[str, object] = state.metrics.get(self.label, {})
         kind = measured.get(self.name.partition("/")[2])
         if self.name not in numbers and kind is not None:
             raise ArgumentError(
@@ -177,7 +170,7 @@ class Monitored:
             raise ArgumentError(f"{self.where}: there is no number {self.name!r}{self._instead(list(numbers))}")
         return float(numbers[self.name])
 
-    def loss(self, state: State) -> Any:
+    def loss(self, state: State) -> Tensor:
         """The loss of the batch that ended; shape ().
 
         Raises:
@@ -186,43 +179,12 @@ class Monitored:
         parts = losses(state.loss)
         if self.name not in parts:
             raise ArgumentError(f"{self.where}: the loss has no part {self.name!r}{self._instead(list(parts))}")
-        return parts[self.name]
+        loss: Tensor = parts[self.name]
+        return loss
 
     def _instead(self, there: list[str]) -> str:
         near = nearest(self.name, there)
         return f"{f'; did you mean {near!r}?' if near else ';'} there is {', '.join(map(repr, there)) or 'none'}."
-
-    def of_evaluations(self, compared: Compared) -> Callable[[State], State]:
-        """The handler of EVAL_END that passes the value of each evaluation to ``compared``."""
-
-        def evaluated(state: State) -> State:
-            return compared(state, self.value(state)) if state.evaluator == self.label else state
-
-        return evaluated
-
-    def of_batches(
-        self, name: str, compared: Compared, is_due: Callable[[State], bool] = lambda state: True
-    ) -> tuple[Callable[[State], State], Callable[[State], State]]:
-        """Two handlers for the loss of training: one that adds up batches, one that passes their mean to ``compared``.
-
-        Args:
-            name: the algorithm's, whose state has the sum as ``totals`` (:func:`no_losses`).
-            compared: what the algorithm does with a value.
-            is_due: when the mean is compared, and the next sum begins.
-        """
-
-        def add_up(state: State) -> State:
-            memory = state.algorithm_state[name]
-            return state.remember(name, FrozenDict({**memory, "totals": _with_loss(memory["totals"], self, state)}))
-
-        def compare_mean(state: State) -> State:
-            totals = state.algorithm_state[name]["totals"]
-            if not totals["samples"] or not is_due(state):
-                return state
-            state = compared(state, _mean_of(totals))
-            return state.remember(name, FrozenDict({**state.algorithm_state[name], "totals": no_losses(state)}))
-
-        return add_up, compare_mean
 
     def is_better(self, value: float, best: float, min_delta: float = 0.0) -> bool:
         """Whether a value is better than the best so far by more than ``min_delta``.
@@ -237,21 +199,74 @@ class Monitored:
         return value < best - min_delta if self.mode == "min" else value > best + min_delta
 
 
-def no_losses(state: State) -> FrozenDict[str, Any]:
-    """The sum of no batch's losses: ``loss``, float64 of shape () on the State's device, and ``samples``, an int."""
+def watcher(
+    name: str,
+    monitored: Monitored,
+    start: Callable[[State], Memory],
+    compare: Callable[[State, Memory, float], Memory],
+    flag: str,
+    act: Callable[[State], State],
+    *,
+    of_batches: tuple[Event, ...] = BOUNDARIES,
+    is_due: Callable[[State], bool] = lambda state: True,
+    bind: Callable[[Run], None] | None = None,
+) -> Algorithm:
+    """An algorithm that compares each value of a metric, and acts at the next checkpoint event where it has to.
+
+    The value is that of an evaluation, at EVAL_END; or of training the mean loss of batches, weighted by their samples.
+
+    Args:
+        name: of the algorithm.
+        monitored: the metric.
+        start: the first algorithm state.
+        compare: ``(state, memory, value) -> changes`` of the algorithm state.
+        flag: its key in the algorithm state: whether to act.
+        act: what follows; the flag is False again, so that a State that trains on acts anew.
+        of_batches: where the mean loss of training is compared.
+        is_due: when it is, and the next mean begins.
+        bind: as that of an algorithm; default: refuses a run without the metric.
+    """
+
+    def compared(state: State, value: float) -> State:
+        memory = state.algorithm_state[name]
+        return state.remember(name, FrozenDict({**memory, **compare(state, memory, value)}))
+
+    def evaluated(state: State) -> State:
+        return compared(state, monitored.value(state)) if state.evaluator == monitored.label else state
+
+    def add_up(state: State) -> State:
+        memory = state.algorithm_state[name]
+        totals, samples = memory["totals"], state.timestamp.sample - state.previous_timestamp.sample
+        loss = totals["loss"] + samples * monitored.loss(state).detach().to(totals["loss"])
+        totals = FrozenDict(loss=loss, samples=totals["samples"] + samples)
+        return state.remember(name, FrozenDict({**memory, "totals": totals}))
+
+    def compare_mean(state: State) -> State:
+        totals = state.algorithm_state[name]["totals"]
+        if not totals["samples"] or not is_due(state):
+            return state
+        # Reads the sum of losses, and so waits for the device.
+        state = compared(state, float(totals["loss"]) / float(totals["samples"]))
+        return state.remember(name, FrozenDict({**state.algorithm_state[name], "totals": _no_losses(state)}))
+
+    def act_once(state: State) -> State:
+        memory = state.algorithm_state[name]
+        return act(state.remember(name, FrozenDict({**memory, flag: False}))) if memory[flag] else state
+
+    if monitored.of_training:
+        return Algorithm(
+            name,
+            {Event.BATCH_END: add_up, of_batches: (compare_mean, act_once)},
+            init=lambda state: FrozenDict({**start(state), "totals": _no_losses(state)}),
+            bind=bind or monitored.bind,
+        )
+    handlers = {Event.EVAL_END: evaluated, BOUNDARIES: act_once}
+    return Algorithm(name, handlers, init=lambda state: FrozenDict(start(state)), bind=bind or monitored.bind)
+
+
+def _no_losses(state: State) -> FrozenDict[str, Tensor | int]:
+    """The sum of no batch's losses, float64 of shape () on the State's device, and the number of their samples."""
     return FrozenDict(loss=torch.zeros((), dtype=torch.float64, device=state.device), samples=0)
-
-
-def _with_loss(totals: FrozenDict[str, Any], monitored: Monitored, state: State) -> FrozenDict[str, Any]:
-    """The sum with the loss of the batch that ended, weighted by its samples; does not wait for the device."""
-    samples = state.timestamp.sample - state.previous_timestamp.sample
-    loss = monitored.loss(state).detach().to(totals["loss"])
-    return FrozenDict(loss=totals["loss"] + samples * loss, samples=totals["samples"] + samples)
-
-
-def _mean_of(totals: FrozenDict[str, Any]) -> float:
-    """The mean over samples; waits for the device."""
-    return float(totals["loss"]) / float(totals["samples"])
 
 
 def counts_of(state: State) -> dict[str, int | float]:

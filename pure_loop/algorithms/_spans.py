@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.schedules import linear
 from pure_loop.time import Time, Timestamp, TimeUnit
@@ -11,7 +9,7 @@ from pure_loop.time import Time, Timestamp, TimeUnit
 __all__ = ["as_span", "is_past", "part_of_span", "part_of_training"]
 
 
-def as_span(value: Any, name: str, where: str) -> Time:
+def as_span(value: str | int | Time, name: str, where: str) -> Time:
     """An amount of training that a setting says; 0 is the beginning.
 
     Raises:
@@ -58,7 +56,6 @@ def part_of_training(time: Time, timestamp: Timestamp, where: str) -> float:
     if duration is None or duration.unit is not time.unit:
         raise ArgumentError(
             f"{where}: {str(time)!r} is no part of max_duration={str(duration)!r}, which counts otherwise: write a "
-            "part "
-            'of the duration, such as "0.2dur".'
+            'part of the duration, such as "0.2dur".'
         )
     return float(time.exact / duration.exact)

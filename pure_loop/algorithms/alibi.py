@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, cast
 
 import torch
@@ -77,7 +77,13 @@ class _Attending(TorchFunctionMode):
         super().__init__()
         self.slopes, self.causal, self.heads, self.calls = slopes, causal, heads, 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention:
             self.calls += 1
@@ -114,7 +120,7 @@ class _Attending(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **rest: Any,
+        **options: Any,
     ) -> Tensor:
         if query.ndim < 4:
             raise ModelError(
@@ -123,24 +129,24 @@ class _Attending(TorchFunctionMode):
             )
         heads, queries = query.shape[-3:-1]
         bias = self._bias(heads, queries, key.shape[-2], query, is_causal, attn_mask)
-        return functional.scaled_dot_product_attention(query, key, value, bias, dropout_p, False, **rest)
+        return functional.scaled_dot_product_attention(query, key, value, bias, dropout_p, False, **options)
 
-    def _multi_head(self, call: inspect.BoundArguments) -> Any:
+    def _multi_head(self, call: inspect.BoundArguments) -> object:
         call.apply_defaults()
-        given = call.arguments
-        query, mask, heads = given["query"], given["attn_mask"], given["num_heads"]
-        queries, keys = query.shape[0], given["key"].shape[0]
+        arguments = call.arguments
+        query, mask, heads = arguments["query"], arguments["attn_mask"], arguments["num_heads"]
+        queries, keys = query.shape[0], arguments["key"].shape[0]
         if mask is not None:
             # Of torch's own masks True hides, and it is False there in those of scaled_dot_product_attention.
             mask = ~mask if mask.dtype is torch.bool else mask
             mask = mask.unflatten(0, (-1, heads)) if mask.ndim == 3 else mask
-        bias = self._bias(heads, queries, keys, query, given["is_causal"] and mask is None, mask)
+        bias = self._bias(heads, queries, keys, query, arguments["is_causal"] and mask is None, mask)
         samples = query.shape[1] if query.ndim == 3 else 1
-        given["attn_mask"] = bias.expand(samples, heads, queries, keys).reshape(samples * heads, queries, keys)
-        given["is_causal"] = False
-        padding = given["key_padding_mask"]
+        arguments["attn_mask"] = bias.expand(samples, heads, queries, keys).reshape(samples * heads, queries, keys)
+        arguments["is_causal"] = False
+        padding = arguments["key_padding_mask"]
         if padding is not None and padding.dtype is torch.bool:  # of one dtype with the biases
-            given["key_padding_mask"] = torch.zeros_like(padding, dtype=bias.dtype).masked_fill(padding, -math.inf)
+            arguments["key_padding_mask"] = torch.zeros_like(padding, dtype=bias.dtype).masked_fill(padding, -math.inf)
         return _MULTI_HEAD(*call.args, **call.kwargs)
 
 
@@ -153,8 +159,8 @@ class _Enter:
     def __init__(self, slopes: tuple[float, ...] | None, causal: bool | None, heads: int | None) -> None:
         self.slopes, self.causal, self.heads = slopes, causal, heads
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        modes: list[Any] = getattr(_active, "modes", [])
+    def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
+        modes: list[_Attending | None] = getattr(_active, "modes", [])
         # Of the model itself; or of a layer that is called again in a backward, which activation checkpointing does.
         mode = None if modes else _Attending(self.slopes, self.causal, self.heads)
         if mode is not None:
@@ -168,7 +174,7 @@ class _Leave:
     def __init__(self, checks: bool) -> None:
         self.checks = checks
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
         *_active.modes, mode = _active.modes
         if mode is None:
             return
@@ -222,14 +228,14 @@ def apply_alibi(
     for name in position_embeddings:
         _zero(new, name, max_length)
     chosen = None if slopes is None else tuple(_slope(number) for number in slopes)
-    cast("Any", new).alibi_heads = heads
+    vars(new)["alibi_heads"] = heads
     for layer in new.modules():
         layer.register_forward_pre_hook(_Enter(chosen, causal, heads), with_kwargs=True)
         layer.register_forward_hook(_Leave(checks=layer is new), always_call=True)
     return new
 
 
-def _slope(number: Any) -> float:
+def _slope(number: object) -> float:
     return float(check_number("slopes", number, where="alibi", example="alibi(1024, slopes=[0.5, 0.25])"))
 
 

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._image_operations import OPERATIONS, SAFE, as_pixels, from_pixels, operated
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
-from pure_loop.algorithms._rows import rows_of
+from pure_loop.algorithms._batches import by_part, rows_of
+from pure_loop.algorithms._images import OPERATIONS, SAFE, Normalization, as_pixels, from_pixels, image_of, operated
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, with_part
@@ -42,7 +40,6 @@ SERVES = "images from 0 to 1"
 
 EXPECTED_FAILURES = dict.fromkeys(["rank_agreement", "world_size"], "each rank draws for its own samples")
 
-Normalization = float | Sequence[float] | None
 _DEPTH = 3
 
 
@@ -66,7 +63,7 @@ def jensen_shannon(*probabilities: Tensor) -> Tensor:
 
 
 def _augmented(
-    pixels: Tensor, severity: Any, width: int, depth: int | None, alpha: float, names: Sequence[str]
+    pixels: Tensor, severity: float | Tensor, width: int, depth: int | None, alpha: float, names: Sequence[str]
 ) -> Tensor:
     """Draws from torch's global generator of the device."""
     n, device = len(pixels), pixels.device
@@ -126,7 +123,7 @@ def augmix_images(
         return images
     names = tuple(OPERATIONS) if operations == "all" else SAFE
     pixels = as_pixels(images, mean, std, "augmix", checks=True)
-    drawing: AbstractContextManager[Any] = nullcontext()
+    drawing: AbstractContextManager[object] = nullcontext()
     if generator is not None:
         number = torch.randint(2**62, (), generator=generator, device=generator.device)
         drawing = seeded(int(number), images.device)
@@ -222,7 +219,8 @@ def augmix(
         scores = state.algorithm_state[name]
         probabilities = scores.float().unflatten(0, (-1, 3)).softmax(2)
         more = strength_at(weight, state.timestamp) * jensen_shannon(*probabilities.unbind(1))
-        loss: Any = state.loss
+        loss = state.loss
+        assert loss is not None
         loss = {**loss, "total": loss["total"] + more} if isinstance(loss, dict) else loss + more
         return state.replace(loss=loss).remember(name, None)
 

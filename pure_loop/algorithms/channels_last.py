@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._surgery import copied, nothing_fits, operation
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
+from pure_loop.algorithms._images import image_of
 from pure_loop.errors import DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part

@@ -16,12 +16,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._boxes import box_mask, centres
-from pure_loop.algorithms._mixed import Interpolation, image_of, is_off, mixing, partners, share, with_partners
-from pure_loop.algorithms._parts import by_part
-from pure_loop.algorithms._soft_targets import IGNORED
+from pure_loop.algorithms._batches import by_part
+from pure_loop.algorithms._images import box_mask, centres, image_of
+from pure_loop.algorithms._mixed import IGNORED, Interpolation, is_off, mixing, partners, share, with_partners
 from pure_loop.errors import DataError
 from pure_loop.lens import BatchKey, part_of, with_part
 from pure_loop.ranges import AtLeast, Index, Number, Within, checked

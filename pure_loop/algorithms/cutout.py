@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_number
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._boxes import box_mask, centres
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
+from pure_loop.algorithms._images import box_mask, centres, image_of
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, with_part

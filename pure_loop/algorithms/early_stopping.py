@@ -12,19 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._monitored import (
-    BOUNDARIES,
-    Monitored,
-    Patience,
-    counts_of,
-    no_losses,
-    passed_since,
-)
+from pure_loop.algorithms._monitored import Memory, Monitored, Patience, counts_of, passed_since, watcher
 from pure_loop.cadence import every
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
@@ -83,47 +76,31 @@ def early_stopping(
     read_patience = Time.parse(patience) if isinstance(patience, str) else patience
     cadence = every(interval)
 
-    def start(state: State) -> FrozenDict[str, Any]:
-        kept = FrozenDict(params=state.params, buffers=state.buffers) if best == "keep" else FrozenDict()
-        return FrozenDict(
-            best=torch.tensor(torch.nan, dtype=torch.float64),
-            since=_now(state, 0),
-            stop=False,
-            **(FrozenDict(totals=no_losses(state)) if monitored.of_training else FrozenDict()),
-            **kept,
-        )
+    def kept(state: State) -> Memory:
+        return {"params": state.params, "buffers": state.buffers} if best == "keep" else {}
 
-    def compared(state: State, value: float) -> State:
-        memory = dict(state.algorithm_state[name])
+    def start(state: State) -> Memory:
+        best_value = torch.tensor(torch.nan, dtype=torch.float64)
+        return {"best": best_value, "since": _now(state, 0), "stop": False, **kept(state)}
+
+    def compare(state: State, memory: Memory, value: float) -> Memory:
         if monitored.is_better(value, float(memory["best"]), min_delta):
-            memory |= {"best": torch.tensor(value, dtype=torch.float64), "since": _now(state, 0)}
-            if best == "keep":
-                memory |= {"params": state.params, "buffers": state.buffers}
+            return {"best": torch.tensor(value, dtype=torch.float64), "since": _now(state, 0), **kept(state)}
+        since = memory["since"]
+        evaluations = since["evaluations"] + 1
+        if isinstance(read_patience, Time):
+            over = passed_since(read_patience, since, state)
         else:
-            since = memory["since"]
-            evaluations = since["evaluations"] + 1
-            memory["since"] = FrozenDict({**since, "evaluations": evaluations})
-            if isinstance(read_patience, Time):
-                memory["stop"] = passed_since(read_patience, since, state)
-            else:
-                memory["stop"] = evaluations >= read_patience
-        return state.remember(name, FrozenDict(memory))
+            over = evaluations >= read_patience
+        return {"since": FrozenDict({**since, "evaluations": evaluations}), "stop": over}
 
     def is_due(state: State) -> bool:
         return cadence.at(state, Event.BATCH_END if state.event is Event.BATCH_CHECKPOINT else Event.EPOCH_END)
 
     def stop(state: State) -> State:
-        memory = state.algorithm_state[name]
-        if not memory["stop"]:
-            return state
-        # Not set any more: a State that trains on stops at the next evaluation without a better value.
-        return state.remember(name, FrozenDict({**memory, "stop": False})).replace(stop=True)
+        return state.replace(stop=True)
 
-    add_up, compare_mean = monitored.of_batches(name, compared, is_due)
-    handlers: dict[Any, Any] = {BOUNDARIES: (compare_mean, stop), Event.BATCH_END: add_up}
-    if not monitored.of_training:
-        handlers = {Event.EVAL_END: monitored.of_evaluations(compared), BOUNDARIES: stop}
-    return Algorithm(name, handlers, init=start, bind=monitored.bind)
+    return watcher(name, monitored, start, compare, "stop", stop, is_due=is_due)
 
 
 def _now(state: State, evaluations: int) -> FrozenDict[str, int | float]:

@@ -14,11 +14,13 @@ https://doi.org/10.1137/0330046 (averaging in stochastic approximation), https:/
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
+import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.tree_ops import are_sharded, map_local
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._averages import (
@@ -27,6 +29,8 @@ from pure_loop.algorithms._averages import (
     averaged,
     begun,
     finite_or,
+    resuming,
+    updated_at,
     widened,
     with_average,
 )
@@ -45,11 +49,6 @@ __all__ = ["averaged", "ema", "moving_average"]
 _COUNTED = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.ITERATION)
 _SLOW = (TimeUnit.EPOCH, TimeUnit.ITERATION)
 _TYPICAL_HALF_LIVES = (*(f"{count}{unit}" for count in (1, 2, 4, 8) for unit in ("ba", "sp", "tok")), "1ep", "2ep")
-_UPDATED_AT = {
-    TimeUnit.EPOCH: (Event.EPOCH_END,),
-    TimeUnit.ITERATION: (Event.ITERATION_END,),
-    TimeUnit.DURATION: (Event.BATCH_END, Event.EPOCH_END, Event.ITERATION_END),
-}
 
 
 @torch.no_grad()
@@ -91,7 +90,7 @@ def ema(
     ] = None,
     interval: Annotated[str | int | Time | None, Duration()] = None,
     *,
-    start: Any = None,
+    start: str | int | Time | None = None,
     warmup: bool = False,
     offload: bool = False,
     buffers: str | Iterable[str] = (),
@@ -137,73 +136,79 @@ def ema(
     >>> bool(again.metrics["eval"]["loss"] == state.metrics["eval"]["loss"])
     True
     """
-    first = None if start is None else as_span(start, "start", "ema")
     life = None if half_life is None else Time.parse(half_life)
+    decay = _Decay(smoothing, life, None if start is None else as_span(start, "start", "ema"), warmup)
     # Epochs and iterations are counted at their ends, so nothing passes between batches.
     slow = life is not None and life.unit in _SLOW
-    chosen = interval if interval is not None else f"1{life.unit.value}" if life is not None and slow else "1ba"
-    period = Time.parse(chosen)
+    period = Time.parse(interval or (f"1{life.unit.value}" if life is not None and slow else "1ba"))
     if life is not None:
         _refuse_inside(life, life.unit, period, period.unit)
     cadence = every(period)
-    chosen_buffers = AveragedBuffers.read("ema", buffers)
+    chosen = AveragedBuffers.read("ema", buffers)
 
-    def kept(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
-        chosen = averageable(tensors)
-        if not offload:
-            return chosen
-        if are_sharded(chosen):
-            raise ArgumentError(
-                "ema: offload=True with parallel='shard': each rank has a shard of the average already."
-            )
-        return FrozenDict((key, tensor.detach().to("cpu")) for key, tensor in chosen.items())
+    def buffers_of(state: State) -> FrozenDict[str, Tensor]:
+        return _copies(chosen.of(state.buffers), offload)
 
-    def begin(state: State) -> FrozenDict[str, Any]:
-        duration = state.timestamp.max_duration
-        period_unit = _in_counts(period, duration)[1]
-        unit = None if life is None else _in_counts(life, duration)[1]
-        if life is not None and unit is not None and not (unit is TimeUnit.EPOCH and state.timestamp.batches_per_epoch):
-            _refuse_inside(life, unit, period, period_unit)
-        of_buffers = kept(chosen_buffers.of(state.buffers))
-        memory = FrozenDict(params=kept(state.params), buffers=of_buffers, updated=_counts(state.timestamp))
+    def begin(state: State) -> FrozenDict[str, PyTree]:
+        _refuse_inside_duration(life, period, state.timestamp)
+        params = _copies(state.params, offload)
+        memory = FrozenDict(params=params, buffers=buffers_of(state), updated=_counts(state.timestamp))
         return memory | {"updates": 0} if warmup else memory
-
-    def resume(state: State) -> State:
-        memory = state.algorithm_state[name]
-        of_buffers = begun(memory["buffers"], kept(chosen_buffers.of(state.buffers)))
-        if of_buffers is memory["buffers"]:
-            return state
-        return state.remember(name, FrozenDict({**memory, "buffers": of_buffers}))
 
     def update(state: State) -> State:
         assert state.event is not None
         if not cadence.at(state, state.event):
             return state
         memory, now = state.algorithm_state[name], state.timestamp
-        decay = smoothing if life is None else _decay(life, memory["updated"], now)
-        assert decay is not None
-        begins = first is None or part_of_span(first, now) >= 1
-        updates = memory.get("updates", 0) if warmup else 0
-        if not begins:
-            decay = 0.0
-        elif warmup:
-            updates += 1
-            decay = min(decay, updates / (9 + updates))
-        params = moving_average(memory["params"], kept(state.params) if offload else state.params, decay)
+        part, updates = decay.at(memory, now)
+        params = moving_average(memory["params"], _copies(state.params, offload) if offload else state.params, part)
         # Buffers may come, go and change their shapes.
-        latest = kept(chosen_buffers.of(state.buffers))
-        average = moving_average(begun(memory["buffers"], latest), latest, decay)
-        if chosen_buffers.globs:  # a running maximum begins at -inf
+        latest = buffers_of(state)
+        average = moving_average(begun(memory["buffers"], latest), latest, part)
+        if chosen.globs:  # a running maximum begins at -inf
             average = finite_or(average, latest)
         after = FrozenDict(params=params, buffers=average, updated=_counts(now))
         return state.remember(name, after | {"updates": updates} if warmup else after)
 
     def show(state: State) -> State:
-        return with_average(state, name, chosen_buffers)
+        return with_average(state, name, chosen)
 
-    events = _UPDATED_AT.get(period.unit, (Event.BATCH_END,))
-    shown: dict[Any, Any] = {(Event.EVAL_START, Event.PREDICT_START): show}
-    return Algorithm(name, {Event.FIT_START: resume, events: update, **shown}, init=begin)
+    shows = (Event.EVAL_START, Event.PREDICT_START)
+    handlers = {Event.FIT_START: resuming(name, buffers_of), updated_at(period): update, shows: show}
+    return Algorithm(name, handlers, init=begin)
+
+
+def _copies(tensors: Mapping[str, Tensor], offload: bool) -> FrozenDict[str, Tensor]:
+    """Those tensors that can be averaged, in RAM if they are offloaded.
+
+    Raises:
+        ArgumentError: shards are offloaded.
+    """
+    chosen = averageable(tensors)
+    if not offload:
+        return chosen
+    if are_sharded(chosen):
+        raise ArgumentError("ema: offload=True with parallel='shard': each rank has a shard of the average already.")
+    return FrozenDict((key, tensor.detach().to("cpu")) for key, tensor in chosen.items())
+
+
+@attrs.frozen
+class _Decay:
+    """How much of an average stays at an update; the settings are those of :func:`ema`."""
+
+    smoothing: float | None
+    half_life: Time | None
+    start: Time | None
+    warmup: bool
+
+    def at(self, memory: Mapping[str, PyTree], now: Timestamp) -> tuple[float, int]:
+        """The part that stays, and the number of updates that warm up, with this one."""
+        updates: int = memory.get("updates", 0) if self.warmup else 0
+        if self.start is not None and part_of_span(self.start, now) < 1:
+            return 0.0, updates
+        part = self.smoothing if self.half_life is None else _decay(self.half_life, memory["updated"], now)
+        assert part is not None
+        return (min(part, (updates + 1) / (10 + updates)), updates + 1) if self.warmup else (part, updates)
 
 
 def _decay(half_life: Time, updated: Mapping[str, float], now: Timestamp) -> float:
@@ -233,7 +238,15 @@ def _refuse_inside(half_life: Time, unit: TimeUnit, interval: Time, interval_uni
         )
 
 
-def _counts(timestamp: Timestamp) -> FrozenDict[str, Any]:
+def _refuse_inside_duration(half_life: Time | None, interval: Time, now: Timestamp) -> None:
+    """:func:`_refuse_inside`, of times that may be parts of the duration. Parts of epochs of known length count."""
+    interval_unit = _in_counts(interval, now.max_duration)[1]
+    unit = None if half_life is None else _in_counts(half_life, now.max_duration)[1]
+    if half_life is not None and unit is not None and not (unit is TimeUnit.EPOCH and now.batches_per_epoch):
+        _refuse_inside(half_life, unit, interval, interval_unit)
+
+
+def _counts(timestamp: Timestamp) -> FrozenDict[str, float]:
     return FrozenDict((unit.value, _count(timestamp, unit)) for unit in _COUNTED)
 
 

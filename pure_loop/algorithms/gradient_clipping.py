@@ -109,14 +109,14 @@ def gradient_clipping(
             clipped = gradients.clip_adaptively(grads, state.params, limit)
         return state.replace(grads=clipped if exclude is None else {**whole, **clipped})
 
-    def begin(state: State) -> FrozenDict[str, Any]:
+    def begin(state: State) -> FrozenDict[str, Tensor]:
         norms = torch.full((_WINDOW,), math.nan, device=state.device)
         return FrozenDict(norms=norms, count=torch.zeros((), dtype=torch.int64, device=state.device))
 
     return Algorithm(name, {Event.AFTER_TRAIN_BATCH: clip}, init=begin if kind == "quantile" else None)
 
 
-def _refuse_no_part(threshold: Any) -> None:
+def _refuse_no_part(threshold: object) -> None:
     """
     Raises:
         ArgumentError: it is a number that is no part of a whole.
@@ -128,7 +128,7 @@ def _refuse_no_part(threshold: Any) -> None:
         )
 
 
-def _with_norm(memory: Mapping[str, Any], norm: Tensor) -> FrozenDict[str, Any]:
+def _with_norm(memory: Mapping[str, Tensor], norm: Tensor) -> FrozenDict[str, Tensor]:
     """The last norms with one more, in the place of the oldest; one that is not finite is left out."""
     norms, count = memory["norms"], memory["count"]
     finite = norm.isfinite()

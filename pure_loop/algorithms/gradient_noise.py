@@ -7,7 +7,7 @@ With the gradient ``g`` of the batch with the number ``t``, counted from 0::
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -56,10 +56,10 @@ def gradient_noise(
         grads = state.grads
         assert grads is not None
         batch = state.timestamp.batch
-        deviation = (strength_at(eta, state.timestamp) / (1 + batch) ** gamma) ** 0.5
+        deviation: float = (strength_at(eta, state.timestamp) / (1 + batch) ** gamma) ** 0.5
         random = generator(state.seed, name, batch, device=state.device)
 
-        def noisy(grad: Tensor) -> Any:
+        def noisy(grad: Tensor) -> Tensor:
             noise = torch.randn(grad.shape, dtype=grad.dtype, device=grad.device, generator=random)
             return grad + deviation * shard_like(noise, grad)
 

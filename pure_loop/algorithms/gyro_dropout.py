@@ -11,7 +11,7 @@ A mask is computed from its number and that of the feature, and is not stored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +141,7 @@ def gyro_dropout(
     *,
     subnetworks: Annotated[int, AtLeast(1, typical=(4, 6))] = 256,
     concurrent: Annotated[int, AtLeast(1, typical=(2, 3))] = 16,
-    period: Any = None,
+    period: str | int | Time | None = None,
     only: LayerFilter | None = None,
     exclude: LayerFilter | None = None,
     name: str = "gyro_dropout",

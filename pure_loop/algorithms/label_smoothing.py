@@ -11,14 +11,14 @@ https://arxiv.org/abs/1512.00567, section 7.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_number
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._mixed import Mixed
-from pure_loop.algorithms._soft_targets import IGNORED, soft_targets
+from pure_loop.algorithms._mixed import IGNORED, Mixed, soft_targets
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
@@ -119,13 +119,13 @@ def label_smoothing(
         targets = part_of(state.microbatch, target_key, "label_smoothing", "target_key")
         spread = strength_at(smoothing, state.timestamp)
 
-        def smoothed_of(targets: Any) -> Tensor:
+        def smoothed_of(targets: Batch) -> Tensor:
             return soft_targets(state.outputs, targets, spread, ignore_index, probabilities, where="label_smoothing")
 
         _refuse_one_of_both(targets, state)
         if isinstance(targets, Mixed):
             # Smoothing is affine, so that the mean of both is smoothed as well.
-            smoothed: Any = Mixed(smoothed_of(targets.first), smoothed_of(targets.second), targets.weight)
+            smoothed: Batch = Mixed(smoothed_of(targets.first), smoothed_of(targets.second), targets.weight)
         else:
             smoothed = smoothed_of(targets)
         return state.replace(microbatch=with_part(state.microbatch, target_key, smoothed)).remember(name, targets)
@@ -137,7 +137,7 @@ def label_smoothing(
     return Algorithm(name, {Event.BEFORE_LOSS: smooth, Event.AFTER_LOSS: put_back}, init=lambda state: None)
 
 
-def _refuse_one_of_both(targets: Any, state: State) -> None:
+def _refuse_one_of_both(targets: Batch, state: State) -> None:
     """
     Raises:
         ArgumentError: the targets are one half of mixed ones, whose other half a mixer keeps for its own loss.
@@ -151,7 +151,7 @@ def _refuse_one_of_both(targets: Any, state: State) -> None:
             )
 
 
-def _prior(prior: Any, where: str) -> tuple[float, ...] | None:
+def _prior(prior: Sequence[float] | Tensor | None, where: str) -> tuple[float, ...] | None:
     """
     Raises:
         ArgumentError, ArgumentTypeError: it is no probabilities of two classes or more.

@@ -9,10 +9,11 @@ With ``t``, the part of training that is over, and the layers 1 to L in the orde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from torch import Tensor, nn
 
+from pure_loop._internal.pytree import PyTree
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._spans import as_span, part_of_training
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
@@ -22,6 +23,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.ranges import Within, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
+from pure_loop.time import Time
 
 __all__ = ["freezable", "frozen_count", "layer_freezing"]
 
@@ -79,7 +81,7 @@ def freezable(module: nn.Module, layers: Callable[[str], int] | None = None) -> 
 
 @checked
 def layer_freezing(
-    start: Any = "0.5dur",
+    start: str | int | Time = "0.5dur",
     level: Annotated[Strength, Within(0, 1, typical=(0.3, 1.0))] = 1.0,
     *,
     layers: Callable[[str], int] | None = None,
@@ -125,7 +127,7 @@ def layer_freezing(
         )
     cadence = as_predicate(at, "layer_freezing: at")
 
-    def begin(state: State) -> FrozenDict[str, Any]:
+    def begin(state: State) -> FrozenDict[str, PyTree]:
         count = len(trained_layers(state))
         if count < 2:
             raise ModelError(

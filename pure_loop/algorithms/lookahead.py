@@ -9,7 +9,7 @@ With the slow weights ``s``, which start as the first weights, and the weights `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def step_towards(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], rate: f
     def lerp(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
         return list(torch._foreach_lerp(before, now, rate))
 
-    moved: list[Any] = map_local(lerp, [slow[name] for name in names], [fast[name] for name in names])
+    moved = map_local(lerp, [slow[name] for name in names], [fast[name] for name in names])
     return FrozenDict({**fast, **finite_or(dict(zip(names, moved, strict=True)), fast)})
 
 

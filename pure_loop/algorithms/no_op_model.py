@@ -7,11 +7,11 @@ which has no numbers.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._surgery import copied, surgery
 from pure_loop.data.batch import map_tensors, tensors_in
@@ -42,9 +42,9 @@ class NoOp(nn.Module):
         self.shape_of = (copy.deepcopy(module).to("meta"),)
         # Outputs without numbers by shapes and dtypes of inputs: torch takes longer for shapes than a small model does
         # for numbers.
-        self.known: dict[Any, Any] = {}
+        self.known: dict[object, Outputs] = {}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Batch, **kwargs: Batch) -> Outputs:
         """What the module takes; what it returns, with 0 in each tensor."""
         key = None
         if all(type(item) is Tensor for item in (*args, *kwargs.values())):
@@ -64,7 +64,7 @@ class NoOp(nn.Module):
 
         return map_tensors(zeros, outputs) if tensors_in(outputs) else outputs
 
-    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _shapes(self, args: tuple[Batch, ...], kwargs: dict[str, Batch]) -> Outputs:
         module = self.shape_of[0]
         if module.training != self.training:
             module.train(self.training)

@@ -10,15 +10,15 @@ Sides are rounded to multiples of ``increment``. A method of fast.ai; https://ar
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
+from pure_loop.algorithms._images import image_of
 from pure_loop.algorithms._spans import as_span, part_of_training
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
@@ -27,6 +27,7 @@ from pure_loop.random import generator
 from pure_loop.ranges import AtLeast, Index, Within, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
+from pure_loop.time import Time
 
 __all__ = ["progressive_resizing", "resized", "side_of"]
 
@@ -83,8 +84,8 @@ def resized(
 def progressive_resizing(
     initial: Annotated[float, Within(0.01, 1, typical=(0.4, 0.8))] = 0.5,
     *,
-    delay: Any = "0.5dur",
-    finetune: Any = "0.2dur",
+    delay: str | int | Time = "0.5dur",
+    finetune: str | int | Time = "0.2dur",
     increment: Annotated[int, AtLeast(1, typical=(1, 2))] = 4,
     size: Annotated[Strength | None, Within(0.01, 1, typical=())] = None,
     mode: Literal["resize", "crop"] = "resize",

@@ -13,16 +13,15 @@ https://arxiv.org/abs/1909.13719
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._image_operations import OPERATIONS, SAFE, as_pixels, from_pixels, operated
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
+from pure_loop.algorithms._images import OPERATIONS, SAFE, Normalization, as_pixels, from_pixels, image_of, operated
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, with_part
 from pure_loop.random import generator as generator_of
@@ -36,12 +35,10 @@ SERVES = "images from 0 to 1"
 
 EXPECTED_FAILURES = dict.fromkeys(["rank_agreement", "world_size"], "each rank draws for its own samples")
 
-Normalization = float | Sequence[float] | None
-
 
 def _augmented(
     pixels: Tensor,
-    level: Any,
+    level: float | Tensor,
     count: int,
     names: Sequence[str],
     signed: bool,
@@ -153,7 +150,7 @@ def randaugment(
         pixels = as_pixels(images, mean, std, "randaugment", checks=not state.timestamp.batch)
         path = (state.timestamp.batch, *((rank(),) if per_sample else ()))
         random = generator_of(state.seed, name, *path, device=images.device)
-        level: Any = strength_at(magnitude, state.timestamp) / (bins - 1)
+        level = strength_at(magnitude, state.timestamp) / (bins - 1)
         changed = _augmented(pixels, level, operations, names, signs == "random", per_sample, fill, random)
         augmented = from_pixels(changed, images, mean, std, before=pixels)
         return state.replace(batch=with_part(state.batch, input_key, augmented))

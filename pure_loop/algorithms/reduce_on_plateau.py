@@ -13,16 +13,15 @@ It is ``torch.optim.lr_scheduler.ReduceLROnPlateau``, as a factor of the schedul
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._monitored import BOUNDARIES, Monitored, no_losses
+from pure_loop.algorithms._monitored import Memory, Monitored, watcher
 from pure_loop.callback import Run
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
-from pure_loop.frozendict import FrozenDict
 from pure_loop.ranges import AtLeast, Between, Name, Number, checked
 from pure_loop.state import State
 
@@ -83,29 +82,18 @@ def reduce_on_plateau(
                 "rate as pl.optim.rate_at(name, lr, timestamp), and write Optimizer(..., takes_lr_scale=True)."
             )
 
-    def start(state: State) -> FrozenDict[str, Any]:
-        memory: dict[str, Any] = {
-            "best": torch.tensor(torch.nan, dtype=torch.float64),
-            "bad": 0,
-            "cooldown": 0,
-            "reduce": False,
-        }
-        if monitored.of_training:
-            memory["totals"] = no_losses(state)
-        return FrozenDict(memory)
+    def start(state: State) -> Memory:
+        return {"best": torch.tensor(torch.nan, dtype=torch.float64), "bad": 0, "cooldown": 0, "reduce": False}
 
-    def compared(state: State, value: float) -> State:
-        memory = dict(state.algorithm_state[name])
-        best = float(memory["best"])
-        if monitored.is_better(value, best, _margin(best)):
-            memory |= {"best": torch.tensor(value, dtype=torch.float64), "bad": 0}
-        else:
-            memory["bad"] += 1
-        if memory["cooldown"]:
-            memory |= {"cooldown": memory["cooldown"] - 1, "bad": 0}
-        if memory["bad"] > patience:
-            memory |= {"cooldown": cooldown, "bad": 0, "reduce": True}
-        return state.remember(name, FrozenDict(memory))
+    def compare(state: State, memory: Memory, value: float) -> Memory:
+        best, bad, rest = memory["best"], memory["bad"] + 1, memory["cooldown"]
+        if monitored.is_better(value, float(best), _margin(float(best))):
+            best, bad = torch.tensor(value, dtype=torch.float64), 0
+        if rest:
+            rest, bad = rest - 1, 0
+        if bad > patience:
+            return {"best": best, "bad": 0, "cooldown": cooldown, "reduce": True}
+        return {"best": best, "bad": bad, "cooldown": rest}
 
     def _margin(best: float) -> float:
         if math.isnan(best) or threshold_mode == "abs":
@@ -114,15 +102,8 @@ def reduce_on_plateau(
         return best * threshold
 
     def reduce(state: State) -> State:
-        memory = state.algorithm_state[name]
-        if not memory["reduce"]:
-            return state
         before = 1.0 if state.lr_scale is None else float(state.lr_scale)
         scale = torch.tensor(max(before * factor, min(before, min_scale)), dtype=torch.float64)
-        return state.remember(name, FrozenDict({**memory, "reduce": False})).replace(lr_scale=scale)
+        return state.replace(lr_scale=scale)
 
-    add_up, compare_mean = monitored.of_batches(name, compared)
-    handlers: dict[Any, Any] = {Event.BATCH_END: add_up, Event.EPOCH_END: (compare_mean, reduce)}
-    if not monitored.of_training:
-        handlers = {Event.EVAL_END: monitored.of_evaluations(compared), BOUNDARIES: reduce}
-    return Algorithm(name, handlers, init=start, bind=bind)
+    return watcher(name, monitored, start, compare, "reduce", reduce, of_batches=(Event.EPOCH_END,), bind=bind)

@@ -15,12 +15,13 @@ The norm is over all parameters. The step needs the gradient a second time, at `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, cast
+from collections.abc import Callable, Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.tree_ops import map_local
 from pure_loop._internal.weights import is_number
 from pure_loop.algorithm import Algorithm
@@ -62,14 +63,13 @@ def perturb(
     >>> perturb({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])}, rho=0.5)["w"]
     tensor([1.3000, 2.4000])
     """
-    names = [name for name in params if grads.get(name) is not None]
-    if not names:
+    present = {name: grad for name in params if (grad := grads.get(name)) is not None}
+    if not present:
         return FrozenDict(params)
-    weights: list[Tensor] = [params[name] for name in names]
-    directions: Any = [grads[name] for name in names]
+    weights, directions = [params[name] for name in present], list(present.values())
     if adaptive:
         directions = map_local(_sized, directions, weights)
-    norm = global_norm(dict(zip(names, directions, strict=True)))
+    norm = global_norm(dict(zip(present, directions, strict=True)))
     # In float32 at least: epsilon is 0 in float16.
     scale = rho / (norm.to(torch.promote_types(norm.dtype, torch.float32)) + epsilon)
 
@@ -77,7 +77,7 @@ def perturb(
         steps = in_dtypes_of(directions, torch._foreach_mul(directions, scale))
         return list(torch._foreach_add(weights, _sized(steps, weights) if adaptive else steps))
 
-    moved = dict(zip(names, map_local(move, weights, directions), strict=True))
+    moved = dict(zip(present, map_local(move, weights, directions), strict=True))
     return FrozenDict((name, moved.get(name, tensor)) for name, tensor in params.items())
 
 
@@ -107,14 +107,17 @@ def _plus(
     tensors: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None], factor: Tensor
 ) -> FrozenDict[str, Tensor | None]:
     """``tensors + factor * others``, name by name, in the dtypes of ``tensors``."""
-    names = [name for name, tensor in tensors.items() if tensor is not None and others.get(name) is not None]
+    present = {
+        name: (tensor, other)
+        for name, tensor in tensors.items()
+        if tensor is not None and (other := others.get(name)) is not None
+    }
 
     def added(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
         return list(torch._foreach_add(a, in_dtypes_of(a, torch._foreach_mul(b, factor))))
 
-    mine: list[Any] = [tensors[name] for name in names]
-    values = map_local(added, mine, [cast("Tensor", others[name]) for name in names])
-    return FrozenDict({**tensors, **dict(zip(names, values, strict=True))})
+    values = map_local(added, [tensor for tensor, _ in present.values()], [other for _, other in present.values()])
+    return FrozenDict({**tensors, **dict(zip(present, values, strict=True))})
 
 
 @checked
@@ -174,58 +177,25 @@ def sam(
 
     def second(state: State, stages: LoopStages) -> State:
         assert state.grads is not None
-        if m is None:
-            return stages.gradients(nearby(state, state.grads))
-        groups, task = stages.microbatches(state.batch, m), stages.task
-        weights = task.weigh_parts(state.batch, groups)
-        if stages.engine.exchanges:
-            _refuse_uneven(groups, weights, m, state, stages)
-        total = 1 if task.summed else sum(weights)
-        sums: dict[str, Tensor | None] = dict.fromkeys(state.grads)
-        for index, (group, weight) in enumerate(zip(groups, weights, strict=True)):
-            if is_number(weight) and not weight:
-                continue  # a group of padding, which has no mean
-            # Each draws numbers of its own, as microbatches do.
-            seed = derive(state.seed, name, index) if index else state.seed
-            part = state.replace(batch=group, seed=seed)
-            first = stages.gradients(part).grads
-            assert first is not None
-            grads = stages.gradients(nearby(part, first)).grads
-            assert grads is not None
-            share = 1 if task.summed else weight / total
-            for key, grad in grads.items():
-                before = sums[key]
-                if grad is not None:
-                    sums[key] = grad * share if before is None else before + grad * share
-        norm = None if state.grad_norm is None else global_norm(sums)
-        return state.replace(grads=sums, grad_norm=norm)
+        return stages.gradients(nearby(state, state.grads)) if m is None else _by_groups(state, stages, m, name, nearby)
+
+    def between(state: State, grads: Mapping[str, Tensor | None], share: Strength) -> State:
+        before = state.algorithm_state[name]
+        length = global_norm({key: before[key] for key, grad in grads.items() if grad is not None})
+        size = strength_at(share, state.timestamp) * global_norm(grads) / torch.where(length == 0, 1.0, length)
+        return state.replace(grads=_plus(grads, before, size))
 
     def sharpen(state: State, stages: LoopStages) -> State:
         grads, now = state.grads, state.timestamp
         assert grads is not None
         if now.batch % interval:
-            if reuse is None:
-                return state
-            kept = state.algorithm_state[name]
-            length = global_norm({key: kept[key] for key, grad in grads.items() if grad is not None})
-            size = strength_at(reuse, now) * global_norm(grads) / torch.where(length == 0, 1.0, length)
-            return state.replace(grads=_plus(grads, kept, size))
+            return state if reuse is None else between(state, grads, reuse)
         result = second(state, stages)
         sharp = result.grads
         assert sharp is not None
         if reuse is not None:
-            orthogonal = orthogonal_part(sharp, grads)
-            # What is not finite, of a step that is skipped, must not come again in the steps after it.
-            finite = torch.isfinite(global_norm(orthogonal))
-            before: Mapping[str, Tensor] = state.algorithm_state[name]
-            names = [key for key in before if orthogonal[key] is not None]
-
-            def chosen(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-                return [torch.where(finite, a, b) for a, b in zip(new, old, strict=True)]
-
-            ours: list[Any] = [orthogonal[key] for key in names]
-            kept = dict(zip(names, map_local(chosen, ours, [before[key] for key in names]), strict=True))
-            state = state.remember(name, FrozenDict({**before, **kept}))
+            part = _finite_or_before(orthogonal_part(sharp, grads), state.algorithm_state[name])
+            state = state.remember(name, part)
         strength = strength_at(gap, now)
         if callable(gap) or strength:
             sharp = _plus(sharp, orthogonal_part(grads, sharp), torch.as_tensor(-strength))
@@ -237,7 +207,55 @@ def sam(
     return Algorithm(name, {Event.AFTER_TRAIN_BATCH: sharpen}, init=None if reuse is None else begin, claims=CLAIMS)
 
 
-def _refuse_uneven(groups: list[Any], weights: list[Any], m: int, state: State, stages: LoopStages) -> None:
+def _by_groups(
+    state: State,
+    stages: LoopStages,
+    m: int,
+    name: str,
+    nearby: Callable[[State, Mapping[str, Tensor | None]], State],
+) -> State:
+    """The State with the mean of the second gradients of groups of m samples, each with a perturbation of its own."""
+    assert state.grads is not None
+    groups, task = stages.microbatches(state.batch, m), stages.task
+    weights = task.weigh_parts(state.batch, groups)
+    if stages.engine.exchanges:
+        _refuse_uneven(groups, weights, m, state, stages)
+    total = 1 if task.summed else sum(weights)
+    sums: dict[str, Tensor | None] = dict.fromkeys(state.grads)
+    for index, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+        if is_number(weight) and not weight:
+            continue  # a group of padding, which has no mean
+        # Each draws numbers of its own, as microbatches do.
+        seed = derive(state.seed, name, index) if index else state.seed
+        part = state.replace(batch=group, seed=seed)
+        first = stages.gradients(part).grads
+        assert first is not None
+        grads = stages.gradients(nearby(part, first)).grads
+        assert grads is not None
+        share = 1 if task.summed else weight / total
+        for key, grad in grads.items():
+            before = sums[key]
+            if grad is not None:
+                sums[key] = grad * share if before is None else before + grad * share
+    norm = None if state.grad_norm is None else global_norm(sums)
+    return state.replace(grads=sums, grad_norm=norm)
+
+
+def _finite_or_before(part: Mapping[str, Tensor | None], before: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+    """The part of a gradient that is reused; as before, where it is not finite: of a step that is skipped."""
+    finite = torch.isfinite(global_norm(part))
+    parts = {key: tensor for key in before if (tensor := part[key]) is not None}
+
+    def chosen(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+        return [torch.where(finite, a, b) for a, b in zip(new, old, strict=True)]
+
+    results = map_local(chosen, list(parts.values()), [before[key] for key in parts])
+    return FrozenDict({**before, **dict(zip(parts, results, strict=True))})
+
+
+def _refuse_uneven(
+    groups: list[Batch], weights: list[float | Tensor], m: int, state: State, stages: LoopStages
+) -> None:
     """
     Raises:
         ArgumentError: on several ranks, where groups are not all of one size and weight, or not as many on each rank.

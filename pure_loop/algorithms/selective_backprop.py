@@ -10,17 +10,17 @@ so that ``keep N`` samples are left, drawn without replacement.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._mixed import image_of
-from pure_loop.algorithms._parts import by_part
-from pure_loop.algorithms._rows import rows_of
+from pure_loop.algorithms._batches import by_part, rows_of
+from pure_loop.algorithms._images import image_of
 from pure_loop.algorithms._spans import as_span, part_of_span
 from pure_loop.data.batch import num_samples, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
@@ -30,6 +30,7 @@ from pure_loop.random import generator
 from pure_loop.ranges import Above, AtLeast, Index, Within, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
+from pure_loop.time import Time
 
 if TYPE_CHECKING:
     from pure_loop.loop.batch import LoopStages
@@ -84,11 +85,11 @@ def hardest(losses: Tensor, keep: float, generator: torch.Generator | None = Non
 def selective_backprop(
     keep: Annotated[Strength, Within(0.001, 1, typical=(0.4, 0.9))] = 0.5,
     *,
-    start: Any = "0.5dur",
-    end: Any = "0.9dur",
+    start: str | int | Time = "0.5dur",
+    end: str | int | Time = "0.9dur",
     interrupt: Annotated[int, AtLeast(0, typical=(0, 0))] = 2,
     scale: Annotated[float, Above(0, typical=(1.0, 1.0))] = 1.0,
-    per_sample_loss: Callable[[Any, Any], Tensor] | None = None,
+    per_sample_loss: Callable[[Outputs, Batch], Tensor] | None = None,
     input_key: Annotated[BatchKey, Index()] = 0,
     name: str = "selective_backprop",
 ) -> Algorithm:

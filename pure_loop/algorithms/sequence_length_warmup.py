@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._spans import as_span, part_of_span
 from pure_loop.data.batch import map_tensors, tensors_in
 from pure_loop.errors import ArgumentError, DataError
@@ -25,7 +26,7 @@ from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
-from pure_loop.time import Timestamp
+from pure_loop.time import Time, Timestamp
 
 __all__ = ["sequence_length_warmup", "with_length"]
 
@@ -35,8 +36,8 @@ Mode: TypeAlias = Literal["truncate", "reshape"]
 
 
 def with_length(
-    batch: Any, length: int, mode: Mode = "truncate", *, keep_end: bool = False, keys: Collection[str] | None = None
-) -> Any:
+    batch: Batch, length: int, mode: Mode = "truncate", *, keep_end: bool = False, keys: Collection[str] | None = None
+) -> Batch:
     """A batch whose sequences have at most ``length`` tokens.
 
     Args:
@@ -79,8 +80,7 @@ def with_length(
             if mode == "reshape" and keys is None:
                 raise DataError(
                     f"sequence_length_warmup: a tensor of shape {tuple(tensor.shape)} has no {full} tokens a sample, "
-                    "so "
-                    'that it can\'t be put into other rows. Write mode="truncate", or name the keys of sequences.'
+                    'so that it can\'t be put into other rows. Write mode="truncate", or name the keys of sequences.'
                 )
             return tensor
         if mode == "reshape":
@@ -104,7 +104,7 @@ def with_length(
     return type(batch)(new)
 
 
-def _places(mask: Any, count: int, full: int, length: int, device: torch.device) -> Tensor:
+def _places(mask: Tensor | None, count: int, full: int, length: int, device: torch.device) -> Tensor:
     """Which tokens stay, (count, length): the first ones, and the last of each sequence in the last place."""
     index = torch.arange(length, device=device).expand(count, length)
     # The last token that the mask shows, whether padding comes before or after.
@@ -117,7 +117,7 @@ def _places(mask: Any, count: int, full: int, length: int, device: torch.device)
 
 @checked
 def sequence_length_warmup(
-    duration: Any = "0.3dur",
+    duration: str | int | Time = "0.3dur",
     *,
     min_length: Annotated[int, AtLeast(1, typical=(1, 2))] = 8,
     max_length: Annotated[int, AtLeast(1, typical=(3, 6))] = 1024,

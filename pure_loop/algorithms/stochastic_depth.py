@@ -12,7 +12,7 @@ the rate ``r l / L``, or all have ``r``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,10 @@ SERVES = "images"
 
 Blocks: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...] | LayerFilter
 Distribution: TypeAlias = Literal["linear", "uniform"]
+Rate = TypeVar("Rate", float, Tensor)
 
 
-def rates(count: int, rate: Any, distribution: Distribution = "linear") -> list[Any]:
+def rates(count: int, rate: Rate, distribution: Distribution = "linear") -> list[Rate]:
     """The rate of each of ``count`` blocks, from the first to the last, where that of the last is ``rate``.
 
     >>> rates(4, 0.2)
@@ -51,7 +52,7 @@ class _Dropped:
     def __init__(self, name: str, buffer: str, mode: str, scale: bool) -> None:
         self.name, self.buffer, self.mode, self.scale = name, buffer, mode, scale
 
-    def __call__(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    def __call__(self, block: nn.Module, inputs: tuple[object, ...], output: object) -> Tensor | None:
         if not block.training and self.scale:
             return None
         start = inputs[0] if inputs else None
@@ -65,7 +66,7 @@ class _Dropped:
                 f"{after}. A block that is left out gives its input, so both are tensors of one shape: choose other "
                 "blocks, blocks=lambda name, layer: ...."
             )
-        kept = 1 - getattr(block, self.buffer)
+        kept: Tensor = 1 - getattr(block, self.buffer)
         if not block.training:
             return start + kept.to(output.dtype) * (output - start)
         shape = (len(output) if self.mode == "sample" else 1, *(1,) * (output.ndim - 1))
@@ -81,7 +82,7 @@ def _blocks_of(module: nn.Module, blocks: Blocks) -> list[tuple[str, nn.Module]]
     return [(name, layer) for name, layer in layers if blocks(name, layer)]
 
 
-def _checked_blocks(blocks: Any, where: str) -> Blocks:
+def _refuse_other_blocks(blocks: object, where: str) -> None:
     """
     Raises:
         ArgumentTypeError: no class of modules, tuple of such or function.
@@ -96,13 +97,12 @@ def _checked_blocks(blocks: Any, where: str) -> Blocks:
             f"{where}: blocks={blocks!r} is no class of modules, tuple of such, or function of (name, layer): "
             f"{where}(BasicBlock), or {where}(lambda name, layer: name.startswith('layers.'))."
         )
-    return blocks  # type: ignore[no-any-return]
 
 
 @checked
 def apply_stochastic_depth(
     module: nn.Module,
-    blocks: Any,
+    blocks: Blocks,
     rate: Annotated[float, Between(0, 1)] = 0.2,
     *,
     distribution: Distribution = "linear",
@@ -134,9 +134,9 @@ def apply_stochastic_depth(
     >>> apply_stochastic_depth(net, nn.Linear, 0.5)[0].stochastic_depth_rate
     tensor(0.2500)
     """
-    chosen = _checked_blocks(blocks, "apply_stochastic_depth")
+    _refuse_other_blocks(blocks, "apply_stochastic_depth")
     new = copied(module, "apply_stochastic_depth")
-    found = _blocks_of(new, chosen)
+    found = _blocks_of(new, blocks)
     buffer = f"{name}_rate"
     reasons = [f"{path} can be left out already" for path, block in found if hasattr(block, buffer)]
     if not found or reasons:
@@ -150,7 +150,7 @@ def apply_stochastic_depth(
 
 @checked
 def stochastic_depth(
-    blocks: Any,
+    blocks: Blocks,
     rate: Annotated[Strength, Between(0, 1, typical=(0.1, 0.6))] = 0.2,
     *,
     distribution: Distribution = "linear",
@@ -190,7 +190,7 @@ def stochastic_depth(
     >>> state.buffers["0.stochastic_depth_rate"], state.buffers["1.stochastic_depth_rate"]
     (tensor(0.2000), tensor(0.4000))
     """
-    chosen = _checked_blocks(blocks, "stochastic_depth")
+    _refuse_other_blocks(blocks, "stochastic_depth")
     strength: Strength = rate
     if warmup is not None:
         strength = warmed_up(warmup, rate if callable(rate) else constant(rate))
@@ -198,7 +198,7 @@ def stochastic_depth(
     operate = operation(
         name,
         apply_stochastic_depth,
-        chosen,
+        blocks,
         first,
         distribution=distribution,
         mode=mode,

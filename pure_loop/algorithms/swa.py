@@ -12,13 +12,14 @@ The paper averages weights of a learning rate that is constant or cyclic, which 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.tree_ops import map_local
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._averages import (
@@ -26,6 +27,8 @@ from pure_loop.algorithms._averages import (
     averageable,
     begun,
     finite_or,
+    resuming,
+    updated_at,
     widened,
     with_average,
 )
@@ -41,12 +44,10 @@ from pure_loop.random.guards import is_users
 from pure_loop.ranges import Duration, checked
 from pure_loop.state import State
 from pure_loop.task import Task
-from pure_loop.time import Time, TimeUnit
+from pure_loop.time import Time
 
 __all__ = ["running_mean", "swa", "update_batchnorm"]
 
-_UPDATED_AT = {TimeUnit.EPOCH: (Event.EPOCH_END,), TimeUnit.ITERATION: (Event.ITERATION_END,)}
-_ANY_END = (Event.BATCH_END, Event.EPOCH_END, Event.ITERATION_END)
 _NORMALIZATIONS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -69,12 +70,12 @@ def running_mean(mean: Mapping[str, Tensor], tensors: Mapping[str, Tensor], coun
         return [torch.where(count == 0, new, old + (new - old) / (count + 1)) for old, new in pairs]
 
     names = list(mean)
-    results: list[Any] = map_local(moved, [mean[name] for name in names], [tensors[name] for name in names])
+    results = map_local(moved, [mean[name] for name in names], [tensors[name] for name in names])
     return FrozenDict(zip(names, results, strict=True))
 
 
 def update_batchnorm(
-    state: State, dataloader: Iterable[Any], batches: int | None = None, *, task: Task | None = None
+    state: State, dataloader: Iterable[Batch], batches: int | None = None, *, task: Task | None = None
 ) -> State:
     """The State with BatchNorm's running statistics of its own parameters: the mean over the data.
 
@@ -103,8 +104,8 @@ def update_batchnorm(
             f'update_batchnorm: {type(state).__name__} is not a State: update_batchnorm(averaged(state, "swa"), data).'
         )
     module = state.module()
-    layers: list[Any] = [layer for layer in module.modules() if isinstance(layer, _NORMALIZATIONS)]
-    layers = [layer for layer in layers if layer.running_mean is not None and layer.training]
+    normalizations = (layer for layer in module.modules() if isinstance(layer, _NORMALIZATIONS))
+    layers = [layer for layer in normalizations if layer.running_mean is not None and layer.training]
     if not layers:
         raise ModelError(
             f"update_batchnorm: {type(module).__name__} has no BatchNorm that keeps running statistics, so that there "
@@ -130,14 +131,14 @@ def update_batchnorm(
 
 @checked
 def swa(
-    start: Any = "0.75dur",
-    end: Any = None,
+    start: str | int | Time = "0.75dur",
+    end: str | int | Time | None = None,
     *,
     interval: Annotated[Time | str, Duration(typical=("1ba", "2ba", "1ep"))] = "1ep",
     replace: bool = False,
     evaluate: bool = True,
     reset_optimizer: bool = False,
-    batchnorm_data: Iterable[Any] | None = None,
+    batchnorm_data: Iterable[Batch] | None = None,
     buffers: str | Iterable[str] = (),
     name: str = "swa",
 ) -> Algorithm:
@@ -181,33 +182,16 @@ def swa(
     """
     first = as_span(start, "start", "swa")
     last = None if end is None else as_span(end, "end", "swa")
-    if last is not None and last.unit is first.unit and last < first:
-        raise ArgumentError(f"swa: end={str(last)!r} comes before start={str(first)!r}, so that nothing is averaged.")
-    if replace and last is None:
-        raise ArgumentError(
-            'swa: replace=True needs an end, when the weights become their mean: end="1dur" for the last batch.'
-        )
-    if reset_optimizer and not replace:
-        raise ArgumentError("swa: reset_optimizer=True without replace=True: the weights never become the mean.")
-    if batchnorm_data is not None and (isinstance(batchnorm_data, Iterator) or not evaluate):
-        reason = "it is an iterator, which the first evaluation would use up" if evaluate else "evaluate is False"
-        raise ArgumentError(f"swa: batchnorm_data is for evaluations, and {reason}: give a list or a DataLoader.")
+    _refuse_misfits(first, last, replace, reset_optimizer, evaluate, batchnorm_data)
     period = Time.parse(interval)
     cadence = every(period)
     chosen_buffers = AveragedBuffers.read("swa", buffers)
 
-    def begin(state: State) -> FrozenDict[str, Any]:
+    def begin(state: State) -> FrozenDict[str, PyTree]:
         count = torch.zeros((), dtype=torch.int64, device=state.device)
         of_buffers = chosen_buffers.of(state.buffers)
         memory = {"params": averageable(state.params), "buffers": of_buffers, "count": count}
         return FrozenDict({**memory, "replaced": False} if replace else memory)
-
-    def resume(state: State) -> State:
-        memory = state.algorithm_state[name]
-        of_buffers = begun(memory["buffers"], chosen_buffers.of(state.buffers))
-        if of_buffers is memory["buffers"]:
-            return state
-        return state.remember(name, FrozenDict({**memory, "buffers": of_buffers}))
 
     def update(state: State) -> State:
         assert state.event is not None
@@ -231,25 +215,55 @@ def swa(
         memory = state.algorithm_state[name]
         if before or not memory["replaced"] or not int(memory["count"]):
             return state
-        assert stages.optimizer is not None
-        optimizer = state.model.served_by(stages.optimizer)
-        guarded = stages.guard(state, ("init", "optimizer")) if is_users(optimizer.init) else nullcontext()
-        with guarded:
-            memory = stages.engine.init_opt_state(optimizer, state.model.trained(state.params))
-        return state.replace(opt_state=memory)
+        return _with_new_optimizer_state(state, stages)
 
     def mean(state: State) -> State:
         # Until the first update it is no mean, but the weights at the start. An evaluation may wait for the device.
         return with_average(state, name, chosen_buffers) if int(state.algorithm_state[name]["count"]) else state
-
-    events = _ANY_END if period.unit is TimeUnit.DURATION else _UPDATED_AT.get(period.unit, (Event.BATCH_END,))
 
     def show_with_statistics(state: State, stages: LoopStages) -> State:
         shown = mean(state)
         assert batchnorm_data is not None
         return shown if shown is state else update_batchnorm(shown, batchnorm_data, task=stages.task)
 
-    handlers: dict[Any, Any] = {Event.FIT_START: resume, events: update_and_reset if reset_optimizer else update}
+    handlers: dict[object, Callable[..., State]] = {
+        Event.FIT_START: resuming(name, lambda state: chosen_buffers.of(state.buffers)),
+        updated_at(period): update_and_reset if reset_optimizer else update,
+    }
     if evaluate:
         handlers[Event.EVAL_START, Event.PREDICT_START] = mean if batchnorm_data is None else show_with_statistics
     return Algorithm(name, handlers, init=begin)
+
+
+def _refuse_misfits(
+    start: Time,
+    end: Time | None,
+    replace: bool,
+    reset_optimizer: bool,
+    evaluate: bool,
+    batchnorm_data: Iterable[Batch] | None,
+) -> None:
+    """
+    Raises:
+        ArgumentError: settings of :func:`swa` that do not go together.
+    """
+    if end is not None and end.unit is start.unit and end < start:
+        raise ArgumentError(f"swa: end={str(end)!r} comes before start={str(start)!r}, so that nothing is averaged.")
+    if replace and end is None:
+        raise ArgumentError(
+            'swa: replace=True needs an end, when the weights become their mean: end="1dur" for the last batch.'
+        )
+    if reset_optimizer and not replace:
+        raise ArgumentError("swa: reset_optimizer=True without replace=True: the weights never become the mean.")
+    if batchnorm_data is not None and (isinstance(batchnorm_data, Iterator) or not evaluate):
+        reason = "it is an iterator, which the first evaluation would use up" if evaluate else "evaluate is False"
+        raise ArgumentError(f"swa: batchnorm_data is for evaluations, and {reason}: give a list or a DataLoader.")
+
+
+def _with_new_optimizer_state(state: State, stages: LoopStages) -> State:
+    """The State whose optimizer begins anew, from its parameters."""
+    assert stages.optimizer is not None
+    optimizer = state.model.served_by(stages.optimizer)
+    guarded = stages.guard(state, ("init", "optimizer")) if is_users(optimizer.init) else nullcontext()
+    with guarded:
+        return state.replace(opt_state=stages.engine.init_opt_state(optimizer, state.model.trained(state.params)))

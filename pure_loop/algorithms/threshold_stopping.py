@@ -9,12 +9,12 @@ Time to a quality is measured like this: https://arxiv.org/abs/1910.01500 (MLPer
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._monitored import BOUNDARIES, Monitored
+from pure_loop.algorithms._monitored import BOUNDARIES, Memory, Monitored, watcher
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -63,29 +63,28 @@ def threshold_stopping(
         right = 'at="batch"' if monitored.of_training else 'metric="train/loss"'
         raise ArgumentError(f"threshold_stopping: metric={metric!r} with at={at!r}: write {right}.")
 
-    def start(state: State) -> FrozenDict[str, Any]:
+    def start(state: State) -> Memory:
         return FrozenDict(value=torch.tensor(torch.nan, dtype=torch.float64, device=state.device), stop=False)
 
     def is_reached(value: float) -> bool:
         return value <= threshold if monitored.mode == "min" else value >= threshold
 
-    def evaluated(state: State) -> State:
-        if state.evaluator != monitored.label:
-            return state
-        memory = state.algorithm_state[name]
-        return state.remember(name, FrozenDict({**memory, "stop": is_reached(monitored.value(state))}))
+    def compare(state: State, memory: Memory, value: float) -> Memory:
+        return {"stop": is_reached(value)}
+
+    def stop(state: State) -> State:
+        return state.replace(stop=True)
 
     def note(state: State) -> State:
         memory = state.algorithm_state[name]
         value = monitored.loss(state).detach().to(memory["value"])
         return state.remember(name, FrozenDict({**memory, "value": value}))
 
-    def stop(state: State) -> State:
-        memory = state.algorithm_state[name]
-        if not (is_reached(float(memory["value"])) if monitored.of_training else memory["stop"]):
+    def compare_batch(state: State) -> State:
+        if not is_reached(float(state.algorithm_state[name]["value"])):
             return state
-        unset = FrozenDict(value=torch.full_like(memory["value"], torch.nan), stop=False)
-        return state.remember(name, unset).replace(stop=True)
+        return stop(state.remember(name, start(state)))
 
-    observed = {Event.BATCH_END: note} if monitored.of_training else {Event.EVAL_END: evaluated}
-    return Algorithm(name, {**observed, BOUNDARIES: stop}, init=start, bind=monitored.bind)
+    if not monitored.of_training:
+        return watcher(name, monitored, start, compare, "stop", stop)
+    return Algorithm(name, {Event.BATCH_END: note, BOUNDARIES: compare_batch}, init=start, bind=monitored.bind)

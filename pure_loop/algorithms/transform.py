@@ -8,14 +8,15 @@ training resumes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from pure_loop._internal.launchers import rank
+from pure_loop._internal.processes import rank
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._parts import by_part
+from pure_loop.algorithms._batches import by_part
 from pure_loop.errors import ArgumentTypeError, DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
@@ -30,7 +31,7 @@ EXPECTED_FAILURES = dict.fromkeys(["rank_agreement", "world_size"], "each rank d
 
 @checked
 def transform(
-    function: Callable[[Any], Any],
+    function: Callable[[Batch], Batch],
     per_sample: bool = True,
     *,
     whole_batch: bool = False,

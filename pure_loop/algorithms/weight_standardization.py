@@ -7,7 +7,8 @@ With the filter ``w`` of one output channel::
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from collections.abc import Callable
+from typing import Annotated, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -71,13 +72,13 @@ _CLASSES: dict[type[nn.Module], type[_Standardized]] = {
     nn.Conv3d: StandardizedConv3d,
 }
 _PLAIN: dict[type[nn.Module], type[nn.Module]] = {cls: plain for plain, cls in _CLASSES.items()}
-_CONVOLVE: dict[int, Any] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+_CONVOLVE: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
 
 def _convolved(layer: nn.Conv2d, features: Tensor, weight: Tensor) -> Tensor:
     """The convolution of a layer with another weight."""
     convolve = _CONVOLVE[weight.ndim - 2]
-    padding: Any = layer.padding
+    padding: str | tuple[int, ...] = layer.padding
     if layer.padding_mode != "zeros":
         pads: list[int] = []
         for number in reversed(range(weight.ndim - 2)):
@@ -85,10 +86,9 @@ def _convolved(layer: nn.Conv2d, features: Tensor, weight: Tensor) -> Tensor:
                 total = layer.dilation[number] * (layer.kernel_size[number] - 1)
                 pads += [total // 2, total - total // 2]
             else:
-                pads += [0 if padding == "valid" else padding[number]] * 2
-        features, padding = functional.pad(features, pads, mode=layer.padding_mode), 0
-    result: Tensor = convolve(features, weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
-    return result
+                pads += [0 if isinstance(padding, str) else padding[number]] * 2
+        features, padding = functional.pad(features, pads, mode=layer.padding_mode), (0,) * (weight.ndim - 2)
+    return convolve(features, weight, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
 
 
 @checked

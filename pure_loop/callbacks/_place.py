@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from pure_loop._internal.arguments import check_flag
-from pure_loop._internal.occupied import refuse_other_run
-from pure_loop._internal.patterns import Fields, Pattern
+from pure_loop._internal.names import Fields, Pattern
+from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop.callback import Run
 from pure_loop.checkpoint.storage import join, storage_of
 from pure_loop.state import State

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.patterns import Fields, Pattern
+from pure_loop._internal.names import Fields, Pattern
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._scored import Scored

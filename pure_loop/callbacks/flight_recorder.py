@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pure_loop._internal.closing import Closing
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.occupied import refuse_other_run
-from pure_loop._internal.owned_files import naming, release, reserve
+from pure_loop._internal.owned_files import naming, refuse_other_run, release, reserve
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import LoggerGroup, Run
 from pure_loop.callbacks._intervals import is_due, read_interval

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loop import gradients as _gradients
-from pure_loop._internal.cloning import clone_all
-from pure_loop._internal.tree_ops import are_sharded, local_tensor, map_local, sum_over_shards
+from pure_loop._internal.tree_ops import are_sharded, clone_all, local_tensor, map_local, sum_over_shards
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.callbacks._intervals import measures_batch, read_interval

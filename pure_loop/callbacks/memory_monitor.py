@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._intervals import is_due, read_interval

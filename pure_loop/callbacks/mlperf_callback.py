@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
+from pure_loop._internal.names import Pattern
 from pure_loop._internal.owned_files import naming
-from pure_loop._internal.patterns import Pattern
 from pure_loop.algorithms._monitored import Monitored
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import attrs
 import torch
 
-from pure_loop._internal.arguments import check_number, is_number, refusal
-from pure_loop._internal.signatures import accepts
+from pure_loop._internal.arguments import accepts, check_number, is_number, refusal
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import torch
 
-from pure_loop._internal.extras import require
-from pure_loop._internal.forks import in_child
+from pure_loop._internal.lazy import require
+from pure_loop._internal.processes import in_child
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.errors import ArgumentError
 from pure_loop.ranges import Duration, Setting, checked

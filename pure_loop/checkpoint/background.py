@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from pure_loop._internal.forks import in_child
+from pure_loop._internal.processes import in_child
 
 __all__ = ["Background"]
 

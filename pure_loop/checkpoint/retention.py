@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from pure_loop._internal.patterns import FIELDS, Fields, Pattern
+from pure_loop._internal.names import FIELDS, Fields, Pattern
 from pure_loop.errors import ArgumentError
 from pure_loop.time import Timestamp
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from pure_loop._internal.logs import get_logger
-from pure_loop._internal.occupied import refuse_other_run
-from pure_loop._internal.patterns import Fields, Pattern
-from pure_loop._internal.seldom import Seldom
+from pure_loop._internal.logs import Seldom, get_logger
+from pure_loop._internal.names import Fields, Pattern
+from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop.callback import Run
 from pure_loop.checkpoint.files import SHARDED, SUFFIX
 from pure_loop.checkpoint.finding import Found, found_at, verified

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import attrs
 
-from pure_loop._internal.signatures import accepts, name_of
+from pure_loop._internal.arguments import accepts, name_of
 from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.cloning import clone_all
+from pure_loop._internal.tree_ops import clone_all
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import SeedContext, draw_all
 from pure_loop.compile.graph import Ended, Graph, Leaf, PerBatch, Program, Traced, at, make_graph

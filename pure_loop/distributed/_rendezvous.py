@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, whatever the stub says
 from torch.distributed import distributed_c10d as c10d
 
-from pure_loop._internal.launchers import world
+from pure_loop._internal.processes import world
 from pure_loop._internal.torch_private import default_store
 from pure_loop.errors import DistributedError
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from pure_loop._internal.launchers import launched, world
+from pure_loop._internal.processes import launched, world
 from pure_loop.distributed.multi_rank import MultiRankEngine
 from pure_loop.distributed.parallel import Parallel, rank, world_size
 from pure_loop.distributed.ranks import Ranks

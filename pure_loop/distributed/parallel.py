@@ -11,7 +11,7 @@ import attrs
 from torch import nn
 
 from pure_loop._internal.arguments import as_float, check_callable, check_choice, check_number, is_number
-from pure_loop._internal.launchers import launched, rank, torch_distributed, world, world_size
+from pure_loop._internal.processes import launched, rank, torch_distributed, world, world_size
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time, TimeUnit
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pure_loop._internal.forks import here
+from pure_loop._internal.processes import here
 from pure_loop._internal.torch_private import broadcast_coalesced
 from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
 from pure_loop.errors import DistributedError

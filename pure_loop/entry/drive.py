@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable
 from typing import Any, Literal
 
+from pure_loop._internal.arguments import name_of
 from pure_loop._internal.closing import closing
-from pure_loop._internal.signatures import name_of
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
 from pure_loop.distributed.parallel import Parallel

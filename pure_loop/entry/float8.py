@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop.algorithm import Algorithm
 from pure_loop.errors import ArgumentError, ModelError
 from pure_loop.event import Event

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from pure_loop._internal.patterns import Pattern
+from pure_loop._internal.names import Pattern
 from pure_loop.callback import Callback, CallbackLike
 from pure_loop.entry.settings import listed_callbacks
 from pure_loop.entry.start import can_resume_from

@@ -19,17 +19,18 @@ from torch import Tensor, nn
 
 from pure_loop import optim
 from pure_loop._internal.arguments import (
+    accepts,
     check_callable,
     check_choice,
     check_flag,
     check_integer,
     is_number,
     is_path,
+    name_of,
     positive_or_none,
     refusal,
 )
 from pure_loop._internal.names import check_run_name
-from pure_loop._internal.signatures import accepts, name_of
 from pure_loop.algorithm import Algorithm, flatten
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop._internal.torch_private import map_pytree
 from pure_loop.data.batch import describe
 from pure_loop.errors import ExportError

@@ -2,7 +2,7 @@
 
 A logger overrides the ``log_*`` methods that its destination has. Values may be tensors on a device: a logger keeps
 them and reads many at once, late, as ``_destination.py`` does for those that write files or send. A package that a
-destination needs is an extra, imported when the logger is constructed (``_internal/extras.py``).
+destination needs is an extra, imported when the logger is constructed (``_internal/lazy.py``).
 
 May import ``progress`` and what is below. Begin with ``in_memory.py``; ``make new-logger NAME=...`` writes the
 skeletons of a module and its test, and lists it here.

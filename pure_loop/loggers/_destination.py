@@ -14,8 +14,8 @@ from torch import Tensor
 from pure_loop._internal.arguments import check_file_name, check_flag
 from pure_loop._internal.closing import Closing, call_all
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.occupied import refuse_other_run
-from pure_loop._internal.patterns import Fields, Pattern
+from pure_loop._internal.names import Fields, Pattern
+from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Progress, Run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_file_name
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop._internal.owned_files import naming
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop.callback import Logger

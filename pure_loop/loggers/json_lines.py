@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pure_loop._internal.names import check_recorded_run_name
+from pure_loop._internal.names import Pattern, check_recorded_run_name
 from pure_loop._internal.owned_files import release, reserve
-from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment

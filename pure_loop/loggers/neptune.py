@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.loggers._destination import Names

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pure_loop._internal.arguments import check_file_name, check_flag, is_path
-from pure_loop._internal.forks import in_child
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.occupied import refuse_other_run
-from pure_loop._internal.patterns import Fields, Pattern
+from pure_loop._internal.names import Fields, Pattern
+from pure_loop._internal.owned_files import refuse_other_run
+from pure_loop._internal.processes import in_child
 from pure_loop._text import without_secrets
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Run

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.patterns import Pattern
+from pure_loop._internal.names import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError
 from pure_loop.loggers._destination import Destination, Names

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pure_loop._internal.closing import Closing
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
+from pure_loop._internal.names import Pattern
 from pure_loop._internal.owned_files import naming
-from pure_loop._internal.patterns import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.loggers._destination import Destination, Names
 from pure_loop.loggers._entry import Entry, Moment

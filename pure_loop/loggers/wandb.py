@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from pure_loop._internal.extras import require
-from pure_loop._internal.patterns import Pattern
+from pure_loop._internal.lazy import require
+from pure_loop._internal.names import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.loggers._destination import Destination, Names

@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 
 from pure_loop._internal.closing import call_all
-from pure_loop._internal.forks import generation, here
+from pure_loop._internal.processes import generation, here
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Observer, refuse_return

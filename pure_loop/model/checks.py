@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from pure_loop._internal.shapes_only import shapes_only
+from pure_loop._internal.devices import shapes_only
 from pure_loop._internal.torch_private import has_gradient_hooks
 from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError

@@ -9,7 +9,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from pure_loop._internal.cloning import clone_all, in_transform
+from pure_loop._internal.tree_ops import clone_all, in_transform
 from pure_loop.errors import ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, alterations, places_of, put_slots, slot_of

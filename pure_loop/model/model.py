@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.signatures import name_of
+from pure_loop._internal.arguments import name_of
 from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.frozendict import FrozenDict

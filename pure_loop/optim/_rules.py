@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.cloning import clone_all
+from pure_loop._internal.tree_ops import clone_all
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.kernels import are_alike, check_state, in_order, laid_out, run_in_place, zeros_like

@@ -27,11 +27,9 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.arguments import check_number
-from pure_loop._internal.cloning import clone_all
+from pure_loop._internal.arguments import check_number, is_scheduler, refuse_no_schedule
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
-from pure_loop._internal.tree_ops import is_sharded
+from pure_loop._internal.tree_ops import clone_all, is_sharded
 from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict

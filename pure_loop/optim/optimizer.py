@@ -15,9 +15,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.arguments import check_number, is_number
+from pure_loop._internal.arguments import check_number, is_number, is_scheduler, name_of, refuse_no_schedule
 from pure_loop._internal.reprs import call
-from pure_loop._internal.signatures import is_scheduler, name_of, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.random.guards import runs_users_code

@@ -22,7 +22,7 @@ from pure_loop.time import Time, TimeUnit
 __all__ = ["EvaluatorPlan", "Plan", "expected", "expected_evaluate", "expected_predict"]
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def _sizes(value: object) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ArgumentTypeError(f"batches={value!r}: write the samples of each batch, such as batches=(4, 4, 2)")
     return tuple(value)
@@ -37,7 +37,7 @@ def _time_or_none(value: str | int | Time | None) -> Time | None:
 
 
 def _at_least(minimum: int) -> Any:
-    def validate(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    def validate(instance: object, attribute: attrs.Attribute[object], value: object) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if not is_integer(number):
                 raise ArgumentTypeError(f"{attribute.name}={value!r}: {number!r} is not an int")

@@ -17,9 +17,10 @@ from pure_loop._internal.arguments import (
     check_number,
     check_text,
     is_integer,
+    is_scheduler,
     refusal,
+    refuse_no_schedule,
 )
-from pure_loop._internal.signatures import is_scheduler, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.lens import BatchKey, Lens
 from pure_loop.ranges.strengths import Scheduled

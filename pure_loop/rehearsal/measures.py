@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import Batch
-from pure_loop._internal.sizes import bytes_of
+from pure_loop._internal.tree_ops import bytes_of
 from pure_loop.data.batch import tensors_in
 from pure_loop.entry.assembly import Assembly
 from pure_loop.optim import Optimizer

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag, check_integer
+from pure_loop._internal.devices import shapes_only
 from pure_loop._internal.pytree import Batch
-from pure_loop._internal.shapes_only import shapes_only
-from pure_loop._internal.sizes import bytes_of, in_bytes
+from pure_loop._internal.reprs import in_bytes
 from pure_loop._internal.suggestions import arguments_of_call
+from pure_loop._internal.tree_ops import bytes_of
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.distributed.parallel import Parallel, read_parallel

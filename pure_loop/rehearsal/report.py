@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 import attrs
 
-from pure_loop._internal.reprs import table
-from pure_loop._internal.shapes_only import needs_numbers
-from pure_loop._internal.sizes import in_bytes
+from pure_loop._internal.devices import needs_numbers
+from pure_loop._internal.reprs import in_bytes, table
 from pure_loop.entry.layers import LayerTable
 from pure_loop.errors import ImpurityError
 

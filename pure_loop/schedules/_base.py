@@ -16,8 +16,8 @@ from typing import Annotated, Protocol, TypeVar, cast
 
 import attrs
 
+from pure_loop._internal.arguments import name_of, refuse_no_schedule
 from pure_loop._internal.reprs import call, changed_fields
-from pure_loop._internal.signatures import name_of, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import Duration, Number, checked
 from pure_loop.schedules._time import End

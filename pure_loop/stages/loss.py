@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pure_loop._internal.devices import shapes_only
 from pure_loop._internal.pytree import Batch
-from pure_loop._internal.shapes_only import shapes_only
 from pure_loop._internal.weights import WEIGHTS_ARE, counted_loss, is_number, read_weight
 from pure_loop.data.batch import map_tensors
 from pure_loop.errors import DataError, LossError

@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import shared_cache
 
-from pure_loop._internal.cloning import clone_all
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import storage_goes_back, storage_uses, tensor_uses, transforms
-from pure_loop._internal.tree_ops import are_sharded, local_tensor
+from pure_loop._internal.tree_ops import are_sharded, clone_all, local_tensor
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict, Overwritten
 from pure_loop.model.leaves import are_marked

@@ -11,10 +11,9 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import any_optimizer_hook, code_around_operations
-from pure_loop._internal.tree_ops import map_local
+from pure_loop._internal.tree_ops import map_local, unaliased
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import optree
 from torch import Tensor
 
-from pure_loop._internal.cloning import unaliased
 from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop._internal.tree_ops import unaliased
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.stages.ownership import Ownership, are_torchs, has_tensors, overwritten_by
 from pure_loop.state import State, lend, raw_opt_state, raw_params, with_fields

@@ -20,7 +20,7 @@ def check_range(where: str, low: str, least: float | None, high: str, most: floa
         raise ArgumentError(f"{where}: {low}={least!r} is more than {high}={most!r}; nothing lies between them.")
 
 
-def check_choices(where: str, name: str, value: Any, known: Collection[T]) -> tuple[T, ...]:
+def check_choices(where: str, name: str, value: object, known: Collection[T]) -> tuple[T, ...]:
     """What was chosen, as it stands in ``known``, in the order given; what comes twice is drawn twice as often."""
     listed = ", ".join(map(_shown, known))
     if isinstance(value, str) or not isinstance(value, Iterable):
@@ -37,7 +37,7 @@ def check_choices(where: str, name: str, value: Any, known: Collection[T]) -> tu
     return tuple(chosen)
 
 
-def check_strategy(where: str, name: str, value: Any, example: str) -> st.SearchStrategy[Any]:
+def check_strategy(where: str, name: str, value: object, example: str) -> st.SearchStrategy[Any]:
     """``value``, if it is a strategy."""
     if isinstance(value, st.SearchStrategy):
         return value

@@ -66,7 +66,7 @@ def _batches(draw: st.DrawFn, least: int, most: int, dtypes: Sequence[torch.dtyp
         shape = (samples, *draw(st.lists(st.integers(1, 3), max_size=2)))
         return _filled(shape, draw(st.sampled_from(dtypes)), draw(st.integers(0, 99)))
 
-    def container(kind: str, depth: int, first: Callable[[], Any]) -> Any:
+    def container(kind: str, depth: int, first: Callable[[], object]) -> Any:
         more = draw(st.sampled_from((1, 2, 0)))
         return _CONTAINERS[kind]([first(), *(node(depth) for _ in range(more))])
 

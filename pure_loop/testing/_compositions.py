@@ -30,7 +30,7 @@ T = TypeVar("T")
 _DURATIONS = tuple(f"{count}{unit}" for unit in ("ba", "ep") for count in (1, 2, 3))
 
 
-def built(factory: Callable[..., T], **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[T]:
+def built(factory: Callable[..., T], **fixed: st.SearchStrategy[object]) -> st.SearchStrategy[T]:
     """What a factory makes of drawn settings.
 
     Drawn are those that it needs, those with typical values, of those that exclude one another one, and now and then
@@ -52,7 +52,7 @@ def built(factory: Callable[..., T], **fixed: st.SearchStrategy[Any]) -> st.Sear
     always = [setting for setting in common if setting.required or setting.range.typical is not None]
 
     @functools.wraps(factory)
-    def made(**arguments: Any) -> T:
+    def made(**arguments: object) -> T:
         try:
             return factory(**arguments)
         except ArgumentError:
@@ -75,7 +75,7 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
     return st.sampled_from(declared.typical or tuple(_all(declared)))
 
 
-def _all(declared: Any) -> Iterator[Any]:
+def _all(declared: object) -> Iterator[Any]:
     if isinstance(declared, Flag):
         yield from (False, True)
     elif isinstance(declared, OneOf):

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import attrs
 from hypothesis import strategies as st
@@ -230,7 +229,7 @@ def _stop(samples: int, tokens: bool, seconds: bool) -> st.SearchStrategy[Time |
 
 @functools.cache
 def _intervals(units: tuple[TimeUnit, ...], samples: int) -> st.SearchStrategy[Time]:
-    numbers: dict[TimeUnit, st.SearchStrategy[Any]] = {
+    numbers: dict[TimeUnit, st.SearchStrategy[object]] = {
         EPOCH: st.sampled_from((1, 2, 0)),
         BATCH: st.integers(1, 4),
         SAMPLE: st.integers(1, 2 * samples),

@@ -61,7 +61,7 @@ def problems(
     return _drawn_from(result)
 
 
-def _chosen(where: str, name: str, value: Any) -> tuple[Problem, ...]:
+def _chosen(where: str, name: str, value: object) -> tuple[Problem, ...]:
     if value is not None and not isinstance(value, Problem | Iterable):
         raise ArgumentTypeError(f"{where}: {name}={value!r}: pass names such as ['linear'], or a testing.Problem(...).")
     return as_problems(PROBLEMS if value is None else value)
@@ -126,7 +126,7 @@ def cases(
     return _cases(plans, problems, settings)
 
 
-def _listed(name: str, value: Any, example: str) -> Sequence[Any]:
+def _listed(name: str, value: object, example: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise ArgumentTypeError(f"cases: {name} is a list, got {value!r}; write cases({name}={example}).")
     if not value:
@@ -218,7 +218,7 @@ def _states(
     assume(positions)
     composition = draw(all_algorithms(problem=case.problem) if algorithms is None else algorithms)
     position = positions[draw(st.integers(0, len(positions) - 1))]
-    running: list[Any] = [] if composition == compose() else [composition]
+    running: list[object] = [] if composition == compose() else [composition]
     # A State has no repr that makes it again; a failure shows this call, which does.
     state: State = draw(st.builds(state_at, *map(st.just, [case, position, *running])))
     return state

@@ -55,7 +55,7 @@ def _bound(name: str, value: Any) -> float:
 
 
 def _times(unit: TimeUnit, low: float, high: float | None) -> st.SearchStrategy[Time]:
-    numbers: st.SearchStrategy[Any]
+    numbers: st.SearchStrategy[object]
     if unit is TimeUnit.DURATION and high is None:
         high = max(1.0, low)
     if unit in (TimeUnit.DURATION, TimeUnit.SECOND):

@@ -29,16 +29,16 @@ __all__ = ["BY_TYPE"]
 Drawn: TypeAlias = "st.SearchStrategy[Any]"
 
 
-def _algorithms(requested: Any) -> Drawn:
+def _algorithms(requested: object) -> Drawn:
     return strategies.algorithms(min_size=1, max_size=1).map(lambda composition: composition.members[0])
 
 
-def _evaluator_plans(requested: Any) -> Drawn:
+def _evaluator_plans(requested: object) -> Drawn:
     plans = strategies.plans(min_evaluators=1, max_evaluators=1)
     return plans.map(lambda plan: next(iter(plan.evaluators.values())))
 
 
-def _frozen_dicts(requested: Any) -> Drawn:
+def _frozen_dicts(requested: object) -> Drawn:
     """Names of parameters to tensors, as a State has them; or what ``FrozenDict[K, V]`` says."""
     keys, values = get_args(requested) or (str, Tensor)
     names = st.sampled_from(("weight", "bias", "head.weight", "head.bias"))
@@ -51,7 +51,7 @@ def _frozen_dicts(requested: Any) -> Drawn:
     return st.builds(FrozenDict, items)
 
 
-def _evaluators(requested: Any) -> Drawn:
+def _evaluators(requested: object) -> Drawn:
     sizes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
     return st.builds(
         Evaluator,
@@ -62,7 +62,7 @@ def _evaluators(requested: Any) -> Drawn:
     )
 
 
-def _optimizers(requested: Any) -> Drawn:
+def _optimizers(requested: object) -> Drawn:
     rates = st.floats(0.001, 0.5) | st.just(schedules.linear(0.05, 0.01, "12ba"))
     return st.builds(optim.sgd, lr=rates, momentum=st.sampled_from((0.0, 0.9))) | st.builds(optim.adamw, lr=rates)
 
@@ -75,7 +75,7 @@ def _tokens(batch: Any) -> int:
     return int(batch[1].numel())
 
 
-def _tasks(requested: Any) -> Drawn:
+def _tasks(requested: object) -> Drawn:
     tokens = st.just(_tokens)
     return st.builds(Task, loss=st.just(_cross_entropy)) | st.builds(
         Task, loss=st.just(_cross_entropy), tokens=tokens, weight=tokens
@@ -87,7 +87,7 @@ def _absolute(outputs: Any, batch: Any) -> Tensor:
     return size
 
 
-def _metrics(requested: Any) -> Drawn:
+def _metrics(requested: object) -> Drawn:
     mean = st.builds(metrics.mean, st.just(_absolute), st.just("size"))
     return st.builds(metrics.loss) | mean | st.builds(metrics.accuracy)
 

@@ -79,7 +79,7 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {"sgd": _sgd, "adamw": _adamw}
 class _Unsized:
     """Batches in an iterable without a length."""
 
-    def __init__(self, batches: Sequence[Any]) -> None:
+    def __init__(self, batches: Sequence[object]) -> None:
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -218,7 +218,7 @@ class Case:
         *,
         fit: Fit = library_fit,
         start: State | nn.Module | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> Pairs:
         """All pairs of :meth:`stream`, as a list."""
         return list(self.stream(algorithms, fit=fit, start=start, **overrides))

@@ -178,7 +178,7 @@ def _reasons(argument: str, value: Mapping[str, str] | None, known: set[str]) ->
 
 
 def check_algorithm(
-    make_algorithm: Any,
+    make_algorithm: object,
     *,
     fit: Fit = library_fit,
     problems: Problems = None,
@@ -244,7 +244,7 @@ def check_loop(
     return Trial(subject, OF_LOOPS, UNAVAILABLE, fit, expected_failures, skip, max_examples).report()
 
 
-def not_none(make_algorithm: Any) -> Any:
+def not_none(make_algorithm: object) -> Any:
     """The argument; None is refused.
 
     Raises:
@@ -258,7 +258,7 @@ def not_none(make_algorithm: Any) -> Any:
 
 
 def check_callback(
-    make_callback: Any,
+    make_callback: object,
     *,
     problems: Problems = None,
     plans: SearchStrategy[Plan] | None = None,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.bits import same
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
@@ -37,7 +37,7 @@ _MISSING = "(no such leaf)"
 Leaves: TypeAlias = dict[tuple[Any, ...], Any]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in one line: a tensor by its first numbers, dtype and shape.
 
     >>> import torch
@@ -90,7 +90,7 @@ class Difference:
         return f"{self.leaf} is {value}, and should be {wanted}"
 
 
-def is_wall_clock(path: tuple[Any, ...]) -> bool:
+def is_wall_clock(path: tuple[object, ...]) -> bool:
     """Whether the leaf of a State at this path says what a clock said, which no two runs have in common.
 
     >>> is_wall_clock(("timestamp", "total_seconds")), is_wall_clock(("algorithm_state", "mine", "total_seconds"))
@@ -99,12 +99,12 @@ def is_wall_clock(path: tuple[Any, ...]) -> bool:
     return len(path) > 1 and path[0] in _TIMESTAMPS and path[-1] in _WALL_CLOCK
 
 
-def _leaves(tree: Any) -> Leaves:
+def _leaves(tree: PyTree) -> Leaves:
     paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, values, strict=True))
 
 
-def _code(tree: Any, path: tuple[Any, ...], name: str) -> str:
+def _code(tree: PyTree, path: tuple[Any, ...], name: str) -> str:
     """Where a leaf is, as code that reads it."""
     for result, accessor in zip(
         optree.tree_paths(tree, namespace=NAMESPACE, none_is_leaf=True),
@@ -117,7 +117,7 @@ def _code(tree: Any, path: tuple[Any, ...], name: str) -> str:
 
 
 def differences(
-    argument: Any, wanted: Any, *, name: str = "state", without: frozenset[str] = frozenset()
+    argument: object, wanted: object, *, name: str = "state", without: frozenset[str] = frozenset()
 ) -> list[Difference]:
     """The leaves in which two States, or other trees, are not equal; wall-clock times don't count.
 
@@ -137,7 +137,7 @@ def differences(
     return list(_differences(argument, wanted, name, without))
 
 
-def _differences(value: Any, wanted: Any, name: str, without: frozenset[str]) -> Iterator[Difference]:
+def _differences(value: object, wanted: object, name: str, without: frozenset[str]) -> Iterator[Difference]:
     one, other = _leaves(value), _leaves(wanted)
     for path in dict.fromkeys([*one, *other]):
         if path and (path[0] in without or is_wall_clock(path)):
@@ -147,7 +147,7 @@ def _differences(value: Any, wanted: Any, name: str, without: frozenset[str]) ->
             yield Difference(_code(value if path in one else wanted, path, name), a, b)
 
 
-def close(value: Any, wanted: Any, *, tolerance: float, name: str = "state") -> Difference | None:
+def close(value: object, wanted: object, *, tolerance: float, name: str = "state") -> Difference | None:
     """The first leaf in which two trees differ by more than rounding.
 
     Args:
@@ -167,13 +167,13 @@ def close(value: Any, wanted: Any, *, tolerance: float, name: str = "state") -> 
     return None
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: object) -> Any:
     """A leaf that can be written to in place, by value."""
     return copy.deepcopy(leaf) if isinstance(leaf, set | bytearray) or hasattr(leaf, "__array__") else leaf
 
 
 def _values(state: State) -> list[Any]:
-    tree: Any = state
+    tree: PyTree = state
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
@@ -270,25 +270,25 @@ class Snapshot:
         return None
 
     def _name(self, index: int) -> str:
-        tree: Any = self.state
+        tree: PyTree = self.state
         return optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
 
 
 def copied(state: State) -> State:
     """A State with copies of all tensors, which keeps none of its own."""
-    tree: Any = state
-    result: Any = optree.tree_map(
+    tree: PyTree = state
+    copies = optree.tree_map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
     )
-    return result  # type: ignore[no-any-return]
+    return cast("State", copies)
 
 
 def _without_tensors(state: State) -> State:
     """A State with the same leaves by name, in which one without numbers stands for each tensor."""
-    tree: Any = state
+    tree: PyTree = state
     absent = torch.empty((), device="meta")
-    result: Any = optree.tree_map(lambda leaf: absent if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE)
-    return result  # type: ignore[no-any-return]
+    result = optree.tree_map(lambda leaf: absent if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE)
+    return cast("State", result)
 
 
 class Keeper:
@@ -321,7 +321,7 @@ class Keeper:
         """The first State that has a tensor which is not what it was, and the leaf."""
         for leaf, value, state, index in self._tensors.values():
             if not same(leaf, value):
-                tree: Any = state
+                tree: PyTree = state
                 name = optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
                 return state, Difference(name, leaf, value)
         return None

@@ -62,12 +62,12 @@ class Law:
 
     def __call__(
         self,
-        subject: Any = None,
-        case: Any = None,
+        subject: object = None,
+        case: object = None,
         *,
         fit: Fit = library_fit,
         problems: Problems = None,
-        cases: SearchStrategy[Any] | None = None,
+        cases: SearchStrategy[object] | None = None,
         max_examples: int = EXAMPLES,
     ) -> None:
         """Try the law.
@@ -109,7 +109,7 @@ class Law:
             raise ArgumentError(f"{self.name}: {drawn}.")
         try_examples(self, result, drawn, fit=fit, max_examples=max_examples)
 
-    def _serves(self, case: Any) -> bool:
+    def _serves(self, case: object) -> bool:
         return not isinstance(case, Case) or self.serves(case.problem)
 
     def cases(
@@ -134,7 +134,7 @@ class Law:
         short = all_plans(max_batches=6, max_batches_per_epoch=3, max_samples=5) if plans is None else plans
         return cases(problems=served, plans=short)
 
-    def on(self, subject: Subject, case: Any, fit: Fit = library_fit) -> None:
+    def on(self, subject: Subject, case: object, fit: Fit = library_fit) -> None:
         """Try it on one case; a violation gets the law, the case and code that reproduces it."""
         try:
             with unchanged():
@@ -147,7 +147,7 @@ class Law:
                 raise
             raise self._completed(broken_off([], error), subject, case, fit) from error
 
-    def _completed(self, violation: LawViolation, subject: Subject, case: Any, fit: Fit) -> LawViolation:
+    def _completed(self, violation: LawViolation, subject: Subject, case: object, fit: Fit) -> LawViolation:
         """The violation, with the law, the case and code that reproduces it."""
         violation.law, violation.statement, violation.case = self.name, self.statement, case
         violation.code = subject.reproduction(self._code(), case, standard=fit is library_fit)
@@ -199,7 +199,7 @@ def law(
 def try_examples(
     law: Law,
     subject: Subject,
-    cases: SearchStrategy[Any],
+    cases: SearchStrategy[object],
     *,
     fit: Fit = library_fit,
     max_examples: int = EXAMPLES,
@@ -233,7 +233,7 @@ def try_examples(
         suppress_health_check=list(HealthCheck),
     )
     @hypothesis.given(cases)
-    def holds(case: Any) -> None:
+    def holds(case: object) -> None:
         nonlocal tried, found_after, last
         tried += 1
         try:

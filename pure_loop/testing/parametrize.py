@@ -26,7 +26,7 @@ __all__ = ["parametrize_with_checks"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _by_name(argument: Any, names: list[str]) -> list[Mapping[str, str] | None]:
+def _by_name(argument: object, names: list[str]) -> list[Mapping[str, str] | None]:
     """Expected failures of each algorithm; an empty list if they are not listed by algorithm."""
     if not isinstance(argument, Mapping) or not any(isinstance(value, Mapping) for value in argument.values()):
         return []
@@ -39,7 +39,7 @@ def _by_name(argument: Any, names: list[str]) -> list[Mapping[str, str] | None]:
 class _Check:
     """One law for one algorithm, as a function: the ``check`` that :func:`parametrize_with_checks` passes to a test."""
 
-    def __init__(self, value: Any, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
+    def __init__(self, value: object, trial: Trial, name: str, together: tuple[Trial, ...]) -> None:
         self._algorithm = value
         self._trial = trial
         self._together = together

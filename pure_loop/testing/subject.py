@@ -71,10 +71,10 @@ class Subject(ABC):
 
     @classmethod
     @abstractmethod
-    def made_of(cls, value: Any) -> Subject:
+    def made_of(cls, value: object) -> Subject:
         """The subject for the first argument of a law, which may be a subject already."""
 
-    def reproduction(self, law: str, case: Any, *, standard: bool) -> str:
+    def reproduction(self, law: str, case: object, *, standard: bool) -> str:
         """Code that tries a law on this subject and one case; with ``standard=False`` it passes ``fit=fit``."""
         arguments = [self.called, "case", *(() if standard else ("fit=fit",))]
         return "\n".join(
@@ -128,7 +128,7 @@ class AlgorithmSubject(Subject):
     kind = "algorithm"
     laws = "testing.laws"
 
-    def __init__(self, value: Any, problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> None:
+    def __init__(self, value: object, problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> None:
         self.make = _maker(value)
         with unchanged():
             result = self.make()
@@ -142,7 +142,7 @@ class AlgorithmSubject(Subject):
         )
 
     @classmethod
-    def made_of(cls, value: Any) -> AlgorithmSubject:
+    def made_of(cls, value: object) -> AlgorithmSubject:
         return value if isinstance(value, cls) else cls(value)
 
     def alone(self, case: Case, fit: Fit) -> Pairs:
@@ -155,7 +155,7 @@ class AlgorithmSubject(Subject):
         return self.runs[key]
 
 
-def _maker(value: Any) -> Callable[[], tuple[Algorithm, ...]]:
+def _maker(value: object) -> Callable[[], tuple[Algorithm, ...]]:
     if value is None:
         return lambda: ()
     if isinstance(value, Algorithm | Composition):
@@ -200,7 +200,7 @@ def _maker(value: Any) -> Callable[[], tuple[Algorithm, ...]]:
     return make
 
 
-def fresh_copies(algorithm: Any) -> Callable[[], Any]:
+def fresh_copies(algorithm: object) -> Callable[[], Any]:
     """A function that makes copies of an algorithm as it is now, closures included.
 
     Raises:
@@ -225,7 +225,7 @@ def fresh_copies(algorithm: Any) -> Callable[[], Any]:
     return lambda: cloudpickle.loads(data)
 
 
-def imported(value: Any) -> tuple[str, str] | None:
+def imported(value: object) -> tuple[str, str] | None:
     """The import statement of a function or a class, and the expression for it; None if it can't be imported.
 
     >>> imported(fresh_copies)
@@ -238,7 +238,7 @@ def imported(value: Any) -> tuple[str, str] | None:
     return None
 
 
-def assigned(name: str, value: Any) -> str:
+def assigned(name: str, value: object) -> str:
     """Code that assigns the checked object to a name; ``...``, to be filled in, if it can't be imported."""
     result = imported(value)
     return f"{name} = ...  # the object that was checked" if result is None else f"{result[0]}\n\n{name} = {result[1]}"

@@ -154,7 +154,7 @@ def ablate(
     return Ablation(metric, str(time), first, everything, without, nothing)
 
 
-def _members(algorithms: Any) -> dict[str, Algorithm]:
+def _members(algorithms: object) -> dict[str, Algorithm]:
     """Algorithms by their names, in their order.
 
     Raises:

@@ -54,8 +54,8 @@ class Divergence:
     by: str
     leaf: str
     leaves: tuple[str, ...]
-    a: Any
-    b: Any
+    a: object
+    b: object
     norm: float | None
     operation: str | None = None
 
@@ -76,7 +76,7 @@ class Divergence:
     __repr__ = __str__
 
 
-def _first_place(a: Any, b: Any) -> tuple[int, Any, Any] | None:
+def _first_place(a: object, b: object) -> tuple[int, object, object] | None:
     """Where two tensors of one shape differ first, and the numbers there."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
         return None
@@ -85,7 +85,7 @@ def _first_place(a: Any, b: Any) -> tuple[int, Any, Any] | None:
     return index, one[index].item(), other[index].item()
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
@@ -118,7 +118,7 @@ def _where(step: Step | None) -> str:
 
 def first_difference(a: Step, b: Step, tolerance: float) -> Divergence | None:
     one, other = leaves_of(a.state), leaves_of(b.state)
-    absent: Any = None
+    absent: object = None
     leaves = [
         leaf
         for leaf in dict.fromkeys([*one, *other])
@@ -154,7 +154,7 @@ class _Run:
 
     flight: Flight
     model: nn.Module
-    make: Any
+    make: Callable[[State], object]
 
     def state(self, batch: int) -> State:
         return load(self.flight.path(batch), model=self.model)
@@ -165,7 +165,7 @@ class _Run:
             ArgumentTypeError: what ``make`` returns is no stream.
             ArgumentError: it is not one of the State.
         """
-        stream: Any = self.make(self.state(batch))
+        stream = self.make(self.state(batch))
         if not isinstance(stream, Stream):
             raise ArgumentTypeError(
                 f"diff: make(state) of {self.flight.folder} returned a {type(stream).__name__}: return a stream, "
@@ -179,7 +179,7 @@ class _Run:
         return stream
 
 
-def diff_recorded(a: Any, b: Any, *, tolerance: float, operations: bool) -> Divergence | None:
+def diff_recorded(a: object, b: object, *, tolerance: float, operations: bool) -> Divergence | None:
     """:func:`pure_loop.diff` of two recorded runs."""
     one, other = (_read(name, item) for name, item in (("a", a), ("b", b)))
     common = sorted(one.flight.kept.keys() & other.flight.kept.keys())
@@ -208,7 +208,7 @@ def diff_recorded(a: Any, b: Any, *, tolerance: float, operations: bool) -> Dive
     return diff_streams(one.stream(equal), other.stream(equal), tolerance, batch)
 
 
-def _read(name: str, recording: Any) -> _Run:
+def _read(name: str, recording: object) -> _Run:
     """
     Raises:
         ArgumentTypeError: it is no recorded run.

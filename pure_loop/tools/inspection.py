@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs
 from pure_loop._internal.reprs import table
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop._internal.tree_ops import are_sharded
@@ -175,7 +175,7 @@ def _aligned(row: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[
     return "  ".join(cells).rstrip()
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
@@ -284,7 +284,7 @@ class _Replay:
         alone: whether each sample had a forward of its own.
     """
 
-    def __init__(self, state: State, batch: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(self, state: State, batch: Batch, settings: Mapping[str, Any]) -> None:
         if are_sharded(state.params):
             raise ArgumentError(
                 "inspect: the parameters are in shards; read the checkpoint with pl.load(path, model=...) in one "
@@ -311,7 +311,7 @@ class _Replay:
         self.modules: list[ModuleRow] = []
         self.alone = False
 
-    def seeding(self, stage: str, index: int) -> AbstractContextManager[Any]:
+    def seeding(self, stage: str, index: int) -> AbstractContextManager[object]:
         """The random numbers and the precision of a stage of a microbatch, as in training."""
         t = self.state.timestamp
         stack = ExitStack()
@@ -342,7 +342,7 @@ class _Replay:
         self.alone = one_by_one.has_rows is False
         return results
 
-    def _note(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _note(self, name: str, module: nn.Module, inputs: object, outputs: Outputs) -> None:
         for leaf in optree.tree_leaves(outputs, namespace=NAMESPACE):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
                 numbers = leaf.detach().double()
@@ -379,5 +379,5 @@ class _Replay:
         # On a copy of the model, so that the run's own is not bound to what is computed here.
         state = self.state.with_module(self.state.module())
         state = state.replace(event=None, microbatch=None, outputs=None, loss=None)
-        grads: Mapping[str, Any] = self.stages.gradients(state)._grads
+        grads: Mapping[str, object] = self.stages.gradients(state)._grads
         return grads

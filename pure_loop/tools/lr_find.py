@@ -61,7 +61,7 @@ class _LRFind(Protocol):
     def __call__(
         self,
         model_or_state: nn.Module | State,
-        train_dataloader: Iterable[Any],
+        train_dataloader: Iterable[object],
         *,
         lowest: float = 1e-7,
         highest: float = 1.0,
@@ -85,7 +85,7 @@ def _signature() -> inspect.Signature:
 
 @_as_typed
 @announced
-def lr_find(*args: Any, **kwargs: Any) -> RangeTest:
+def lr_find(*args: object, **kwargs: object) -> RangeTest:
     """Train for some steps at growing learning rates, on a fork, and report the losses with a suggestion.
 
     The rate of step ``i`` is ``lowest * (highest / lowest) ** (i / (steps - 1))``; a schedule in the optimizer is not
@@ -203,7 +203,7 @@ class Sweep:
     rates: tuple[float, ...]
 
     @classmethod
-    def read(cls, lowest: Any, highest: Any, steps: Any) -> Sweep:
+    def read(cls, lowest: object, highest: object, steps: object) -> Sweep:
         """
         Raises:
             ArgumentError, ArgumentTypeError: no range, or too few steps.
@@ -228,7 +228,7 @@ class Sweep:
             return self.rates[min(timestamp.batch - first, self.steps - 1)]
 
         def swept(function: Callable[..., Any]) -> Callable[..., Any]:
-            def update(grads: Any, opt_state: Any, params: Any, timestamp: Any, **options: Any) -> Any:
+            def update(grads: object, opt_state: object, params: object, timestamp: Any, **options: object) -> object:
                 if isinstance(timestamp, ScaledTimestamp):
                     timestamp = timestamp.timestamp
                 at = cast("Timestamp", _AtRate(timestamp, rate(timestamp), optimizer.lr))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -21,14 +21,20 @@ from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger, Observer
 from pure_loop.checkpoint.storage import PathLike, storage_of
+from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.exporting.files import try_to_write
+from pure_loop.loop.driver import Script
 from pure_loop.loop.stream import Stream
+from pure_loop.stages import Stages
+from pure_loop.state import State
 from pure_loop.tools.profile_report import Key, Profile, Recorder, TimedBatches, chrome_trace
 from pure_loop.tools.steps import Parts, replace_each, set_attribute, set_method
 
 __all__ = ["profile"]
+
+T = TypeVar("T")
 
 _STAGES = {
     "forward": "forward",
@@ -132,7 +138,7 @@ def _advance(stream: Stream, recorder: Recorder) -> None:
             return
 
 
-def _torch_profiler(device: torch.device) -> Any:
+def _torch_profiler(device: torch.device) -> torch.profiler.profile:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as of_torch
 
@@ -192,11 +198,11 @@ def _time_logger(restoring: ExitStack, recorder: Recorder, logger: Logger) -> No
                 set_method(restoring, logger, name, recorder.timed(Key("logger", type(logger).__name__), method))
 
 
-def _time_batches(restoring: ExitStack, recorder: Recorder, source: Any, name: str) -> None:
-    epoch, key = source.epoch, Key("data", name)
+def _time_batches(restoring: ExitStack, recorder: Recorder, source: Source, name: str) -> None:
+    real, key = source.epoch, Key("data", name)
 
-    def timed(*args: Any, **kwargs: Any) -> TimedBatches:
-        return TimedBatches.of(epoch(*args, **kwargs), key, recorder)
+    def timed(epoch: int, start: int = 0, seen: int = 0) -> TimedBatches:
+        return TimedBatches.of(real(epoch, start, seen), key, recorder)
 
     set_method(restoring, source, "epoch", timed)
 
@@ -206,14 +212,14 @@ def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> N
     key = Key("stage", "compiled step")
     batch, ahead = recorder.timed_script(key, compiled.batch), recorder.timed(key, compiled.ahead)
 
-    def counted_batch(*args: Any) -> Generator[Any, Any, Any]:
+    def counted_batch(*args: object) -> Script:
         result = yield from batch(*args)
         recorder.count_batches()
         return result
 
-    def counted_ahead(state: Any, *args: Any) -> Any:
+    def counted_ahead(state: State, *args: object) -> State:
         before = state.timestamp.batch
-        result = ahead(state, *args)
+        result: State = ahead(state, *args)
         if result.timestamp.batch > before:
             recorder.count_batches(result.timestamp.batch - before)
         return result
@@ -222,16 +228,16 @@ def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> N
     set_method(restoring, compiled, "ahead", counted_ahead)
 
 
-def _timed_stages(cls: type[Any], recorder: Recorder, *, ends_batches: bool) -> type[Any]:
+def _timed_stages(cls: type[Stages], recorder: Recorder, *, ends_batches: bool) -> type:
     """The same stages, timed: a class of the same layout, so that an instance can become one of it."""
 
-    def of_evaluator(stages: Any, state: Any, *, label: str, **_: Any) -> Key:
+    def of_evaluator(stages: object, state: object, *, label: str, **_: object) -> Key:
         return Key("stage", f"{label.removeprefix('eval/')} forward")
 
-    def of_loss(stages: Any, state: Any, **_: Any) -> Key:
+    def of_loss(stages: object, state: State, **_: object) -> Key:
         return Key("stage", f"{state.evaluator} loss")
 
-    methods: dict[str, Any] = {
+    methods: dict[str, object] = {
         name: recorder.timed(Key("stage", shown), getattr(cls, name)) for name, shown in _STAGES.items()
     }
     methods["validate"] = recorder.timed(of_evaluator, cls.validate)
@@ -244,11 +250,11 @@ def _timed_stages(cls: type[Any], recorder: Recorder, *, ends_batches: bool) -> 
     return type(cls.__name__, (cls,), {"__slots__": (), "__module__": cls.__module__, **methods})
 
 
-def _ending(recorder: Recorder, update: Callable[..., Any], depth: list[int]) -> Callable[..., Any]:
+def _ending(recorder: Recorder, update: Callable[..., T], depth: list[int]) -> Callable[..., T]:
     """An update, after which a batch is over; one calls the other."""
 
     @functools.wraps(update)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> T:
         depth[0] += 1
         try:
             return update(*args, **kwargs)

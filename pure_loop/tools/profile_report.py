@@ -6,14 +6,17 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import attrs
 import torch
 
 from pure_loop._internal.arguments import check_choice
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import table
+from pure_loop.loop.driver import Script
+from pure_loop.state import State
 
 __all__ = ["Key", "Profile", "Recorder", "Row", "TimedBatches", "chrome_trace"]
 
@@ -58,7 +61,7 @@ class Recorder:
         batches: int | None,
         synchronize: bool = False,
         keeps_spans: bool = False,
-        torch_profiler: Any = None,
+        torch_profiler: torch.profiler.profile | None = None,
     ) -> None:
         self.warmup, self.batches, self.keeps_spans = warmup, batches, keeps_spans
         self.synchronize = synchronize
@@ -70,7 +73,7 @@ class Recorder:
         self.nanoseconds: dict[Key, int] = {}
         self.calls: dict[Key, int] = {}
         self.spans: list[tuple[Key, int, int]] = []
-        self._open: list[tuple[Key, int, Any]] = []
+        self._open: list[tuple[Key, int, torch.profiler.record_function | None]] = []
 
     def begin(self) -> None:
         """The warmup is over."""
@@ -106,10 +109,10 @@ class Recorder:
         now = self._now()
         self._pass(now)
         self.calls[key] = self.calls.get(key, 0) + (not self._open or self._open[-1][0] != key)
-        scope: Any = None
+        scope = None
         if self.torch_profiler is not None:
             scope = torch.profiler.record_function(str(key))
-            scope.__enter__()
+            scope.__enter__()  # type: ignore[no-untyped-call]
         self._open.append((key, now, scope))
 
     def leave(self) -> None:
@@ -120,7 +123,7 @@ class Recorder:
         key, started, scope = self._open.pop()
         self._close(key, started, now, scope)
 
-    def _close(self, key: Key, started: int, now: int, scope: Any) -> None:
+    def _close(self, key: Key, started: int, now: int, scope: torch.profiler.record_function | None) -> None:
         if scope is not None:
             scope.__exit__(None, None, None)
         if self.keeps_spans:
@@ -144,7 +147,7 @@ class Recorder:
         """The same function, each call of which is a span; ``key`` may be a function of its arguments."""
 
         @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> T:
+        def called(*args: object, **kwargs: object) -> T:
             if not self.recording:
                 return function(*args, **kwargs)
             self.enter(key if isinstance(key, Key) else key(*args, **kwargs))
@@ -155,12 +158,13 @@ class Recorder:
 
         return called
 
-    def timed_script(self, key: Key, script: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Any]:
+    def timed_script(self, key: Key, script: Callable[..., Script]) -> Callable[..., Script]:
         """The same of a generator function: a span for each time that it runs."""
 
-        def called(*args: Any) -> Generator[Any, Any, Any]:
+        def called(*args: object) -> Script:
             # No variable refers to a State while the generator waits: a reference would cost a copy.
-            pairs, sent = script(*args), [None]
+            pairs = script(*args)
+            sent: list[Any] = [None]
             del args
             advance = self.timed(key, lambda: pairs.send(sent.pop()))
             try:
@@ -168,7 +172,7 @@ class Recorder:
                     try:
                         sent.append((yield advance()))
                     except StopIteration as stop:
-                        return stop.value
+                        return cast("State", stop.value)
             finally:
                 pairs.close()
 
@@ -178,17 +182,17 @@ class Recorder:
 class TimedBatches:
     """The batches of an epoch, each of which is a span; all else is theirs."""
 
-    def __init__(self, batches: Any, next_batch: Callable[[], Any]) -> None:
+    def __init__(self, batches: object, next_batch: Callable[[], object]) -> None:
         self._batches, self._next = batches, next_batch
 
     @classmethod
-    def of(cls, batches: Any, key: Key, recorder: Recorder) -> TimedBatches:
+    def of(cls, batches: object, key: Key, recorder: Recorder) -> TimedBatches:
         return cls(batches, recorder.timed(key, functools.partial(next, batches)))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> TimedBatches:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         return self._next()
 
     def __getattr__(self, name: str) -> Any:
@@ -280,7 +284,7 @@ class Profile:
             result[key] = result.get(key, 0.0) + row.seconds
         return dict(sorted(result.items(), key=lambda item: -item[1]))
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[dict[str, object]]:
         """The rows as dicts, for ``pandas.DataFrame(report.table())``."""
         return [attrs.asdict(row) for row in self.rows]
 
@@ -338,7 +342,7 @@ def chrome_trace(spans: Iterable[tuple[Key, int, int]]) -> bytes:
         spans: of each its key, and nanoseconds: when it began, and how long it took.
     """
     process = os.getpid()
-    events: list[dict[str, Any]] = [
+    events: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": "pure_loop"}},
         {"ph": "M", "name": "thread_name", "pid": process, "tid": 0, "args": {"name": "the loop"}},
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop.checkpoint.storage import PathLike
 from pure_loop.errors import ArgumentError
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.closing import closing
-from pure_loop._internal.extras import require
+from pure_loop._internal.lazy import require
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.flight import (
@@ -114,7 +114,7 @@ class Rewound(Stream):
 
     __slots__ = ("_batch", "_flight")
 
-    def __init__(self, pairs: Generator[tuple[Event, State], None, Any], flight: Flight, batch: int) -> None:
+    def __init__(self, pairs: Generator[tuple[Event, State], None, object], flight: Flight, batch: int) -> None:
         super().__init__(pairs)
         self._flight, self._batch = flight, max(batch, 0)
 
@@ -236,7 +236,7 @@ class _Checking(Callback):
             return
         if line.batch == self._number and digest_of_batch(state.batch) != self._digest:
             raise RewindError(self._refusal(line, "its data are other numbers", state))
-        loss: Any = total_loss(state.loss)
+        loss: object = total_loss(state.loss)
         value = float(loss) if isinstance(loss, Tensor) else loss
         if value != line.loss and not (value != value and line.loss != line.loss):
             raise RewindError(self._refusal(line, f"its loss is {value!r}, and was {line.loss!r}", state))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs
 from pure_loop._internal.torch_private import registered_pytrees
 from pure_loop.data.batch import describe, map_tensors, tensors_in
 from pure_loop.data.open import source
@@ -46,7 +46,7 @@ class _Positions(Dataset[int]):
         return int(index)
 
 
-def indices_of_batch(dataloader: Any, state: State, settings: Mapping[str, Any]) -> list[int] | None:
+def indices_of_batch(dataloader: object, state: State, settings: Mapping[str, Any]) -> list[int] | None:
     """The indices in the dataset of the rows of a State's batch; None: the dataloader has none, or several ranks do.
 
     The sampler is drawn from as in the run, on a dataset of positions: no sample is read.
@@ -59,7 +59,7 @@ def indices_of_batch(dataloader: Any, state: State, settings: Mapping[str, Any])
     per_step = settings.get("batches_per_step", 1)
     batches = source(positions, seed=state.seed, stream="train", batches_per_step=per_step)
     t = state.timestamp
-    batch: Any = next(islice(batches.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch), 1), None)
+    batch: Batch = next(islice(batches.epoch(t.epoch, start=t.batch_in_epoch, seen=t.batch), 1), None)
     if batch is None:
         return None
     parts = batch if per_step > 1 else [batch]
@@ -134,7 +134,7 @@ class OneByOne:
     gradients: bool
     has_rows: bool | None = None
 
-    def measured(self, index: int, piece: Any, outputs: Any, module: nn.Module) -> list[Measured]:
+    def measured(self, index: int, piece: object, outputs: object, module: nn.Module) -> list[Measured]:
         """The samples of a microbatch.
 
         Args:
@@ -156,7 +156,7 @@ class OneByOne:
         by = self._rows if self.has_rows else self._alone
         return list(by(index, piece, outputs, module))
 
-    def _in_rows(self, index: int, piece: Any, outputs: Any) -> bool:
+    def _in_rows(self, index: int, piece: object, outputs: object) -> bool:
         """Whether the outputs have the samples along the first dimension; tried with two of them, or with one of two.
 
         Two, because a BatchNorm takes no single one in train mode. A dimension that is as long as there are samples by
@@ -178,12 +178,12 @@ class OneByOne:
             ) from error
         return len(list(_leaves(tried))) == len(list(_leaves(outputs))) and _have_rows(tried, size)
 
-    def _rows(self, index: int, piece: Any, outputs: Any, module: nn.Module) -> Iterator[Measured]:
+    def _rows(self, index: int, piece: object, outputs: object, module: nn.Module) -> Iterator[Measured]:
         """Each sample by its row of the outputs of its microbatch, whose graph stays for them all."""
         for row, sample in enumerate(self.task.split(piece, 1)):
             yield self._measured(index, sample, map_tensors(partial(_row, row), outputs), module)
 
-    def _alone(self, index: int, piece: Any, outputs: Any, module: nn.Module) -> Iterator[Measured]:
+    def _alone(self, index: int, piece: object, outputs: object, module: nn.Module) -> Iterator[Measured]:
         """Each sample by a forward of its own.
 
         Raises:
@@ -200,13 +200,13 @@ class OneByOne:
                 self._refuse_alone(outputs, f"the forward of one failed: {type(error).__name__}: {error}", error)
             yield self._measured(index, sample, own, module)
 
-    def _refuse_alone(self, outputs: Any, why: str, error: Exception | None = None) -> NoReturn:
+    def _refuse_alone(self, outputs: object, why: str, error: Exception | None = None) -> NoReturn:
         raise ArgumentError(
             f"inspect can't split the outputs of the forward, {describe(outputs)}, by samples, nor run a forward of "
             f"each sample alone: {why}. Instead {_BATCH_FIRST}"
         ) from error
 
-    def _measured(self, index: int, sample: Any, outputs: Any, module: nn.Module) -> Measured:
+    def _measured(self, index: int, sample: object, outputs: object, module: nn.Module) -> Measured:
         finite_inputs, finite_outputs = (all(map(is_finite, tensors_in(part))) for part in (sample, outputs))
         with torch.set_grad_enabled(self.gradients), self.seeding("loss", index):
             loss = self._loss(outputs, sample, module)
@@ -215,7 +215,7 @@ class OneByOne:
         norm = _gradient_norm(loss, module) if self.gradients else None
         return Measured(float(loss.detach()), norm, finite_inputs, finite_outputs)
 
-    def _loss(self, outputs: Any, sample: Any, module: Any) -> Tensor | None:
+    def _loss(self, outputs: Outputs, sample: Batch, module: Any) -> Tensor | None:
         """Of one sample; None: it weighs 0.
 
         Raises:
@@ -256,7 +256,7 @@ def _gradient_norm(loss: Tensor, module: nn.Module) -> float:
     return math.hypot(*(norm_of(gradient) for gradient in grads if gradient is not None))
 
 
-def _leaves(outputs: Any) -> Iterator[Any]:
+def _leaves(outputs: Outputs) -> Iterator[object]:
     """The leaves of a pytree, whichever engine knows its classes."""
     for leaf in optree.tree_leaves(outputs, namespace=NAMESPACE):
         known = registered_pytrees.get(type(leaf))
@@ -267,7 +267,7 @@ def _leaves(outputs: Any) -> Iterator[Any]:
                 yield from _leaves(child)
 
 
-def _have_rows(outputs: Any, samples: int) -> bool:
+def _have_rows(outputs: object, samples: int) -> bool:
     """Whether there are tensors, and nothing else that a loss may be computed from, of so many rows."""
     tensors = [leaf for leaf in _leaves(outputs) if not isinstance(leaf, str | bool)]
     return bool(tensors) and all(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from inspect import GEN_CREATED, getgeneratorstate
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import optree
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.closing import closing
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger, Observer
@@ -91,15 +91,15 @@ class Parts:
         return cls(fit, arguments["handlers"], arguments["observers"], loggers, state)
 
 
-def set_attribute(restoring: ExitStack, target: Any, name: str, value: Any) -> None:
+def set_attribute(restoring: ExitStack, target: object, name: str, value: object) -> None:
     """Set an attribute, of a frozen record too."""
     restoring.callback(object.__setattr__, target, name, getattr(target, name))
     object.__setattr__(target, name, value)
 
 
-def set_method(restoring: ExitStack, target: Any, name: str, method: Any) -> None:
+def set_method(restoring: ExitStack, target: object, name: str, method: object) -> None:
     """Put a method into an instance, until ``restoring`` ends."""
-    variables: dict[str, Any] = vars(target)
+    variables: dict[str, object] = vars(target)
     if name in variables:
         restoring.callback(variables.__setitem__, name, variables[name])
     else:
@@ -136,7 +136,7 @@ class Step:
 
 
 def steps(
-    stream: Any, function: str, operations_from: float = math.inf, *, copied: bool = False
+    stream: object, function: str, operations_from: float = math.inf, *, copied: bool = False
 ) -> Generator[Step, None, None]:
     """The steps of a stream of ``fit`` that has not begun, as far as it is iterated over.
 
@@ -154,7 +154,7 @@ def steps(
     return _steps(stream, refuse_stepless(stream, function), operations_from, copied)
 
 
-def refuse_stepless(stream: Any, function: str) -> Parts:
+def refuse_stepless(stream: object, function: str) -> Parts:
     """The parts of a stream whose steps can be looked at; raises as :func:`steps` does."""
     parts = Parts.of(stream, function)
     if parts.fit.strategy.graphs is not None:
@@ -197,7 +197,7 @@ def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> G
 def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, handler: Handler) -> Handler:
     """A handler whose States are noted, but for those of calls inside another algorithm, which keeps what it wants."""
 
-    def call(state: State, *stages: Any) -> Any:
+    def call(state: State, *stages: object) -> Any:
         if not depth[0] and not noted:
             noted.append(Step(event, LOOP.get(event, "loop"), False, state))
         if copied and not depth[0]:
@@ -215,14 +215,14 @@ def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, hand
 
 
 def _copy(state: State) -> State:
-    tree: Any = state
-    copies: Any = optree.tree_map(
+    tree: PyTree = state
+    copies = optree.tree_map(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
     )
-    return copies  # type: ignore[no-any-return]
+    return cast("State", copies)
 
 
-def is_same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
+def is_same(a: object, b: object, tolerance: float = 0.0) -> bool:
     """Whether two leaves are equal by value, NaN to NaN; tensors up to a distance relative to the larger norm."""
     if a is b:
         return True
@@ -244,7 +244,7 @@ def is_same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
     return gap <= tolerance * largest
 
 
-def change_between(a: Any, b: Any) -> tuple[bool, float | None]:
+def change_between(a: object, b: object) -> tuple[bool, float | None]:
     """Whether a leaf has another value, and the L2 norm of the change; of large tensors in few passes over them."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype == torch.float32 and a.shape == b.shape:
         if a is b:

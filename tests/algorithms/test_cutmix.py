@@ -12,7 +12,7 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import cutmix, paste
-from pure_loop.algorithms._boxes import box_mask, centres
+from pure_loop.algorithms._images import box_mask, centres
 from tests.support.runs import close, convnet, equal, images, stream, train
 
 STATE = pl.State.create(nn.Linear(1, 1))

@@ -11,7 +11,7 @@ from torch import nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import cutout, fill
-from pure_loop.algorithms._boxes import box_mask
+from pure_loop.algorithms._images import box_mask
 from tests.support.runs import convnet, equal, images, stream, train
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 import pure_loop as pl
-from pure_loop.algorithms._image_operations import GEOMETRIC, OPERATIONS, as_pixels, from_pixels, operated
+from pure_loop.algorithms._images import GEOMETRIC, OPERATIONS, as_pixels, from_pixels, operated
 from tests.support.runs import noise
 
 NAMES = tuple(OPERATIONS)

@@ -142,7 +142,7 @@ library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 from torchvision.transforms import v2
 
 from pure_loop.algorithms import mix, paste
-from pure_loop.algorithms._boxes import box_mask
+from pure_loop.algorithms._images import box_mask
 from pure_loop.algorithms._mixed import Mixed, _mean
 
 random = torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.areas import AREAS, guards_of
-from bench.mutants import drawn, scores
+from bench.mutants import carried, described, drawn, scores
 from bench.mutation import mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,3 +79,17 @@ def test_areas_have_files_and_tests() -> None:
 def test_scores_are_those_of_the_recorded_mutants(name: str) -> None:
     recorded: dict[str, Any] = json.loads((ROOT / "bench" / name).read_text())
     assert recorded["scores"] == scores(recorded["mutants"])
+
+
+def test_recorded_mutants_are_of_files_that_there_are() -> None:
+    recorded = json.loads((ROOT / "bench" / "mutants.json").read_text())
+    gone = {each["file"] for each in recorded["mutants"] if not (ROOT / each["file"]).exists()}
+    assert not gone, "python -m bench.mutants --carry writes where their code is now"
+
+
+def test_a_mutant_is_carried_to_where_its_code_is() -> None:
+    recorded = [described(item) | {"outcome": "killed"} for item in drawn(20, 0, ["state"])]
+    there = carried(recorded, ["state"])
+    assert there
+    elsewhere = [each | {"file": "pure_loop/gone.py", "line": 1, "place": [0, 1]} for each in there]
+    assert carried([*elsewhere, elsewhere[0] | {"before": "no such code"}], ["state"]) == there

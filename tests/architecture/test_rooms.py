@@ -24,7 +24,7 @@ FLOORS = (
     {"schedules", "state", "task"},
     {"cadence", "metrics", "optim"},
     {"algorithm", "evaluator"},
-    {"_hypothesis", "callback", "stages"},
+    {"callback", "stages"},
     {"distributed", "loop", "recorder"},
     {"algorithms", "checkpoint", "compile", "verify"},
     {"exporting"},

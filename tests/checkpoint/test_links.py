@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pure_loop._internal.patterns import Pattern
+from pure_loop._internal.names import Pattern
 from pure_loop.checkpoint.index import INDEX, remove
 from pure_loop.checkpoint.retention import Names, Saved
 from pure_loop.checkpoint.run_folder import RunFolder

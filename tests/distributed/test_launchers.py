@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pure_loop as pl
-from pure_loop._internal.launchers import World, launched, nodes, world
+from pure_loop._internal.processes import World, launched, nodes, world
 from pure_loop.distributed.engines import device_of_rank
 from pure_loop.testing.ranks import simulate
 

@@ -234,7 +234,7 @@ def test_names_exist(page: str) -> None:
         assert hasattr(pl.State, name), f"{page}: state.{name}"
     for name in set(re.findall(r"\bstate\.timestamp\.([a-z_]+)", text)):
         assert hasattr(pl.Timestamp, name), f"{page}: state.timestamp.{name}"
-    launchers = (ROOT / "pure_loop" / "_internal" / "launchers.py").read_text()
+    launchers = (ROOT / "pure_loop" / "_internal" / "processes.py").read_text()
     for name in set(re.findall(r"\bEvent\.([A-Z_]+)\b|`([A-Z]+_[A-Z_]+)`", text)):
         is_variable = f'"{name[1]}"' in launchers  # of the environment
         assert is_variable or (name[0] or name[1]) in Event.__members__, f"{page}: {name}"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pure_loop._internal import cloning as _cloning
-from pure_loop._internal.cloning import clone_all
+from pure_loop._internal import tree_ops
+from pure_loop._internal.tree_ops import clone_all
 
 TENSORS = {
     "a vector": torch.tensor([1.0, float("nan")]),
@@ -25,7 +25,7 @@ TENSORS = {
 @pytest.mark.parametrize("at_once", [True, False])
 def test_each_is_the_clone_of_one(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not at_once:  # torch before 2.12
-        monkeypatch.setattr(_cloning, "foreach_clone", None)
+        monkeypatch.setattr(tree_ops, "foreach_clone", None)
     for copy, (name, tensor) in zip(clone_all(list(TENSORS.values())), TENSORS.items(), strict=True):
         expected = tensor.clone()
         assert (copy.dtype, copy.shape, copy.layout) == (expected.dtype, expected.shape, expected.layout), name

@@ -10,7 +10,7 @@ import attrs
 import optree
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.algorithm import Algorithm, bind
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES
@@ -55,7 +55,7 @@ class Call:
         """Call the function as the loop would."""
         return self._drawing(self.function)
 
-    def _drawing(self, function: Callable[..., Any]) -> Any:
+    def _drawing(self, function: Callable[..., object]) -> Any:
         """Call it with the global generators seeded, as the loop does for code of the user's."""
         path = (self.kind, self.algorithm, self.index)
         with guard(self.state.replace(event=self.event), path) if is_users(function) else nullcontext():
@@ -94,8 +94,8 @@ def tapped(subject: Subject, algorithms: Sequence[Algorithm], tap: Tap) -> tuple
 def _tapped(subject: Subject, algorithm: Algorithm, position: int, tap: Tap) -> Algorithm:
     name = algorithm.name
 
-    def around(kind: str, function: Callable[..., Any], event: Event | None = None, index: int = 0) -> Any:
-        def call(state: State, *rest: Any) -> Any:
+    def around(kind: str, function: Callable[..., object], event: Event | None = None, index: int = 0) -> Any:
+        def call(state: State, *rest: object) -> Any:
             if kind == "init" and any(tensor.is_meta for tensor in state.params.values()):
                 return function(state, *rest)  # the loop reads shapes from it, and no State receives it
             at = event if event is not None else state.event or Event.INIT
@@ -105,7 +105,7 @@ def _tapped(subject: Subject, algorithm: Algorithm, position: int, tap: Tap) -> 
 
         return call
 
-    def handler(function: Callable[..., Any], event: Event, index: int, takes_stages: bool) -> Callable[..., Any]:
+    def handler(function: Callable[..., object], event: Event, index: int, takes_stages: bool) -> Callable[..., Any]:
         call = around("handler", function, event, index)
         # The loop reads from the signature whether the handler takes the stages.
         if takes_stages:
@@ -208,7 +208,7 @@ def _left_alone(call: Call, around: Surroundings) -> None:
     raise LawViolation(f"{call.name} changed {changed} at {call.where}.", event=call.event, advice=advice)
 
 
-def _equal(call: Call, first: Any, second: Any) -> None:
+def _equal(call: Call, first: object, second: object) -> None:
     if type(first) is not type(second):
         raise LawViolation(
             f"{call.name} returned {first!r} at {call.where}, and {second!r} when it was called again with the same "
@@ -228,7 +228,7 @@ def _equal(call: Call, first: Any, second: Any) -> None:
         )
 
 
-def _readable(result: Any) -> Any:
+def _readable(result: object) -> Any:
     """A State whose gradients can be compared: during a call, gradients that are not complete are a marker."""
     if isinstance(result, State) and result._grads is NOT_READY:
         return result.replace(grads=None)
@@ -307,7 +307,7 @@ def structure(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
         return result
 
     pairs = run_until_error(subject, case, fit, algorithms=tapped(subject, subject.make(), tap))
-    first: dict[str, Any] = {}
+    first: dict[str, object] = {}
     # Within a batch an algorithm may hold values that it puts back at the end of a pair; at a boundary it holds none.
     for event, state in pairs:
         if event in BOUNDARIES:
@@ -337,7 +337,7 @@ def _refuse_graph(name: str, state: State, value: Any) -> None:
             )
 
 
-def _same_kind(what: str, state: State, before: Any, after: Any, name: str, *, nones: bool = False) -> None:
+def _same_kind(what: str, state: State, before: object, after: object, name: str, *, nones: bool = False) -> None:
     if before is after:
         return
     kinds_before, kinds_after = _kinds(before), _kinds(after)
@@ -354,13 +354,13 @@ def _same_kind(what: str, state: State, before: Any, after: Any, name: str, *, n
         )
 
 
-def _kinds(tree: Any) -> dict[tuple[Any, ...], str]:
+def _kinds(tree: PyTree) -> dict[tuple[Any, ...], str]:
     """Shape, dtype and device of each tensor of a tree, and the type of each other leaf, by path."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, map(_kind, leaves), strict=True))
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}"
     return "None" if leaf is None else type(leaf).__name__

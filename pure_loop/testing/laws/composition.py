@@ -133,8 +133,8 @@ class Commutation:
 
 
 def commutation(
-    make_a: Any,
-    make_b: Any,
+    make_a: object,
+    make_b: object,
     *,
     problems: Problem | str | Iterable[Problem | str] | None = None,
     cases: SearchStrategy[Case] | None = None,
@@ -213,7 +213,7 @@ _MARKS = {True: "=", False: "x", None: "-"}
 
 
 def commutation_matrix(
-    algorithms: Iterable[Any],
+    algorithms: Iterable[object],
     *,
     problems: Problem | str | Iterable[Problem | str] | None = None,
     max_examples: int = EXAMPLES,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import attrs
 
@@ -92,7 +91,7 @@ def _close_algorithm_state(subject: AlgorithmSubject, value: State, wanted: Stat
         _refuse(value, *pair, f"state.algorithm_state[{name!r}]", size, _OF_ALGORITHM_STATE)
 
 
-def _refuse(state: State, value: Any, wanted: Any, name: str, size: int, advice: str) -> None:
+def _refuse(state: State, value: object, wanted: object, name: str, size: int, advice: str) -> None:
     difference = close(value, wanted, tolerance=_ROUNDING, name=name)
     if difference is not None:
         raise LawViolation(
@@ -139,7 +138,7 @@ class _Raising(Callback):
     def __init__(self, calls: int) -> None:
         self._calls = calls
 
-    def run_event(self, event: Event, state: State, logger: Any) -> None:
+    def run_event(self, event: Event, state: State, logger: object) -> None:
         self._calls -= 1
         if self._calls < 0:
             raise _RaisedError

@@ -59,7 +59,7 @@ class CallbackSubject(Subject):
     laws = "testing.laws.of_callbacks"
     called = "make_callback"
 
-    def __init__(self, value: Any, problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> None:
+    def __init__(self, value: object, problems: Problems = None, plans: SearchStrategy[Plan] | None = None) -> None:
         if isinstance(value, Algorithm | Composition) or not (callable(value) or isinstance(value, Callback)):
             raise ArgumentTypeError(
                 f"check_callback({value!r}): give a function that makes a callback, such as its class. For an "
@@ -77,7 +77,7 @@ class CallbackSubject(Subject):
         )
 
     @classmethod
-    def made_of(cls, value: Any) -> CallbackSubject:
+    def made_of(cls, value: object) -> CallbackSubject:
         return value if isinstance(value, cls) else cls(value)
 
     def make(self) -> Any:
@@ -90,7 +90,7 @@ class CallbackSubject(Subject):
             )
         return result
 
-    def table(self, observer: Any) -> dict[Event, Any]:
+    def table(self, observer: object) -> dict[Event, Any]:
         """The observers that the loop calls for it, by event."""
         result, _, _ = observers([] if self.is_logger else [observer], [observer] if self.is_logger else [])
         return result

@@ -108,7 +108,7 @@ class Scripted(Subject):
         super().__init__(name, (), lambda law: seeds, _code(make_script, start, self.boundaries, stages))
 
     @classmethod
-    def made_of(cls, value: Any) -> Scripted:
+    def made_of(cls, value: object) -> Scripted:
         if not isinstance(value, cls):
             raise ArgumentTypeError(
                 f"a law of scripts was given {value!r}: give testing.Scripted(make_script, start), which has the first "
@@ -121,7 +121,7 @@ class Scripted(Subject):
         first = self.start(case.seed) if start is None else start
         return drive(self.make_script(first), stages=self.stages, **arguments)
 
-    def run(self, case: Seed, start: State | None = None, **arguments: Any) -> Pairs:
+    def run(self, case: Seed, start: State | None = None, **arguments: object) -> Pairs:
         """All pairs of :meth:`stream`, as a list.
 
         Raises:
@@ -136,11 +136,11 @@ class Scripted(Subject):
                 )
         return pairs
 
-    def reproduction(self, law: str, case: Any, *, standard: bool) -> str:
+    def reproduction(self, law: str, case: object, *, standard: bool) -> str:
         return f"from pure_loop import testing\n{self.code}\n{law}({self.called}, testing.{case!r})"
 
 
-def _starts(start: Any) -> Callable[[int], State]:
+def _starts(start: object) -> Callable[[int], State]:
     if isinstance(start, State):
         # The script may write to it, and every run must start from the same values.
         first = copied(start)
@@ -162,7 +162,7 @@ def _starts(start: Any) -> Callable[[int], State]:
     return make
 
 
-def _code(make_script: Any, start: Any, boundaries: frozenset[Event], stages: Stages | None) -> str:
+def _code(make_script: object, start: object, boundaries: frozenset[Event], stages: Stages | None) -> str:
     """Code that makes the subject, for the code that reproduces a failure."""
     imports, unknown, arguments = [], [], []
     for name, argument in (("make_script", make_script), ("start", start)):

@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.event import Event
 from pure_loop.state import State
@@ -88,7 +88,7 @@ def _on_processes(subject: AlgorithmSubject, case: Case, fit: Fit, remark: str) 
 
 def _digest(state: State) -> str:
     """A hash of a State without its wall-clock times."""
-    tree: Any = state
+    tree: PyTree = state
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
     result = hashlib.blake2b(digest_size=16)
     for path, leaf in zip(paths, leaves, strict=True):

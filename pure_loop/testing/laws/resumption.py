@@ -6,12 +6,12 @@ import copy
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import optree
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.algorithm import flatten
 from pure_loop.checkpoint import load, save
 from pure_loop.errors import ArgumentTypeError
@@ -79,12 +79,12 @@ def _goes_on(
 
 def _as_values(state: State) -> State:
     """The State rebuilt from its values, as a checkpoint does: attributes and hooks of tensors are lost."""
-    tree: Any = state
-    copied: Any = optree.tree_map(_value, tree, namespace=NAMESPACE)
-    return copied  # type: ignore[no-any-return]
+    tree: PyTree = state
+    copied = optree.tree_map(_value, tree, namespace=NAMESPACE)
+    return cast("State", copied)
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: object) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
 

@@ -149,7 +149,7 @@ class _LeftByError(Exception):
     """Raised in the loop's body."""
 
 
-def _hooks(module: Any) -> int:
+def _hooks(module: object) -> int:
     return sum(len(getattr(module, name)) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))
 
 

@@ -281,7 +281,7 @@ class _Watcher:
         for field, wanted in self._wanted.items():
             self._same("follows from the State before", field, state, wanted)
 
-    def _same(self, what: str, field: str, state: State, wanted: Any) -> None:
+    def _same(self, what: str, field: str, state: State, wanted: object) -> None:
         for difference in differences(_read(state, field), wanted, name=f"state.{field}"):
             raise LawViolation(
                 f"at {moment(state)}, state.{field} is not the value that {what}.",
@@ -373,7 +373,7 @@ def _still_current(before: State, state: State) -> dict[str, Any]:
 def _writer() -> Algorithm:
     """An algorithm that changes, at every event, a field that may change there."""
 
-    def scaled(tree: Any, factor: float) -> Any:
+    def scaled(tree: object, factor: float) -> Any:
         return map_tensors(lambda tensor: tensor * factor if tensor.is_floating_point() else tensor, tree)
 
     def params(state: State) -> State:

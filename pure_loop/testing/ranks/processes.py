@@ -321,7 +321,7 @@ class _Team:
 
     def _answers(self, seconds: float) -> dict[int, Any]:
         """The answers of the ranks that answer in time; None for one that dies."""
-        answers: dict[int, Any] = {}
+        answers: dict[int, object] = {}
         until, failed = time.monotonic() + seconds, False
         while len(answers) < len(self._ranks) and (left := until - time.monotonic()) > 0:
             waiting = [item for item in self._ranks if item.rank not in answers]

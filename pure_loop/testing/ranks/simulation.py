@@ -198,7 +198,7 @@ class _Asked:
 class _Simulation:
     """The collectives that every rank has called so far, and the results that are known."""
 
-    def __init__(self, program: Callable[[int], Any], ranks: int) -> None:
+    def __init__(self, program: Callable[[int], object], ranks: int) -> None:
         self._program = program
         self._ranks = range(ranks)
         self._asked: list[list[_Asked]] = [[] for _ in self._ranks]

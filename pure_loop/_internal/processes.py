@@ -3,6 +3,9 @@
 ``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``; whoever sets these by
 hand overrides every other launcher. ``srun`` sets the variables of a step, ``mpirun`` those of Open MPI or PMI. Those
 of a Slurm job (``SLURM_NTASKS``, ``SLURM_PROCID``) say nothing: a batch script has them too, and is one process.
+
+A child that this process forks has the objects of its parent, and neither its threads nor its place: what a stream
+began in the parent is the parent's to end, and the child writes nothing, and waits for no thread.
 """
 
 from __future__ import annotations
@@ -12,13 +15,18 @@ import re
 import sys
 import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec
+from weakref import WeakMethod
 
 import attrs
 
 from pure_loop.errors import DistributedError
 
-__all__ = ["World", "launched", "nodes", "torch_distributed", "rank", "world", "world_size"]
+__all__ = [
+    *("World", "generation", "here", "in_child", "launched", "nodes", "rank", "torch_distributed", "world"),
+    "world_size",
+]
 
 _SET_ADDRESS = (
     "set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there, on all ranks (mpirun -x MASTER_ADDR "
@@ -256,3 +264,48 @@ def _unreadable(text: str) -> DistributedError:
         f"SLURM_STEP_NODELIST={text!r} can't be read; it is a list such as 'node[01-04,07],other'. Set MASTER_ADDR to "
         "the host of rank 0."
     )
+
+
+P = ParamSpec("P")
+
+_generation = 0
+_forgetting: list[WeakMethod[Callable[[], None]]] = []
+
+
+def generation() -> int:
+    """How many forks lie between this process and the one that imported this: another number than before in a child."""
+    return _generation
+
+
+def here(function: Callable[P, object]) -> Callable[P, None]:
+    """The function in this process; in a child that is forked from now on it does nothing."""
+    began = _generation
+
+    def called(*args: P.args, **kwargs: P.kwargs) -> None:
+        if began == _generation:
+            function(*args, **kwargs)
+
+    return called
+
+
+def in_child(method: Any) -> None:
+    """Call this method of an object, as long as there is one, in every child that is forked from now on.
+
+    Args:
+        method: ``object.name``: it forgets threads, what was given to them, and locks that they may have.
+    """
+    _forgetting[:] = [reference for reference in _forgetting if reference() is not None]
+    _forgetting.append(WeakMethod(method))
+
+
+def _after() -> None:
+    global _generation
+    _generation += 1
+    for reference in _forgetting:
+        method = reference()
+        if method is not None:
+            method()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after)

@@ -1,24 +1,103 @@
-"""Operations on images for augmentation: batches of them, with a strength for each image, on any device.
+"""Images of a batch: where they are, boxes in them, and operations for augmentation with a strength for each image.
 
-Images are floats from 0 to 255, (n, channels, height, width). Each operation computes all images of a batch, and the
-choice between operations is a selection, so that nothing waits for the device. They are those of Pillow's ``ImageOps``
-and ``ImageEnhance``.
+Images of operations are floats from 0 to 255, (n, channels, height, width). Boxes are masks, each operation computes
+all images of a batch, and the choice between operations is a selection, so that nothing waits for the device.
+Operations are those of Pillow's ``ImageOps`` and ``ImageEnhance``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import DataError
+from pure_loop.lens import BatchKey, part_of
+from pure_loop.random import generator
+from pure_loop.state import State
 
-__all__ = ["GEOMETRIC", "OPERATIONS", "SAFE", "as_pixels", "from_pixels", "operated"]
+__all__ = [
+    *("GEOMETRIC", "OPERATIONS", "SAFE", "as_pixels", "from_pixels", "operated"),
+    *("Normalization", "box_mask", "centres", "image_of"),
+]
+
+
+Normalization: TypeAlias = float | Sequence[float] | None
+"""What images were normalized with: a number, or one for each channel."""
+
+
+def image_of(batch: Batch, key: BatchKey, where: str, *, dims: int | None = 4) -> Tensor:
+    """The inputs of a batch.
+
+    Raises:
+        DataError: they are no tensor, or no images, (n, channels, height, width).
+    """
+    inputs = part_of(batch, key, where, "input_key")
+    if not isinstance(inputs, Tensor):
+        raise DataError(
+            f"{where}: the inputs are {type(inputs).__name__}, not a tensor. Say where in a batch they are: "
+            f'{where}(input_key="pixel_values"), or a pl.Lens(get, put).'
+        )
+    if dims is not None and inputs.ndim != dims:
+        raise DataError(
+            f"{where}: the inputs have shape {tuple(inputs.shape)}, and images are (n, channels, height, width). Say "
+            f'where in a batch they are: {where}(input_key="pixel_values").'
+        )
+    return inputs
+
+
+def box_mask(height: int, width: int, rows: Tensor, columns: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """Which pixels of an image lie in a box; what of a box lies outside is cut off.
+
+    Args:
+        height, width: of the image, in pixels.
+        rows, columns: of the box, in pixels, integers, (...).
+        row, column: its centre, integers, (...): of an even number of rows the upper one of the lower half.
+
+    Returns:
+        (..., height, width), bool.
+
+    >>> two = torch.tensor(2)
+    >>> box_mask(2, 4, two, two, torch.tensor(0), torch.tensor(3)).long()
+    tensor([[0, 0, 1, 1],
+            [0, 0, 0, 0]])
+    """
+
+    def inside(length: int, size: Tensor, centre: Tensor) -> Tensor:
+        place = torch.arange(length, device=size.device)
+        start = (centre - size // 2).unsqueeze(-1)
+        return (place >= start) & (place < start + size.unsqueeze(-1))
+
+    return inside(height, rows, row).unsqueeze(-1) & inside(width, columns, column).unsqueeze(-2)
+
+
+def centres(
+    path: tuple[int | str, ...], state: State, shape: tuple[int, ...], length: int, size: Tensor, uniform: bool
+) -> Tensor:
+    """Drawn centres of boxes along one dimension, integers, of the shape ``shape``.
+
+    Args:
+        path: where they are drawn, for the seed.
+        length: of the image, in pixels.
+        size: of the box, in pixels.
+        uniform: draw from all places at which the box covers a pixel, so that each pixel is covered as often as
+            another; else from the pixels, so that those at the edge are covered less often.
+    """
+    random = generator(state.seed, *path, device=state.device)
+    drawn = torch.rand(
+        shape, dtype=torch.float64 if state.device.type == "cpu" else None, generator=random, device=state.device
+    )
+    if not uniform:
+        return (drawn * length).long().clamp(max=length - 1)
+    first = size // 2 - size + 1
+    return first + torch.minimum((drawn * (length + size - 1)).long(), length + size - 2)
+
 
 Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -180,13 +259,12 @@ def operated(
     return result
 
 
-def as_pixels(images: Tensor, mean: Any, std: Any, where: str, *, checks: bool) -> Tensor:
+def as_pixels(images: Tensor, mean: Normalization, std: Normalization, where: str, *, checks: bool) -> Tensor:
     """Images as floats from 0 to 255.
 
     Args:
         images: (n, channels, height, width): uint8; or floats from 0 to 1, or what ``mean`` was subtracted from and
-        then
-            divided by ``std``.
+            then divided by ``std``.
         checks: whether to compare the values with that range, which waits for the device.
 
     Raises:
@@ -212,7 +290,7 @@ def as_pixels(images: Tensor, mean: Any, std: Any, where: str, *, checks: bool) 
     return (values * 255.0).clamp(0, 255)
 
 
-def from_pixels(pixels: Tensor, images: Tensor, mean: Any, std: Any, *, before: Tensor) -> Tensor:
+def from_pixels(pixels: Tensor, images: Tensor, mean: Normalization, std: Normalization, *, before: Tensor) -> Tensor:
     """What :func:`as_pixels` read, in the dtype and normalization of ``images``.
 
     Pixels that are those of ``before``, which it gave, are those of ``images``, bit for bit.
@@ -227,7 +305,7 @@ def from_pixels(pixels: Tensor, images: Tensor, mean: Any, std: Any, *, before: 
     return torch.where(pixels == before, images, values.to(images.dtype))
 
 
-def _column(value: Any, like: Tensor) -> Any:
+def _column(value: float | Sequence[float] | Tensor, like: Tensor) -> float | Tensor:
     """A number, or one for each channel, made on the device: a copy would wait for it."""
     if isinstance(value, Sequence):
         return torch.stack([like.new_full((), float(number)) for number in value]).view(-1, 1, 1)
