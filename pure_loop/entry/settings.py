@@ -6,7 +6,6 @@ the call is assembled.
 """
 
 # ruff: noqa: RUF009 - the fields of a class of attrs are made by a function of this file
-
 from __future__ import annotations
 
 import os
@@ -60,7 +59,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
 _CLOCK = "a function that returns seconds, such as time.monotonic"
 # In what either may be written.
 _DURATION_UNITS = tuple(unit for unit in TimeUnit if unit is not TimeUnit.DURATION)
@@ -351,8 +349,7 @@ class Settings(ModelSettings):
             ArgumentError: two arguments that contradict each other.
         """
         steps, order = self.steps_per_call, self.order
-        # Read from a callback that has a folder.
-        saver: Any = self.autoresume
+        saver: Any = self.autoresume  # a folder, or a callback that has one
         if not (saver is None or is_path(saver)):
             callbacks = listed_callbacks(self.callbacks)
             if all(callback is not saver for callback in callbacks):
