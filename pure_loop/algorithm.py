@@ -166,7 +166,7 @@ class Algorithm:
         return state
 
     def made_by(self, factory: str, settings: Mapping[str, object]) -> Algorithm:
-        """The same algorithm, with the call that made it."""
+        """This algorithm, with the call that made it."""
         result = copy.copy(self)
         object.__setattr__(result, "factory", factory)
         object.__setattr__(result, "settings", FrozenDict(settings))

@@ -169,8 +169,8 @@ def finite_or(average: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> F
     tensor([  -inf, 0.5000])
     """
 
-    def chosen(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
-        return [torch.where(a.isfinite(), a, b.to(a)) for a, b in zip(old, new, strict=True)]
+    def chosen(old: list[Tensor], latest: list[Tensor]) -> list[Tensor]:
+        return [torch.where(a.isfinite(), a, b.to(a)) for a, b in zip(old, latest, strict=True)]
 
     results = map_local(chosen, list(average.values()), [tensors[name] for name in average]) if average else []
     return FrozenDict(zip(average, results, strict=True))

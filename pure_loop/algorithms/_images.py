@@ -23,8 +23,16 @@ from pure_loop.random import generator
 from pure_loop.state import State
 
 __all__ = [
-    *("GEOMETRIC", "OPERATIONS", "SAFE", "as_pixels", "from_pixels", "operated"),
-    *("Normalization", "box_mask", "centres", "image_of"),
+    "GEOMETRIC",
+    "OPERATIONS",
+    "SAFE",
+    "Normalization",
+    "as_pixels",
+    "box_mask",
+    "centres",
+    "from_pixels",
+    "image_of",
+    "operated",
 ]
 
 

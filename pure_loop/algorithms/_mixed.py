@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal import pytree
+from pure_loop._internal.processes import rank
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
+from pure_loop.algorithms._batches import by_part
 from pure_loop.data.batch import describe, map_tensors, tensors_in
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
@@ -34,7 +36,6 @@ __all__ = [
     "Interpolation",
     "Mixed",
     "by_sample",
-    "is_off",
     "mixing",
     "partners",
     "share",
@@ -71,24 +72,18 @@ pytree.register(
 )
 
 
-def is_off(*strengths: Strength) -> bool:
-    """Whether one of these is the number 0, so that batches stay as they are, bit for bit."""
-    return any(isinstance(strength, float | int) and not strength for strength in strengths)
-
-
-def share(alpha: Strength, probability: Strength, name: str, state: State, count: int | None, rank: int) -> Tensor:
+def share(alpha: Strength, probability: Strength, name: str, state: State, count: int | None) -> Tensor:
     """A draw of Beta(alpha, alpha) with the probability that there is one, else 0.
 
     Args:
         alpha, probability: numbers, or schedules.
         name: the name of the algorithm, which is part of the path of the seed.
         count: draws for samples, which differ by rank; None: one for the batch, the same on all ranks.
-        rank: of this process.
 
     Returns:
         (count,) or 0-d, float64 on a CPU and else float32.
     """
-    place = () if count is None else (rank,)
+    place = () if count is None else (rank(),)
     shape = () if count is None else (count,)
     dtype = torch.float64 if state.device.type == "cpu" else torch.float32
     with seeded(derive(state.seed, name, "share", state.timestamp.batch, *place), state.device):
@@ -102,9 +97,9 @@ def share(alpha: Strength, probability: Strength, name: str, state: State, count
     return torch.where(mixes & (concentration > 0), drawn, zero)
 
 
-def partners(name: str, state: State, count: int, rank: int) -> Tensor:
+def partners(name: str, state: State, count: int) -> Tensor:
     """A permutation of the samples of this rank, (count,), int64."""
-    random = generator(state.seed, name, "partners", state.timestamp.batch, rank, device=state.device)
+    random = generator(state.seed, name, "partners", state.timestamp.batch, rank(), device=state.device)
     return torch.randperm(count, generator=random, device=state.device)
 
 
@@ -137,10 +132,14 @@ def by_sample(weight: Tensor, tensor: Tensor) -> Tensor:
 def mixing(
     name: str,
     factory: str,
-    mix: Callable[[State], State],
+    mix: Callable[[State, Tensor, Batch, Tensor, Tensor], tuple[Tensor, Batch]],
     *,
+    inputs_of: Callable[[Batch], Tensor],
+    alpha: Strength,
+    probability: Strength,
     interpolate: Interpolation,
     per_sample: bool,
+    input_key: BatchKey,
     target_key: BatchKey,
     ignore_index: int,
 ) -> Algorithm:
@@ -149,10 +148,13 @@ def mixing(
     Args:
         name: the name of the algorithm.
         factory: the function that an error names.
-        mix: at BEFORE_TRAIN_BATCH; puts a :class:`Mixed` in the place of the targets, or leaves them.
+        mix: ``(state, inputs, targets, partners, shares) -> (inputs, targets)`` at BEFORE_TRAIN_BATCH. Partners are
+            indices, (n,), and shares drawn numbers; the targets are a :class:`Mixed`, or others of the batch alone.
+        inputs_of: the inputs of a batch.
+        alpha, probability: of the distribution of shares, and that there is one; numbers, or schedules.
         interpolate: ``"targets"``: the loss takes the mean of both as probabilities; ``"loss"``: it is taken for both.
         per_sample: whether each sample has a weight of its own.
-        target_key: where the targets are.
+        input_key, target_key: where inputs and targets are.
         ignore_index: the class index of positions without a target.
 
     Raises:
@@ -163,6 +165,19 @@ def mixing(
             f'{factory}: per_sample=True with interpolate="loss": a loss is one number for a batch, which weights of '
             'samples can\'t weigh. Write interpolate="targets", or leave per_sample out.'
         )
+
+    off = any(isinstance(strength, float | int) and not strength for strength in (alpha, probability))
+
+    @by_part
+    def mixed(state: State) -> State:
+        if off:
+            return state  # bit for bit
+        inputs = inputs_of(state.batch)
+        targets = part_of(state.batch, target_key, factory, "target_key")
+        shares = share(alpha, probability, name, state, len(inputs) if per_sample else None)
+        inputs, targets = mix(state, inputs, targets, partners(name, state, len(inputs)), shares)
+        batch = with_part(state.batch, input_key, inputs)
+        return state.replace(batch=with_part(batch, target_key, targets))
 
     def with_targets(state: State, targets: Batch) -> State:
         return state.replace(microbatch=with_part(state.microbatch, target_key, targets))
@@ -189,7 +204,7 @@ def mixing(
     return Algorithm(
         name,
         {
-            Event.BEFORE_TRAIN_BATCH: mix,
+            Event.BEFORE_TRAIN_BATCH: mixed,
             Event.BEFORE_LOSS: expose,
             Event.AFTER_LOSS: put_back,
         },
@@ -217,9 +232,9 @@ def _mean(record: Mixed, outputs: Outputs, ignore_index: int, factory: str) -> T
 def _mean_loss(first: Loss, second: Loss, weight: Tensor) -> Loss:
     """The mean of two losses: tensors, or mappings of the same names to tensors."""
 
-    def mean(one: Tensor, other: Tensor) -> Tensor:
-        share = weight.to(one.dtype)
-        return (1 - share) * one + share * other
+    def mean(a: Tensor, b: Tensor) -> Tensor:
+        share = weight.to(a.dtype)
+        return (1 - share) * a + share * b
 
     if isinstance(first, Mapping):
         assert isinstance(second, Mapping)
@@ -257,8 +272,8 @@ def soft_targets(
                 f"{where}: {name} is {type(value).__name__}, not a tensor. Pick the tensor of class scores and "
                 f"that of their targets out of it in an algorithm of your own, which calls smooth_labels on them."
             )
-    plain = isinstance(smoothing, float | int) and not smoothing
-    if plain and targets.is_floating_point() and targets.shape == outputs.shape:
+    unsmoothed = isinstance(smoothing, float | int) and not smoothing
+    if unsmoothed and targets.is_floating_point() and targets.shape == outputs.shape:
         return targets
     axis = 1 if outputs.ndim > 1 else 0
     classes = outputs.shape[axis] if outputs.ndim else 1

@@ -10,23 +10,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.arguments import is_integer
 from pure_loop._internal.recordable import losses, recordable
 from pure_loop._internal.suggestions import nearest
 from pure_loop.algorithm import Algorithm
 from pure_loop.callback import Run
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics._defaults import DEFAULT_NAMES
-from pure_loop.ranges import Range, Setting
 from pure_loop.state import State
-from pure_loop.time import Time, TimeUnit
 
-__all__ = [
-    *("BOUNDARIES", "COUNTED", "Memory", "Mode", "Monitored", "Patience"),
-    *("counts_of", "known_mode", "passed_since", "watcher"),
-]
+__all__ = ["BOUNDARIES", "Memory", "Mode", "Monitored", "known_mode", "watcher"]
 
 Mode: TypeAlias = Literal["min", "max"]
 Memory: TypeAlias = Mapping[str, Any]
@@ -34,8 +28,6 @@ Memory: TypeAlias = Mapping[str, Any]
 
 # Where a stop is set: EPOCH_END serves order="2021", which has no checkpoint events.
 BOUNDARIES = (Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT)
-
-COUNTED = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.ITERATION)
 
 _MODES: dict[str, Mode] = {
     **dict.fromkeys(("loss", "perplexity", "expected_calibration_error", "error", "mse", "mae", "nll"), "min"),
@@ -46,37 +38,6 @@ _MODES: dict[str, Mode] = {
 def known_mode(name: str) -> Mode | None:
     """Whether less or more of a metric is better, from its name without the evaluator's label; None: not known."""
     return next((_MODES[part] for part in reversed(name.split("/")) if part in _MODES), None)
-
-
-@attrs.frozen
-class Patience(Range):
-    """A whole number of evaluations, or an amount of training; never 0."""
-
-    typical: tuple[Any, ...] | None = None
-
-    def read(self, setting: Setting, value: object) -> int | Time:
-        where = f"{setting.where}: {setting.name}={value!r}"
-        if isinstance(value, Time | str):
-            try:
-                time = Time.parse(value)
-            except ArgumentError:
-                time = None  # what Time.parse says of a number, that it counts epochs, isn't so here
-            if not time or time.unit not in COUNTED:
-                raise ArgumentError(
-                    f'{where}: write a number of evaluations, 3, or an amount of training such as "3ep" or "1000ba".'
-                )
-            return time
-        if not is_integer(value):
-            raise ArgumentTypeError(f'{where}: write a whole number of evaluations, or a time such as "3ep".')
-        if value < 1:
-            raise ArgumentError(f"{where}: it is at least 1 evaluation.")
-        return int(value)
-
-    def in_words(self, setting: Setting) -> str:
-        return 'evaluations, or a time above 0 such as `"3ep"`'
-
-    def outside(self, setting: Setting) -> tuple[object, ...]:
-        return 0, -1, "0ep", "soon", 1.5, True, "10s", "0.5dur"
 
 
 @attrs.frozen
@@ -267,13 +228,3 @@ def watcher(
 def _no_losses(state: State) -> FrozenDict[str, Tensor | int]:
     """The sum of no batch's losses, float64 of shape () on the State's device, and the number of their samples."""
     return FrozenDict(loss=torch.zeros((), dtype=torch.float64, device=state.device), samples=0)
-
-
-def counts_of(state: State) -> dict[str, int | float]:
-    """How much training is finished: ``epoch``, ``batch``, ``sample``, ``token``, ``iteration``."""
-    return {unit.name.lower(): state.timestamp.get(unit) for unit in COUNTED}
-
-
-def passed_since(patience: Time, since: Mapping[str, int | float], state: State) -> bool:
-    """Whether so much training has passed since these counts."""
-    return state.timestamp.get(patience.unit) - since[patience.unit.name.lower()] >= patience.value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Concatenate, ParamSpec, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
@@ -17,9 +17,8 @@ from pure_loop.event import Event
 from pure_loop.random import derive, seeded
 from pure_loop.state import State
 
-__all__ = ["LayerFilter", "chosen", "copied", "nothing_fits", "operation", "surgery", "with_layers"]
+__all__ = ["LayerFilter", "chosen", "copied", "nothing_fits", "surgery", "with_layers"]
 
-P = ParamSpec("P")
 LayerFilter: TypeAlias = Callable[[str, nn.Module], bool]
 """``(name, layer) -> bool``, of a layer and its dotted name in the module."""
 
@@ -86,8 +85,8 @@ def with_layers(
         ModelError: no layer was changed.
         ArgumentTypeError: not a module, or a filter that is no function.
     """
-    new, reasons, changed = copied(module, f"apply_{where}"), [], False
-    for name, layer in chosen(new, only, exclude, where):
+    clone, reasons, changed = copied(module, f"apply_{where}"), [], False
+    for name, layer in chosen(clone, only, exclude, where):
         result = change(name, layer)
         if isinstance(result, str):
             reasons.append(result)
@@ -95,23 +94,17 @@ def with_layers(
             changed |= result
     if not changed:
         raise nothing_fits(where, module, reasons, serves)
-    return new
+    return clone
 
 
-def operation(
-    name: str, apply: Callable[Concatenate[nn.Module, P], nn.Module], /, *args: P.args, **settings: P.kwargs
-) -> Callable[[State], State]:
-    """The handler of INIT that puts ``apply(module, ...)`` into the State; what it draws is of the run's seed."""
+def surgery(apply: Callable[..., nn.Module], name: str, **settings: object) -> Algorithm:
+    """An algorithm that puts ``apply(module, **settings)`` into the State at INIT; what it draws is of the run's seed.
+
+    A factory whose settings are those of the function, besides ``name``, is ``return surgery(apply_x, **locals())``.
+    """
 
     def operate(state: State) -> State:
         with seeded(derive(state.seed, name), state.device):
-            return state.with_module(apply(state.module(), *args, **settings))
+            return state.with_module(apply(state.module(), **settings))
 
-    return operate
-
-
-def surgery(
-    name: str, apply: Callable[Concatenate[nn.Module, P], nn.Module], /, *args: P.args, **settings: P.kwargs
-) -> Algorithm:
-    """The algorithm of a function that changes a module, with these settings."""
-    return Algorithm(name, {Event.INIT: operation(name, apply, *args, **settings)})
+    return Algorithm(name, {Event.INIT: operate})

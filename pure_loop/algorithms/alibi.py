@@ -222,17 +222,17 @@ def apply_alibi(
     >>> torch.allclose(apply_alibi(layer, 5)(x), layer(x))
     False
     """
-    new = copied(module, "apply_alibi")
-    if hasattr(new, "alibi_heads"):
+    clone = copied(module, "apply_alibi")
+    if hasattr(clone, "alibi_heads"):
         raise ModelError(f"alibi: the attention of {type(module).__name__} has linear biases already.")
     for name in position_embeddings:
-        _zero(new, name, max_length)
-    chosen = None if slopes is None else tuple(_slope(number) for number in slopes)
-    vars(new)["alibi_heads"] = heads
-    for layer in new.modules():
+        _zero(clone, name, max_length)
+    chosen = None if slopes is None else tuple(map(_slope, slopes))
+    vars(clone)["alibi_heads"] = heads
+    for layer in clone.modules():
         layer.register_forward_pre_hook(_Enter(chosen, causal, heads), with_kwargs=True)
-        layer.register_forward_hook(_Leave(checks=layer is new), always_call=True)
-    return new
+        layer.register_forward_hook(_Leave(checks=layer is clone), always_call=True)
+    return clone
 
 
 def _slope(number: object) -> float:
@@ -243,13 +243,13 @@ def _zero(module: nn.Module, name: str, max_length: int) -> None:
     """Position embeddings of 0 for ``max_length`` positions, which are not trained."""
     parent, _, last = name.rpartition(".")
     try:
-        found: Any = getattr(module.get_submodule(parent), last)
+        target: Any = getattr(module.get_submodule(parent), last)
     except AttributeError:
-        found = None
-    if isinstance(found, nn.Embedding):
-        holder, key, weight = found, "weight", found.weight
-    elif isinstance(found, nn.Parameter) and found.ndim in (2, 3):
-        holder, key, weight = cast("Any", module.get_submodule(parent)), last, found
+        target = None
+    if isinstance(target, nn.Embedding):
+        holder, key, weight = target, "weight", target.weight
+    elif isinstance(target, nn.Parameter) and target.ndim in (2, 3):
+        holder, key, weight = cast("Any", module.get_submodule(parent)), last, target
     else:
         embeddings = [path for path, layer in module.named_modules() if isinstance(layer, nn.Embedding)]
         raise ModelError(
@@ -265,8 +265,8 @@ def _zero(module: nn.Module, name: str, max_length: int) -> None:
     shape = (*weight.shape[:-2], max_length, weight.shape[-1])
     zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
     setattr(holder, key, nn.Parameter(zeros, requires_grad=False))
-    if isinstance(found, nn.Embedding):
-        found.num_embeddings = max_length
+    if isinstance(target, nn.Embedding):
+        target.num_embeddings = max_length
 
 
 @checked
@@ -301,13 +301,6 @@ def alibi(
     >>> state.timestamp.batch
     1
     """
-    numbers = None if slopes is None else list(map(_slope, slopes))
-    return surgery(
-        name,
-        apply_alibi,
-        max_length,
-        position_embeddings=position_embeddings,
-        heads=heads,
-        causal=causal,
-        slopes=numbers,
-    )
+    if slopes is not None:
+        list(map(_slope, slopes))
+    return surgery(apply_alibi, **locals())

@@ -162,9 +162,9 @@ def apply_blurpool(
     BlurMaxPool2d(kernel_size=2, stride=2, padding=0, dilation=1, ceil_mode=False)
     """
     _refuse_neither(replace_convs, replace_maxpools)
-    new = copied(module, "apply_blurpool")
+    clone = copied(module, "apply_blurpool")
     replaced = False
-    for layer in list(new.modules()):
+    for layer in list(clone.modules()):
         if replace_maxpools and _is_pool(layer):
             set_class(layer, _POOLS[type(layer)])
             replaced = True
@@ -177,13 +177,13 @@ def apply_blurpool(
                 layer.stride, conv.blur_stride = ones, stride
             replaced = True
     if not replaced:
-        result = "; ".join(_why_not(new, replace_convs)) or "no layer that subsamples"
+        result = "; ".join(_why_not(clone, replace_convs)) or "no layer that subsamples"
         raise ModelError(
             f"blurpool finds nothing to replace in {type(module).__name__}: {result}. It serves nn.Conv1d, 2d, 3d and "
             f"nn.MaxPool1d, 2d, 3d with a stride above 1, convolutions from min_channels={min_channels} input channels "
             "on: lower min_channels, or leave blurpool out."
         )
-    return new
+    return clone
 
 
 @checked
@@ -219,14 +219,7 @@ def blurpool(
     ('BlurMaxPool2d', 'MaxPool2d')
     """
     _refuse_neither(replace_convs, replace_maxpools)
-    return surgery(
-        name,
-        apply_blurpool,
-        replace_convs=replace_convs,
-        replace_maxpools=replace_maxpools,
-        blur_first=blur_first,
-        min_channels=min_channels,
-    )
+    return surgery(apply_blurpool, **locals())
 
 
 def _refuse_neither(replace_convs: bool, replace_maxpools: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
-from pure_loop.algorithms._surgery import copied, nothing_fits, operation
+from pure_loop.algorithms._surgery import copied, nothing_fits
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, part_of, with_part
 from pure_loop.ranges import Index, checked
@@ -50,13 +50,13 @@ def apply_channels_last(module: nn.Module) -> nn.Module:
     >>> apply_channels_last(nn.Sequential(nn.Conv2d(3, 8, 3)))[0].weight.stride()
     (27, 1, 9, 3)
     """
-    new = copied(module, "apply_channels_last")
-    tensors = [tensor for tensor in (*new.parameters(), *new.buffers()) if tensor.ndim in _FORMATS]
+    clone = copied(module, "apply_channels_last")
+    tensors = [tensor for tensor in (*clone.parameters(), *clone.buffers()) if tensor.ndim in _FORMATS]
     if not tensors:
         raise nothing_fits("channels_last", module, [], "models with weights of 4 or 5 dimensions, of convolutions")
     for tensor in tensors:
         tensor.data = in_channels_last(tensor)
-    return new
+    return clone
 
 
 @checked
@@ -85,6 +85,9 @@ def channels_last(*, input_key: Annotated[BatchKey, Index()] = 0, name: str = "c
     (18, 1, 6, 2)
     """
 
+    def operate(state: State) -> State:
+        return state.with_module(apply_channels_last(state.module()))
+
     @by_part
     def convert(state: State) -> State:
         inputs = part_of(state.batch, input_key, "channels_last", "input_key")
@@ -93,4 +96,4 @@ def channels_last(*, input_key: Annotated[BatchKey, Index()] = 0, name: str = "c
         converted = in_channels_last(inputs)
         return state if converted is inputs else state.replace(batch=with_part(state.batch, input_key, converted))
 
-    return Algorithm(name, {Event.INIT: operation(name, apply_channels_last), Event.BEFORE_TRAIN_BATCH: convert})
+    return Algorithm(name, {Event.INIT: operate, Event.BEFORE_TRAIN_BATCH: convert})

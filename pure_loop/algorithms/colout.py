@@ -99,8 +99,8 @@ def colout(
         lines: list[Tensor] = []
         for (line, share), length in zip(shares.items(), images.shape[-2:], strict=True):
             # Of 0.7 * 10 and the like the nearest float is a little less than the whole number.
-            kept = int((1 - share) * length + 1e-9)
-            if not kept:
+            count = int((1 - share) * length + 1e-9)
+            if not count:
                 raise DataError(
                     f"colout: {line}={share:g} leaves none of the {length} {line} of images of shape "
                     f"{tuple(images.shape)}. Give a smaller share, or leave colout out."
@@ -109,7 +109,7 @@ def colout(
             random = generator(state.seed, name, *path, device=images.device)
             shape = (len(images), length) if per_sample else (length,)
             drawn = torch.rand(shape, generator=random, device=images.device)
-            lines.append(drawn.argsort(-1)[..., :kept].sort(-1).values)
+            lines.append(drawn.argsort(-1)[..., :count].sort(-1).values)
         batch = with_part(state.batch, input_key, with_lines(images, *lines))
         maps: Any = part_of(state.batch, target_key, "colout", "target_key") if targets == "auto" else None
         if isinstance(maps, Tensor) and maps.ndim > 2 and maps.shape[-2:] == images.shape[-2:]:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.processes import rank
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._images import box_mask, centres, image_of
-from pure_loop.algorithms._mixed import IGNORED, Interpolation, is_off, mixing, partners, share, with_partners
+from pure_loop.algorithms._mixed import IGNORED, Interpolation, mixing, with_partners
 from pure_loop.errors import DataError
-from pure_loop.lens import BatchKey, part_of, with_part
+from pure_loop.lens import BatchKey
 from pure_loop.ranges import AtLeast, Index, Number, Within, checked
 from pure_loop.ranges.strengths import Strength
 from pure_loop.state import State
@@ -109,46 +109,43 @@ def cutmix(
     True
     """
 
-    @by_part
-    def cut(state: State) -> State:
-        if is_off(alpha, probability):
-            return state
-        images = image_of(state.batch, input_key, "cutmix")
-        targets = part_of(state.batch, target_key, "cutmix", "target_key")
-        count, place = len(images), rank()
+    def inputs_of(batch: Batch) -> Tensor:
+        return image_of(batch, input_key, "cutmix")
+
+    def cut(state: State, images: Tensor, targets: Batch, partner: Tensor, areas: Tensor) -> tuple[Tensor, Batch]:
         height, width = images.shape[-2:]
         # Of lambda and 1 - lambda the distribution is the same.
-        area = share(alpha, probability, name, state, count if per_sample else None, place)
-        partner = partners(name, state, count, place)
-        mask = _mask(state, name, height, width, area, uniform_sampling, place)
-        batch = with_part(state.batch, input_key, paste(images, partner, mask))
-        if isinstance(targets, Tensor) and targets.ndim > 2:
-            if targets.shape[-2:] != images.shape[-2:]:
-                raise DataError(
-                    f"cutmix: targets of shape {tuple(targets.shape)} are no maps of images of shape "
-                    f"{tuple(images.shape)}: their last two dimensions have to be {height} and {width}."
-                )
-            return state.replace(batch=with_part(batch, target_key, paste(targets, partner, mask)))
-        weight = mask.to(torch.float32).mean((-2, -1))
-        both = with_partners(targets, partner, weight, "cutmix")
-        return state.replace(batch=with_part(batch, target_key, both))
+        mask = _mask(state, name, height, width, areas, uniform_sampling)
+        if not (isinstance(targets, Tensor) and targets.ndim > 2):
+            weight = mask.to(torch.float32).mean((-2, -1))
+            return paste(images, partner, mask), with_partners(targets, partner, weight, "cutmix")
+        if targets.shape[-2:] != images.shape[-2:]:
+            raise DataError(
+                f"cutmix: targets of shape {tuple(targets.shape)} are no maps of images of shape "
+                f"{tuple(images.shape)}: their last two dimensions have to be {height} and {width}."
+            )
+        return paste(images, partner, mask), paste(targets, partner, mask)
 
     return mixing(
         name,
         "cutmix",
         cut,
+        inputs_of=inputs_of,
+        alpha=alpha,
+        probability=probability,
         interpolate=interpolate,
         per_sample=per_sample,
+        input_key=input_key,
         target_key=target_key,
         ignore_index=ignore_index,
     )
 
 
-def _mask(state: State, name: str, height: int, width: int, area: Tensor, uniform: bool, place: int) -> Tensor:
+def _mask(state: State, name: str, height: int, width: int, area: Tensor, uniform: bool) -> Tensor:
     """Boxes of drawn shares of an image, (height, width), or (n, height, width) of samples, which differ by rank."""
     side = area.sqrt()
     rows, columns = (height * side).long(), (width * side).long()
-    path = (state.timestamp.batch, *((place,) if area.ndim else ()))
+    path = (state.timestamp.batch, *((rank(),) if area.ndim else ()))
     shape = tuple(area.shape)
     row = centres((name, "row", *path), state, shape, height, rows, uniform)
     column = centres((name, "column", *path), state, shape, width, columns, uniform)

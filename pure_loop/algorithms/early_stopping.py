@@ -14,19 +14,55 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
+import attrs
 import torch
 
+from pure_loop._internal.arguments import is_integer
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._monitored import Memory, Monitored, Patience, counts_of, passed_since, watcher
+from pure_loop.algorithms._monitored import Memory, Monitored, watcher
 from pure_loop.cadence import every
-from pure_loop.errors import ArgumentError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.ranges import AtLeast, Duration, Name, checked
+from pure_loop.ranges import AtLeast, Duration, Name, Range, Setting, checked
 from pure_loop.state import State
-from pure_loop.time import Time
+from pure_loop.time import Time, TimeUnit
 
 __all__ = ["early_stopping", "restored"]
+
+
+_COUNTED = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.ITERATION)
+
+
+@attrs.frozen
+class Patience(Range):
+    """A whole number of evaluations, or an amount of training; never 0."""
+
+    typical: tuple[object, ...] | None = None
+
+    def read(self, setting: Setting, value: object) -> int | Time:
+        where = f"{setting.where}: {setting.name}={value!r}"
+        if isinstance(value, Time | str):
+            try:
+                time = Time.parse(value)
+            except ArgumentError:
+                time = None  # what Time.parse says of a number, that it counts epochs, isn't so here
+            if not time or time.unit not in _COUNTED:
+                raise ArgumentError(
+                    f'{where}: write a number of evaluations, 3, or an amount of training such as "3ep" or "1000ba".'
+                )
+            return time
+        if not is_integer(value):
+            raise ArgumentTypeError(f'{where}: write a whole number of evaluations, or a time such as "3ep".')
+        if value < 1:
+            raise ArgumentError(f"{where}: it is at least 1 evaluation.")
+        return int(value)
+
+    def in_words(self, setting: Setting) -> str:
+        return 'evaluations, or a time above 0 such as `"3ep"`'
+
+    def outside(self, setting: Setting) -> tuple[object, ...]:
+        return 0, -1, "0ep", "soon", 1.5, True, "10s", "0.5dur"
 
 
 @checked
@@ -89,7 +125,7 @@ def early_stopping(
         since = memory["since"]
         evaluations = since["evaluations"] + 1
         if isinstance(read_patience, Time):
-            over = passed_since(read_patience, since, state)
+            over = _has_passed(read_patience, since, state)
         else:
             over = evaluations >= read_patience
         return {"since": FrozenDict({**since, "evaluations": evaluations}), "stop": over}
@@ -104,7 +140,14 @@ def early_stopping(
 
 
 def _now(state: State, evaluations: int) -> FrozenDict[str, int | float]:
-    return FrozenDict({**counts_of(state), "evaluations": evaluations})
+    """How much training is finished, by unit, and the evaluations since the best one."""
+    counts = {unit.name.lower(): state.timestamp.get(unit) for unit in _COUNTED}
+    return FrozenDict({**counts, "evaluations": evaluations})
+
+
+def _has_passed(patience: Time, since: Mapping[str, int | float], state: State) -> bool:
+    """Whether so much training has passed since these counts."""
+    return state.timestamp.get(patience.unit) - since[patience.unit.name.lower()] >= patience.value
 
 
 def restored(state: State, name: str = "early_stopping") -> State:

@@ -71,8 +71,8 @@ def moving_average(
     if not names:
         return FrozenDict(average)
 
-    def lerp(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_lerp(list(map(widened, before)), list(map(widened, now)), 1.0 - smoothing))
+    def lerp(before: list[Tensor], latest: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_lerp(list(map(widened, before)), list(map(widened, latest)), 1.0 - smoothing))
 
     results = map_local(lerp, [average[name] for name in names], [tensors[name] for name in names])
     changed = dict(zip(names, results, strict=True))
@@ -159,15 +159,15 @@ def ema(
         assert state.event is not None
         if not cadence.at(state, state.event):
             return state
-        memory, now = state.algorithm_state[name], state.timestamp
-        part, updates = decay.at(memory, now)
+        memory, timestamp = state.algorithm_state[name], state.timestamp
+        part, updates = decay.at(memory, timestamp)
         params = moving_average(memory["params"], _copies(state.params, offload) if offload else state.params, part)
         # Buffers may come, go and change their shapes.
         latest = buffers_of(state)
         average = moving_average(begun(memory["buffers"], latest), latest, part)
         if chosen.globs:  # a running maximum begins at -inf
             average = finite_or(average, latest)
-        after = FrozenDict(params=params, buffers=average, updated=_counts(now))
+        after = FrozenDict(params=params, buffers=average, updated=_counts(timestamp))
         return state.remember(name, after | {"updates": updates} if warmup else after)
 
     def show(state: State) -> State:
@@ -201,21 +201,21 @@ class _Decay:
     start: Time | None
     warmup: bool
 
-    def at(self, memory: Mapping[str, PyTree], now: Timestamp) -> tuple[float, int]:
+    def at(self, memory: Mapping[str, PyTree], timestamp: Timestamp) -> tuple[float, int]:
         """The part that stays, and the number of updates that warm up, with this one."""
         updates: int = memory.get("updates", 0) if self.warmup else 0
-        if self.start is not None and part_of_span(self.start, now) < 1:
+        if self.start is not None and part_of_span(self.start, timestamp) < 1:
             return 0.0, updates
-        part = self.smoothing if self.half_life is None else _decay(self.half_life, memory["updated"], now)
+        part = self.smoothing if self.half_life is None else _decay(self.half_life, memory["updated"], timestamp)
         assert part is not None
         return (min(part, (updates + 1) / (10 + updates)), updates + 1) if self.warmup else (part, updates)
 
 
-def _decay(half_life: Time, updated: Mapping[str, float], now: Timestamp) -> float:
+def _decay(half_life: Time, updated: Mapping[str, float], timestamp: Timestamp) -> float:
     """How much of the average stays, after what has passed since the last update."""
-    length, unit = _in_counts(half_life, now.max_duration)
+    length, unit = _in_counts(half_life, timestamp.max_duration)
     # Never negative, which other data with longer epochs could make it.
-    return float(0.5 ** (max(0.0, _count(now, unit) - updated[unit.value]) / length))
+    return float(0.5 ** (max(0.0, _count(timestamp, unit) - updated[unit.value]) / length))
 
 
 def _in_counts(time: Time, duration: Time | None) -> tuple[float, TimeUnit]:
@@ -238,11 +238,11 @@ def _refuse_inside(half_life: Time, unit: TimeUnit, interval: Time, interval_uni
         )
 
 
-def _refuse_inside_duration(half_life: Time | None, interval: Time, now: Timestamp) -> None:
+def _refuse_inside_duration(half_life: Time | None, interval: Time, timestamp: Timestamp) -> None:
     """:func:`_refuse_inside`, of times that may be parts of the duration. Parts of epochs of known length count."""
-    interval_unit = _in_counts(interval, now.max_duration)[1]
-    unit = None if half_life is None else _in_counts(half_life, now.max_duration)[1]
-    if half_life is not None and unit is not None and not (unit is TimeUnit.EPOCH and now.batches_per_epoch):
+    interval_unit = _in_counts(interval, timestamp.max_duration)[1]
+    unit = None if half_life is None else _in_counts(half_life, timestamp.max_duration)[1]
+    if half_life is not None and unit is not None and not (unit is TimeUnit.EPOCH and timestamp.batches_per_epoch):
         _refuse_inside(half_life, unit, interval, interval_unit)
 
 

@@ -142,14 +142,14 @@ def apply_factorize(
     Linear(in_features=16, out_features=300, bias=True)
     """
     _refuse_misfits(rank, convs, linears)
-    new, reasons = copied(module, "apply_factorize"), []
+    clone, reasons = copied(module, "apply_factorize"), []
     kinds = (*((nn.Linear,) if linears else ()), *((nn.Conv1d, nn.Conv2d, nn.Conv3d) if convs else ()))
     changed: list[tuple[str, nn.Module]] = []
     # A weight that several layers own would be theirs alone afterwards, and no longer tied.
-    owners = Counter(id(weight) for _, weight in new.named_parameters(remove_duplicate=False))
-    made = {id(part) for pair in new.modules() if _is_pair(pair) for part in pair.children()}
-    for name, layer in chosen(new, only, exclude, "factorize"):
-        if type(layer) not in kinds or id(layer) in made:
+    owners = Counter(id(weight) for _, weight in clone.named_parameters(remove_duplicate=False))
+    parts = {id(part) for pair in clone.modules() if _is_pair(pair) for part in pair.children()}
+    for name, layer in chosen(clone, only, exclude, "factorize"):
+        if type(layer) not in kinds or id(layer) in parts:
             continue
         conv: Any = layer
         weight: Tensor = conv.weight
@@ -179,16 +179,16 @@ def apply_factorize(
     for name, pair in changed:
         if not name:
             return pair
-        new.set_submodule(name, pair)
-        parent = new.get_submodule(name.rpartition(".")[0])
+        clone.set_submodule(name, pair)
+        parent = clone.get_submodule(name.rpartition(".")[0])
         if isinstance(parent, nn.TransformerEncoderLayer):
             # In evaluation its fused kernel reads weights of linear layers, which are no longer there.
             parent.activation_relu_or_gelu = 0
-    return new
+    return clone
 
 
 factorize_module = apply_factorize
-"""The same function, by the name that it has beside :func:`set_rank`."""
+""":func:`apply_factorize`, by the name that it has beside :func:`set_rank`."""
 
 
 @checked
@@ -209,8 +209,8 @@ def set_rank(module: nn.Module, rank: Annotated[int, AtLeast(1)]) -> nn.Module:
     >>> set_rank(net, 4)[0].down
     Linear(in_features=300, out_features=4, bias=False)
     """
-    new = copied(module, "set_rank")
-    pairs: list[Any] = [pair for pair in new.modules() if _is_pair(pair)]
+    clone = copied(module, "set_rank")
+    pairs: list[Any] = [pair for pair in clone.modules() if _is_pair(pair)]
     if not pairs:
         raise nothing_fits("set_rank", module, [], "modules that apply_factorize has made")
     for pair in pairs:
@@ -225,7 +225,7 @@ def set_rank(module: nn.Module, rank: Annotated[int, AtLeast(1)]) -> nn.Module:
             down.out_features = up.in_features = len(inner)
         else:
             down.out_channels = up.in_channels = len(inner)
-    return new
+    return clone
 
 
 def _is_pair(module: nn.Module) -> bool:
@@ -281,15 +281,4 @@ def factorize(
     {'down.weight': (2, 8), 'up.weight': (8, 2), 'up.bias': (8,)}
     """
     _refuse_misfits(rank, convs, linears)
-    return surgery(
-        name,
-        apply_factorize,
-        rank,
-        convs=convs,
-        linears=linears,
-        min_features=min_features,
-        init=init,
-        strict=strict,
-        only=only,
-        exclude=exclude,
-    )
+    return surgery(apply_factorize, **locals())

@@ -280,4 +280,4 @@ def gated_linear_units(
     torch.Size([4, 2])
     """
     _refuse_misfits(activation, bias, init)
-    return surgery(name, apply_gated_linear_units, activation, hidden=hidden, bias=bias, init=init, blocks=blocks)
+    return surgery(apply_gated_linear_units, **locals())

@@ -66,11 +66,11 @@ class _Ghost(nn.Module):
             return result
         # A last chunk of one sample has no variance: that sample joins the chunk before it.
         rest = n % size if n % size != 1 else size + 1
-        whole = (n - rest) // size
+        full_chunks = (n - rest) // size
         parts: list[Tensor] = []
         means: list[Tensor] = []
         variances: list[Tensor] = []
-        for features, chunks in ((input[: n - rest], whole), (input[n - rest :], 1 if rest else 0)):
+        for features, chunks in ((input[: n - rest], full_chunks), (input[n - rest :], 1 if rest else 0)):
             if chunks:
                 part, mean, variance = _normalized(features, chunks, layer.weight, layer.bias, layer.eps)
                 parts.append(part)
@@ -183,4 +183,4 @@ def ghost_batchnorm(
     >>> type(state.module()[0]).__name__
     'GhostBatchNorm1d'
     """
-    return surgery(name, apply_ghost_batchnorm, size, only=only, exclude=exclude)
+    return surgery(apply_ghost_batchnorm, **locals())

@@ -87,9 +87,9 @@ def gradient_clipping(
         _refuse_no_part(threshold)
 
     def clip(state: State) -> State:
-        whole = state.grads
-        assert whole is not None
-        grads = whole if exclude is None else {key: grad for key, grad in whole.items() if not exclude(key)}
+        all_grads = state.grads
+        assert all_grads is not None
+        grads = all_grads if exclude is None else {key: grad for key, grad in all_grads.items() if not exclude(key)}
         limit: Any = strength_at(threshold, state.timestamp)
         if kind in ("norm", "quantile"):
             norm = gradients.global_norm(grads)
@@ -107,7 +107,7 @@ def gradient_clipping(
             clipped = FrozenDict((key, gradients.clip_by_norm({key: grad}, limit)[key]) for key, grad in grads.items())
         else:
             clipped = gradients.clip_adaptively(grads, state.params, limit)
-        return state.replace(grads=clipped if exclude is None else {**whole, **clipped})
+        return state.replace(grads=clipped if exclude is None else {**all_grads, **clipped})
 
     def begin(state: State) -> FrozenDict[str, Tensor]:
         norms = torch.full((_WINDOW,), math.nan, device=state.device)

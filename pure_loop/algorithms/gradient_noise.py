@@ -65,7 +65,7 @@ def gradient_noise(
 
         # In the order of the names, which is that of every model that has them.
         return state.replace(
-            grads={each: None if (grad := grads[each]) is None else noisy(grad) for each in sorted(grads)}
+            grads={key: None if (grad := grads[key]) is None else noisy(grad) for key in sorted(grads)}
         )
 
     return Algorithm(name, {Event.AFTER_TRAIN_BATCH: add})

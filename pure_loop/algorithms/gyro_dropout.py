@@ -79,9 +79,9 @@ class GyroDropout(nn.Dropout):
             return input * 0
         subnetworks: Tensor = getattr(self, self.buffer)
         count, features = len(input), input.shape[1:].numel()
-        kept = masks(self.layer, subnetworks, features, self.p)
+        table = masks(self.layer, subnetworks, features, self.p)
         rows = torch.arange(count, device=input.device) % len(subnetworks)
-        mask = kept[rows].view(input.shape).to(input.dtype)
+        mask = table[rows].view(input.shape).to(input.dtype)
         return input * mask / (1 - self.p)
 
     def extra_repr(self) -> str:
@@ -187,17 +187,18 @@ def gyro_dropout(
 
     span = Time(concurrent / subnetworks, TimeUnit.DURATION) if length is None else length
 
-    def period_at(now: Timestamp) -> int:
+    def period_at(timestamp: Timestamp) -> int:
         """The number of the period in which a batch lies, from 0."""
-        batches = _in_batches(span, now)
+        batches = _in_batches(span, timestamp)
         if batches is not None:
-            return now.batch // max(1, int(batches + 1e-9))
-        if span.unit is TimeUnit.DURATION and now.max_duration is not None and now.max_duration.unit is TimeUnit.EPOCH:
+            return timestamp.batch // max(1, int(batches + 1e-9))
+        duration = timestamp.max_duration
+        if span.unit is TimeUnit.DURATION and duration is not None and duration.unit is TimeUnit.EPOCH:
             raise ArgumentError(
-                f"gyro_dropout: how many batches {str(span)!r} of {str(now.max_duration)!r} are is not known, as the "
+                f"gyro_dropout: how many batches {str(span)!r} of {str(duration)!r} are is not known, as the "
                 'length of the dataloader is not: write the period in batches, gyro_dropout(period="100ba").'
             )
-        return int(now.get(span.unit) / span.value + 1e-9)
+        return int(timestamp.get(span.unit) / span.value + 1e-9)
 
     def operate(state: State) -> State:
         seed = derive(state.seed, name)
@@ -213,18 +214,18 @@ def gyro_dropout(
         return state.replace(buffers={**state.buffers, **dict.fromkeys(names, drawn)})
 
     def choose(state: State) -> State:
-        now, number = state.timestamp, period_at(state.timestamp)
-        began = not now.batch or number != period_at(state.previous_timestamp)
+        timestamp, number = state.timestamp, period_at(state.timestamp)
+        began = not timestamp.batch or number != period_at(state.previous_timestamp)
         return with_subnetworks(state, number) if began else state
 
     return Algorithm(name, {Event.INIT: operate, Event.BATCH_START: choose})
 
 
-def _in_batches(time: Time, now: Timestamp) -> float | None:
+def _in_batches(time: Time, timestamp: Timestamp) -> float | None:
     """A time in batches; None: how many they are is not known."""
     amount, unit = time.exact, time.unit
-    if unit is TimeUnit.DURATION and now.max_duration is not None:
-        amount, unit = amount * now.max_duration.exact, now.max_duration.unit
-    if unit is TimeUnit.EPOCH and now.batches_per_epoch:
-        return float(amount * now.batches_per_epoch)
+    if unit is TimeUnit.DURATION and timestamp.max_duration is not None:
+        amount, unit = amount * timestamp.max_duration.exact, timestamp.max_duration.unit
+    if unit is TimeUnit.EPOCH and timestamp.batches_per_epoch:
+        return float(amount * timestamp.batches_per_epoch)
     return float(amount) if unit is TimeUnit.BATCH else None

@@ -142,8 +142,8 @@ def _refuse_one_of_both(targets: Batch, state: State) -> None:
     Raises:
         ArgumentError: the targets are one half of mixed ones, whose other half a mixer keeps for its own loss.
     """
-    for mixer, kept in state.algorithm_state.items():
-        if isinstance(kept, Mixed) and kept.first is targets:
+    for mixer, memory in state.algorithm_state.items():
+        if isinstance(memory, Mixed) and memory.first is targets:
             raise ArgumentError(
                 f'label_smoothing: {mixer!r}, which has interpolate="loss", comes before it and takes the loss for two '
                 "targets, of which only the first would be smoothed. Write label_smoothing before it in algorithms=, "

@@ -137,10 +137,10 @@ def layer_freezing(
         return FrozenDict(depth=0, buffers=FrozenDict())
 
     def depth_at(state: State, before: int) -> int:
-        now = state.timestamp
-        first = part_of_training(begins, now, "layer_freezing")
+        timestamp = state.timestamp
+        first = part_of_training(begins, timestamp, "layer_freezing")
         count = len(trained_layers(state))
-        depth = frozen_count(now.elapsed or 0.0, count, first, strength_at(level, now))
+        depth = frozen_count(timestamp.elapsed or 0.0, count, first, strength_at(level, timestamp))
         # It never falls by itself: training that resumes with a longer duration does not train layers again.
         return depth if callable(level) else max(before, depth)
 

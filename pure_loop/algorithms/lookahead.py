@@ -44,8 +44,8 @@ def step_towards(slow: Mapping[str, Tensor], fast: Mapping[str, Tensor], rate: f
     if not names:
         return FrozenDict(fast)
 
-    def lerp(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_lerp(before, now, rate))
+    def lerp(before: list[Tensor], latest: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_lerp(before, latest, rate))
 
     moved = map_local(lerp, [slow[name] for name in names], [fast[name] for name in names])
     return FrozenDict({**fast, **finite_or(dict(zip(names, moved, strict=True)), fast)})

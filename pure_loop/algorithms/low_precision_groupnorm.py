@@ -69,4 +69,4 @@ def low_precision_groupnorm(
     >>> type(state.module()[1]).__name__
     'LowPrecisionGroupNorm'
     """
-    return surgery(name, apply_low_precision_groupnorm, only=only, exclude=exclude)
+    return surgery(apply_low_precision_groupnorm, **locals())

@@ -69,4 +69,4 @@ def low_precision_layernorm(
     >>> type(state.module()[1]).__name__
     'LowPrecisionLayerNorm'
     """
-    return surgery(name, apply_low_precision_layernorm, only=only, exclude=exclude)
+    return surgery(apply_low_precision_layernorm, **locals())

@@ -16,22 +16,12 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from pure_loop._internal.processes import rank
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._images import image_of
-from pure_loop.algorithms._mixed import (
-    IGNORED,
-    Interpolation,
-    by_sample,
-    is_off,
-    mixing,
-    partners,
-    share,
-    with_partners,
-)
+from pure_loop.algorithms._mixed import IGNORED, Interpolation, by_sample, mixing, with_partners
 from pure_loop.errors import ArgumentError, DataError
-from pure_loop.lens import BatchKey, part_of, with_part
+from pure_loop.lens import BatchKey
 from pure_loop.ranges import AtLeast, Index, Number, Within, checked
 from pure_loop.ranges.strengths import Strength
 from pure_loop.state import State
@@ -122,32 +112,30 @@ def mixup(
     True
     """
 
-    @by_part
-    def mixed(state: State) -> State:
-        if is_off(alpha, probability):
-            return state
-        inputs = image_of(state.batch, input_key, "mixup", dims=None)
+    def inputs_of(batch: Batch) -> Tensor:
+        inputs = image_of(batch, input_key, "mixup", dims=None)
         if not inputs.is_floating_point():
             raise DataError(
                 f"mixup: the inputs have dtype {inputs.dtype}, which has no mean. Give images as floats; the tokens of "
                 "texts can't be mixed, only their embeddings, in the model."
             )
-        targets = part_of(state.batch, target_key, "mixup", "target_key")
-        count, place = len(inputs), rank()
-        drawn = share(alpha, probability, name, state, count if per_sample else None, place)
+        return inputs
+
+    def mixed(state: State, inputs: Tensor, targets: Batch, partner: Tensor, shares: Tensor) -> tuple[Tensor, Batch]:
         # In the inputs' dtype for both, so that the targets have the share that the inputs have.
-        weight = torch.minimum(drawn, 1 - drawn).to(inputs.dtype)
-        partner = partners(name, state, count, place)
-        batch = with_part(state.batch, input_key, mix(inputs, partner, weight))
-        both = with_partners(targets, partner, weight, "mixup")
-        return state.replace(batch=with_part(batch, target_key, both))
+        weight = torch.minimum(shares, 1 - shares).to(inputs.dtype)
+        return mix(inputs, partner, weight), with_partners(targets, partner, weight, "mixup")
 
     return mixing(
         name,
         "mixup",
         mixed,
+        inputs_of=inputs_of,
+        alpha=alpha,
+        probability=probability,
         interpolate=interpolate,
         per_sample=per_sample,
+        input_key=input_key,
         target_key=target_key,
         ignore_index=ignore_index,
     )

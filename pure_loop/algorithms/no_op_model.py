@@ -109,4 +109,4 @@ def no_op_model(*, name: str = "no_op_model") -> Algorithm:
     >>> dict(state.params)
     {'weight': tensor([1.])}
     """
-    return surgery(name, apply_no_op_model)
+    return surgery(apply_no_op_model, **locals())

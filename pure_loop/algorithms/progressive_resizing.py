@@ -65,15 +65,15 @@ def resized(
     tensor([[[[3]]]])
     """
     smooth = interpolation in ("bilinear", "bicubic")
-    whole = not images.is_floating_point()
+    integral = not images.is_floating_point()
     computed = functional.interpolate(
-        images.float() if whole and interpolation != "nearest" else images.double() if whole else images,
+        images.float() if integral and interpolation != "nearest" else images.double() if integral else images,
         size=(height, width),
         mode=interpolation,
         align_corners=False if smooth else None,
         antialias=antialias and smooth,
     )
-    if not whole:
+    if not integral:
         return computed
     if images.dtype is torch.uint8:
         computed = computed.clamp(0, 255)
@@ -141,11 +141,11 @@ def progressive_resizing(
         )
 
     def scale_at(state: State) -> float:
-        now = state.timestamp
+        timestamp = state.timestamp
         if size is not None:
-            return strength_at(size, now)
-        start, rest = (part_of_training(time, now, "progressive_resizing") for time in (begins, left))
-        elapsed = now.elapsed or 0.0
+            return strength_at(size, timestamp)
+        start, rest = (part_of_training(time, timestamp, "progressive_resizing") for time in (begins, left))
+        elapsed = timestamp.elapsed or 0.0
         if elapsed < start:
             return initial
         growing = 1 - rest - start
@@ -162,8 +162,8 @@ def progressive_resizing(
         if mode == "crop":
             random = generator(state.seed, name, state.timestamp.batch)
             top, left_edge = (
-                int(torch.randint(whole - part + 1, (), generator=random))
-                for whole, part in zip(full, (height, width), strict=True)
+                int(torch.randint(side - length + 1, (), generator=random))
+                for side, length in zip(full, (height, width), strict=True)
             )
 
             def smaller(tensor: Tensor, nearest: bool) -> Tensor:

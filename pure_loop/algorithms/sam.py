@@ -104,19 +104,19 @@ def orthogonal_part(
 
 
 def _plus(
-    tensors: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None], factor: Tensor
+    tensors: Mapping[str, Tensor | None], terms: Mapping[str, Tensor | None], factor: Tensor
 ) -> FrozenDict[str, Tensor | None]:
     """``tensors + factor * others``, name by name, in the dtypes of ``tensors``."""
     present = {
-        name: (tensor, other)
+        name: (tensor, term)
         for name, tensor in tensors.items()
-        if tensor is not None and (other := others.get(name)) is not None
+        if tensor is not None and (term := terms.get(name)) is not None
     }
 
     def added(a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
         return list(torch._foreach_add(a, in_dtypes_of(a, torch._foreach_mul(b, factor))))
 
-    values = map_local(added, [tensor for tensor, _ in present.values()], [other for _, other in present.values()])
+    values = map_local(added, [tensor for tensor, _ in present.values()], [term for _, term in present.values()])
     return FrozenDict({**tensors, **dict(zip(present, values, strict=True))})
 
 
@@ -186,9 +186,9 @@ def sam(
         return state.replace(grads=_plus(grads, before, size))
 
     def sharpen(state: State, stages: LoopStages) -> State:
-        grads, now = state.grads, state.timestamp
+        grads, timestamp = state.grads, state.timestamp
         assert grads is not None
-        if now.batch % interval:
+        if timestamp.batch % interval:
             return state if reuse is None else between(state, grads, reuse)
         result = second(state, stages)
         sharp = result.grads
@@ -196,7 +196,7 @@ def sam(
         if reuse is not None:
             part = _finite_or_before(orthogonal_part(sharp, grads), state.algorithm_state[name])
             state = state.remember(name, part)
-        strength = strength_at(gap, now)
+        strength = strength_at(gap, timestamp)
         if callable(gap) or strength:
             sharp = _plus(sharp, orthogonal_part(grads, sharp), torch.as_tensor(-strength))
         return state.replace(grads=sharp, grad_norm=result.grad_norm)
@@ -246,8 +246,8 @@ def _finite_or_before(part: Mapping[str, Tensor | None], before: Mapping[str, Te
     finite = torch.isfinite(global_norm(part))
     parts = {key: tensor for key in before if (tensor := part[key]) is not None}
 
-    def chosen(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-        return [torch.where(finite, a, b) for a, b in zip(new, old, strict=True)]
+    def chosen(latest: list[Tensor], previous: list[Tensor]) -> list[Tensor]:
+        return [torch.where(finite, a, b) for a, b in zip(latest, previous, strict=True)]
 
     results = map_local(chosen, list(parts.values()), [before[key] for key in parts])
     return FrozenDict({**before, **dict(zip(parts, results, strict=True))})

@@ -144,12 +144,12 @@ def selective_backprop(
                 inputs = with_part(
                     piece, input_key, functional.interpolate(images, scale_factor=scale, mode="bilinear")
                 )
-            seen = stages.validate(
+            evaluated = stages.validate(
                 state.replace(microbatch=inputs), label=name, batch=state.timestamp.batch, index=index
             )
             if per_sample_loss is not None:
                 with torch.no_grad():
-                    values = per_sample_loss(seen.outputs, piece)
+                    values = per_sample_loss(evaluated.outputs, piece)
                 if not isinstance(values, Tensor) or values.shape != (num_samples(piece),):
                     result = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
                     raise DataError(
@@ -159,23 +159,23 @@ def selective_backprop(
                     )
                 losses.append(values.detach())
                 continue
-            rows = zip(split(seen.outputs, 1), split(piece, 1), strict=True)
+            rows = zip(split(evaluated.outputs, 1), split(piece, 1), strict=True)
             losses += [
-                stages.validation_loss(seen.replace(outputs=outputs, microbatch=sample)).view(1)
+                stages.validation_loss(evaluated.replace(outputs=outputs, microbatch=sample)).view(1)
                 for outputs, sample in rows
             ]
         return torch.cat(losses)
 
     @by_part
     def select(state: State, stages: LoopStages) -> State:
-        now = state.timestamp
-        if part_of_span(first, now) < 1 or part_of_span(last, now) >= 1:
+        timestamp = state.timestamp
+        if part_of_span(first, timestamp) < 1 or part_of_span(last, timestamp) >= 1:
             return state
-        share = strength_at(keep, now)
+        share = strength_at(keep, timestamp)
         count = num_samples(state.batch)
-        if share >= 1 or (interrupt and not (now.batch_in_epoch + 1) % interrupt):
+        if share >= 1 or (interrupt and not (timestamp.batch_in_epoch + 1) % interrupt):
             return state
-        random = generator(state.seed, name, now.batch, rank(), device=state.device)
+        random = generator(state.seed, name, timestamp.batch, rank(), device=state.device)
         chosen = hardest(losses_of(state, stages), share, random)
 
         return state.replace(batch=rows_of(state.batch, chosen, count))

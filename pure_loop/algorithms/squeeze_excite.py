@@ -147,4 +147,4 @@ def squeeze_excite(
     >>> sorted(name for name in state.params if name.startswith("0."))
     ['0.bias', '0.squeeze_excite.down.weight', '0.squeeze_excite.up.weight', '0.weight']
     """
-    return surgery(name, apply_squeeze_excite, latent, min_channels=min_channels, init=init, only=only, exclude=exclude)
+    return surgery(apply_squeeze_excite, **locals())

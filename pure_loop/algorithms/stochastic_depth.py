@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop.algorithm import Algorithm
-from pure_loop.algorithms._surgery import LayerFilter, copied, nothing_fits, operation
+from pure_loop.algorithms._surgery import LayerFilter, copied, nothing_fits
 from pure_loop.errors import ArgumentTypeError, ModelError
 from pure_loop.event import Event
 from pure_loop.ranges import Between, Duration, checked
@@ -66,12 +66,12 @@ class _Dropped:
                 f"{after}. A block that is left out gives its input, so both are tensors of one shape: choose other "
                 "blocks, blocks=lambda name, layer: ...."
             )
-        kept: Tensor = 1 - getattr(block, self.buffer)
+        survival: Tensor = 1 - getattr(block, self.buffer)
         if not block.training:
-            return start + kept.to(output.dtype) * (output - start)
+            return start + survival.to(output.dtype) * (output - start)
         shape = (len(output) if self.mode == "sample" else 1, *(1,) * (output.ndim - 1))
-        mask = (torch.rand(shape, device=output.device) < kept).to(output.dtype)
-        return start + (mask / kept.to(output.dtype) if self.scale else mask) * (output - start)
+        mask = (torch.rand(shape, device=output.device) < survival).to(output.dtype)
+        return start + (mask / survival.to(output.dtype) if self.scale else mask) * (output - start)
 
 
 def _blocks_of(module: nn.Module, blocks: Blocks) -> list[tuple[str, nn.Module]]:
@@ -135,17 +135,17 @@ def apply_stochastic_depth(
     tensor(0.2500)
     """
     _refuse_other_blocks(blocks, "apply_stochastic_depth")
-    new = copied(module, "apply_stochastic_depth")
-    found = _blocks_of(new, blocks)
+    clone = copied(module, "apply_stochastic_depth")
+    layers = _blocks_of(clone, blocks)
     buffer = f"{name}_rate"
-    reasons = [f"{path} can be left out already" for path, block in found if hasattr(block, buffer)]
-    if not found or reasons:
+    reasons = [f"{path} can be left out already" for path, block in layers if hasattr(block, buffer)]
+    if not layers or reasons:
         raise nothing_fits("stochastic_depth", module, reasons, "the submodules that blocks= chooses, once")
-    for (path, block), share in zip(found, rates(len(found), rate, distribution), strict=True):
-        tensor = next(iter([*block.parameters(), *new.parameters()]), torch.zeros(()))
+    for (path, block), share in zip(layers, rates(len(layers), rate, distribution), strict=True):
+        tensor = next(iter([*block.parameters(), *clone.parameters()]), torch.zeros(()))
         block.register_buffer(buffer, torch.tensor(share, device=tensor.device), persistent=False)
         block.register_forward_hook(_Dropped(path, buffer, mode, scale))
-    return new
+    return clone
 
 
 @checked
@@ -195,16 +195,12 @@ def stochastic_depth(
     if warmup is not None:
         strength = warmed_up(warmup, rate if callable(rate) else constant(rate))
     first = 0.0 if callable(strength) else strength
-    operate = operation(
-        name,
-        apply_stochastic_depth,
-        blocks,
-        first,
-        distribution=distribution,
-        mode=mode,
-        scale=scale,
-        name=name,
-    )
+
+    def operate(state: State) -> State:
+        module = apply_stochastic_depth(
+            state.module(), blocks, first, distribution=distribution, mode=mode, scale=scale, name=name
+        )
+        return state.with_module(module)
 
     def with_rates(state: State) -> State:
         names = [key for key in state.buffers if key.rpartition(".")[2] == f"{name}_rate"]

@@ -65,9 +65,9 @@ def running_mean(mean: Mapping[str, Tensor], tensors: Mapping[str, Tensor], coun
     tensor([2.])
     """
 
-    def moved(before: list[Tensor], now: list[Tensor]) -> list[Tensor]:
-        pairs = ((widened(old), widened(new)) for old, new in zip(before, now, strict=True))
-        return [torch.where(count == 0, new, old + (new - old) / (count + 1)) for old, new in pairs]
+    def moved(before: list[Tensor], latest: list[Tensor]) -> list[Tensor]:
+        pairs = ((widened(a), widened(b)) for a, b in zip(before, latest, strict=True))
+        return [torch.where(count == 0, b, a + (b - a) / (count + 1)) for a, b in pairs]
 
     names = list(mean)
     results = map_local(moved, [mean[name] for name in names], [tensors[name] for name in names])
@@ -124,8 +124,8 @@ def update_batchnorm(
         raise ArgumentError("update_batchnorm: the dataloader gave no batch, so that there are no statistics.")
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
-    kept = {id(buffer) for layer in layers for buffer in layer.buffers()}
-    changed = {name: buffer for name, buffer in module.named_buffers() if id(buffer) in kept}
+    ids = {id(buffer) for layer in layers for buffer in layer.buffers()}
+    changed = {name: buffer for name, buffer in module.named_buffers() if id(buffer) in ids}
     return state.replace(buffers={**state.buffers, **changed})
 
 
@@ -195,8 +195,8 @@ def swa(
 
     def update(state: State) -> State:
         assert state.event is not None
-        memory, now = state.algorithm_state[name], state.timestamp
-        joins = part_of_span(first, now) >= 1 and not (last is not None and is_past(last, now))
+        memory, timestamp = state.algorithm_state[name], state.timestamp
+        joins = part_of_span(first, timestamp) >= 1 and not (last is not None and is_past(last, timestamp))
         if joins and cadence.at(state, state.event):
             count = memory["count"]
             params = finite_or(running_mean(memory["params"], state.params, count), state.params)
@@ -205,7 +205,7 @@ def swa(
             of_buffers = finite_or(running_mean(begun(memory["buffers"], latest), latest, count), latest)
             memory = FrozenDict({**memory, "params": params, "buffers": of_buffers, "count": count + 1})
             state = state.remember(name, memory)
-        if not replace or memory["replaced"] or (last is not None and part_of_span(last, now) < 1):
+        if not replace or memory["replaced"] or (last is not None and part_of_span(last, timestamp) < 1):
             return state
         return mean(state).remember(name, FrozenDict({**memory, "replaced": True}))
 
@@ -222,9 +222,9 @@ def swa(
         return with_average(state, name, chosen_buffers) if int(state.algorithm_state[name]["count"]) else state
 
     def show_with_statistics(state: State, stages: LoopStages) -> State:
-        shown = mean(state)
+        result = mean(state)
         assert batchnorm_data is not None
-        return shown if shown is state else update_batchnorm(shown, batchnorm_data, task=stages.task)
+        return result if result is state else update_batchnorm(result, batchnorm_data, task=stages.task)
 
     handlers: dict[object, Callable[..., State]] = {
         Event.FIT_START: resuming(name, lambda state: chosen_buffers.of(state.buffers)),

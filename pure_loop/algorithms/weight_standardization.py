@@ -118,8 +118,8 @@ def apply_weight_standardization(
     >>> apply_weight_standardization(nn.Sequential(nn.Conv1d(3, 8, 3)))[0]
     StandardizedConv1d(3, 8, kernel_size=(3,), stride=(1,))
     """
-    new, reasons, layers = copied(module, "apply_weight_standardization"), [], []
-    for name, layer in chosen(new, only, exclude, "weight_standardization"):
+    clone, reasons, layers = copied(module, "apply_weight_standardization"), [], []
+    for name, layer in chosen(clone, only, exclude, "weight_standardization"):
         if type(layer) in _PLAIN:
             reasons.append(f"{name} is a {type(layer).__name__} already")
         elif type(layer) in _CLASSES:
@@ -129,18 +129,18 @@ def apply_weight_standardization(
                 reasons.append(f"each filter of {name} is one weight")
         elif isinstance(layer, tuple(_CLASSES)):
             reasons.append(f"{name} is a {type(layer).__name__}, a subclass")
-    kept = max(0, len(layers) - skip_last)
-    reasons += [f"{name} is one of the last {skip_last}" for name, _ in layers[kept:]]
-    if not kept:
+    count = max(0, len(layers) - skip_last)
+    reasons += [f"{name} is one of the last {skip_last}" for name, _ in layers[count:]]
+    if not count:
         raise nothing_fits(
             "weight_standardization",
             module,
             reasons,
             "nn.Conv1d, nn.Conv2d and nn.Conv3d with filters of more than one weight",
         )
-    for _, layer in layers[:kept]:
+    for _, layer in layers[:count]:
         set_class(layer, _CLASSES[type(layer)]).standardization_eps = eps
-    return new
+    return clone
 
 
 def bake(module: nn.Module) -> nn.Module:
@@ -150,15 +150,15 @@ def bake(module: nn.Module) -> nn.Module:
     >>> bake(net)[0]
     Conv1d(3, 8, kernel_size=(3,), stride=(1,))
     """
-    new = copied(module, "bake")
-    for layer in list(new.modules()):
+    clone = copied(module, "bake")
+    for layer in list(clone.modules()):
         if type(layer) in _PLAIN:
             conv = cast("nn.Conv2d", layer)
             eps = cast("_Standardized", layer).standardization_eps
             conv.weight = nn.Parameter(standardized(conv.weight.detach(), eps), conv.weight.requires_grad)
             del layer.standardization_eps
             set_class(layer, _PLAIN[type(layer)])
-    return new
+    return clone
 
 
 @checked
@@ -193,4 +193,4 @@ def weight_standardization(
     >>> type(state.module()[0]).__name__, type(bake(state.module())[0]).__name__
     ('StandardizedConv2d', 'Conv2d')
     """
-    return surgery(name, apply_weight_standardization, skip_last=skip_last, only=only, exclude=exclude, eps=eps)
+    return surgery(apply_weight_standardization, **locals())

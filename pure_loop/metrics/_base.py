@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import ClassVar, NoReturn, TypeAlias
 
 import attrs
 import torch
+from torch import Tensor
 
+from pure_loop._internal.pytree import Batch, Outputs, PyTree
 from pure_loop._internal.reprs import call
 from pure_loop._internal.weights import is_number
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -41,17 +43,19 @@ class Metric:
     """
 
     name: str
-    init: Callable[[], Any]
-    update: Callable[[Any, Any, Any], Any]
-    compute: Callable[[Any], Any]
+    init: Callable[[], PyTree]
+    update: Callable[[PyTree, Outputs, Batch], PyTree]
+    compute: Callable[[PyTree], PyTree]
     of_loss: bool = False
-    merge: Callable[[Any, Any], Any] | None = None
+    merge: Callable[[PyTree, PyTree], PyTree] | None = None
     # The call that made it, for its repr: the arguments that were passed.
     shows_defaults: ClassVar[bool] = False
     _factory: str = attrs.field(default="", init=False, eq=False)
-    _settings: Mapping[str, Any] = attrs.field(factory=dict, init=False, eq=False)
+    _settings: Mapping[str, object] = attrs.field(factory=dict, init=False, eq=False)
 
-    def on(self, *, outputs: Callable[[Any], Any] | None = None, targets: Callable[[Any], Any] | None = None) -> Metric:
+    def on(
+        self, *, outputs: Callable[[Outputs], Outputs] | None = None, targets: Callable[[Batch], PyTree] | None = None
+    ) -> Metric:
         """The same metric of a part of the outputs, and of targets anywhere in the batch.
 
         Args:
@@ -71,7 +75,7 @@ class Metric:
             raise ArgumentError(f"metric {self.name!r} is of the loss: it receives no outputs and no targets.")
         update = self.update
 
-        def on_parts(accumulator: Any, model_outputs: Any, batch: Any) -> Any:
+        def on_parts(accumulator: PyTree, model_outputs: Outputs, batch: Batch) -> PyTree:
             chosen = model_outputs if outputs is None else outputs(model_outputs)
             return update(accumulator, chosen, batch if targets is None else (None, targets(batch)))
 
@@ -81,11 +85,11 @@ class Metric:
         return result.made_by(self._factory, self._settings) if self._factory else result
 
     @property
-    def parts_of_code(self) -> tuple[Any, ...]:
+    def parts_of_code(self) -> tuple[object, ...]:
         """What is called when it measures: its functions, and those that its factory was passed."""
         return (self.init, self.update, self.compute, self.merge, *self._settings.values())
 
-    def made_by(self, factory: str, settings: Mapping[str, Any]) -> Metric:
+    def made_by(self, factory: str, settings: Mapping[str, object]) -> Metric:
         """The same metric, which says by which call it was made."""
         result = copy.copy(self)
         object.__setattr__(result, "_factory", factory)
@@ -104,16 +108,47 @@ class Metric:
 MetricsLike: TypeAlias = "Mapping[str, Metric] | Sequence[Metric] | Metric | None"
 
 
-def add(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+Scalar: TypeAlias = Tensor | float
+"""A total or a count: a tensor, or a number of Python's, which waits for no device."""
+
+Ratio: TypeAlias = tuple[Scalar, Scalar]
+"""The accumulator of a mean: a total, and how many are in it."""
+
+
+def add(one: Ratio, other: Ratio) -> Ratio:
     return one[0] + other[0], one[1] + other[1]
 
 
-def plus(one: Any, other: Any) -> Any:
-    """The sum of two accumulators that are tensors; 0 is one of no data."""
+def plus(one: Scalar, other: Scalar) -> Scalar:
+    """The sum of two totals; 0 is that of no data."""
     return one + other
 
 
-def quotient(accumulator: tuple[Any, Any]) -> Any:
+def summed(
+    name: str,
+    count: Callable[[Outputs, Batch], Tensor],
+    compute: Callable[[Tensor], Tensor],
+    of_nothing: Callable[[], Tensor] = lambda: torch.tensor(float("nan")),
+) -> Metric:
+    """A metric of a sum over all data: counts, from which its value is computed.
+
+    Args:
+        name: the metric's.
+        count: what a microbatch adds, a tensor of the same shape each time.
+        compute: ``sum -> value``.
+        of_nothing: gives its value where there was no microbatch.
+    """
+
+    def update(total: Scalar, outputs: Outputs, batch: Batch) -> Scalar:
+        return total + count(outputs, batch)
+
+    def value(total: Scalar) -> Tensor:
+        return compute(total) if isinstance(total, Tensor) else of_nothing()
+
+    return Metric(name, lambda: 0, update, value, merge=plus)
+
+
+def quotient(accumulator: Ratio) -> Scalar:
     total, count = accumulator
     if is_number(count) and count == 0:
         return torch.tensor(float("nan"))  # a mean over nothing
@@ -122,13 +157,13 @@ def quotient(accumulator: tuple[Any, Any]) -> Any:
 
 def updated(
     metrics: Sequence[Metric],
-    before: Mapping[str, Any],
-    outputs: Any,
-    measured: tuple[Any, Any] | None,
-    batch: Any,
+    before: Mapping[str, PyTree],
+    outputs: Outputs,
+    measured: tuple[Tensor, Scalar | None] | None,
+    batch: Batch,
     *,
     guard: Callable[[Metric], AbstractContextManager[None]] = lambda metric: nullcontext(),
-) -> dict[str, Any]:
+) -> dict[str, PyTree]:
     """The accumulators after one microbatch, by name.
 
     Args:

@@ -1,29 +1,40 @@
-"""Where outputs have their classes, which class they predict, and how often each was right."""
+"""Metrics of classes: where outputs have them, which one they predict, how often each was right, and its score."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.weights import is_readable
+from pure_loop._internal.pytree import Batch, Outputs
+from pure_loop._internal.weights import is_readable, wide
 from pure_loop.errors import DataError
+from pure_loop.metrics._base import Metric, Ratio, add, quotient, summed
 
-__all__ = ["INDICES", "Reading", "class_axes", "class_axis", "in_words", "refuse_outside", "targets_of"]
+__all__ = [
+    "INDICES",
+    "Reading",
+    "class_axes",
+    "class_axis",
+    "fraction_of_targets",
+    "in_words",
+    "of_counts",
+    "refuse_outside",
+]
 
 # The dtypes of class indices.
 INDICES = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
 
 
-def targets_of(batch: Any) -> Tensor | None:
+def targets_of(batch: Batch) -> Tensor | None:
     """The targets of a batch ``(inputs, targets)``; None where it is another batch, or they are no tensor."""
     targets = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
     return targets if isinstance(targets, Tensor) else None
 
 
-def class_axes(outputs: Any, batch: Any) -> tuple[int, ...]:
+def class_axes(outputs: Outputs, batch: Batch) -> tuple[int, ...]:
     """The axes of outputs along which classes may lie, 1 or the last one, as the shape of class indices allows.
 
     Args:
@@ -50,7 +61,7 @@ def class_axes(outputs: Any, batch: Any) -> tuple[int, ...]:
     return tuple(axis for axis in axes if shape[axis] > 1 and shape[:axis] + shape[axis + 1 :] == targets.shape)
 
 
-def class_axis(where: str, outputs: Any, batch: Any, axis: int | None) -> int:
+def class_axis(where: str, outputs: Outputs, batch: Batch, axis: int | None) -> int:
     """The axis along which classes lie.
 
     Args:
@@ -80,7 +91,7 @@ def class_axis(where: str, outputs: Any, batch: Any, axis: int | None) -> int:
     )
 
 
-def in_words(outputs: Any, batch: Any) -> str:
+def in_words(outputs: Outputs, batch: Batch) -> str:
     """What outputs and targets are, for errors: ``", and outputs have shape (2, 3), targets (2,) and dtype int64"``."""
     if not isinstance(outputs, Tensor):
         return f", and outputs are a {type(outputs).__name__}"
@@ -155,7 +166,7 @@ class Reading:
     ignore_index: int | None = -100
     axis: int | None = None
 
-    def __call__(self, outputs: Any, batch: Any) -> Predictions:
+    def __call__(self, outputs: Outputs, batch: Batch) -> Predictions:
         """What outputs predict and what is right.
 
         Outputs are scores of classes, as in :func:`class_axis`; or class indices of the targets' shape; or one score
@@ -186,11 +197,11 @@ class Reading:
                     f"classes along axis {axis}. Without classes= there are as many as outputs have."
                 )
             classes, predicted = outputs.shape[axis], outputs.argmax(dim=axis)
-        counted = None if self.ignore_index is None else targets != self.ignore_index
+        counted = those_that_count(targets, self.ignore_index)
         refuse_outside(where, "target", targets, classes, counted)
         return Predictions(predicted, targets.to(torch.int64), counted, classes)
 
-    def _above(self, threshold: float, outputs: Any, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _above(self, threshold: float, outputs: Outputs, targets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Class 1 where a score is above the threshold, in the targets' shape; and the targets."""
         if isinstance(outputs, Tensor) and targets is not None and outputs.is_floating_point():
             shape = outputs.shape
@@ -203,7 +214,7 @@ class Reading:
         )
 
 
-def _are_indices(outputs: Any, targets: Tensor) -> bool:
+def _are_indices(outputs: Outputs, targets: Tensor) -> bool:
     return (
         isinstance(outputs, Tensor)
         and outputs.dtype in INDICES
@@ -235,3 +246,59 @@ def refuse_outside(where: str, what: str, indices: Tensor, classes: int, counted
             f"{where}: the {what} {index.item()} is no class: with {classes} classes they are 0 to {classes - 1}. "
             "Targets that do not count have the value of ignore_index."
         )
+
+
+def those_that_count(targets: Tensor, ignore_index: int | None) -> Tensor | None:
+    """Which targets count, bool in their shape; None: all."""
+    return None if ignore_index is None else targets != ignore_index
+
+
+def fraction_of_targets(
+    where: str, right: Callable[[Tensor, Tensor, int], Tensor], ignore_index: int | None, axis: int | None, name: str
+) -> Metric:
+    """The fraction of the targets that count of which outputs are right.
+
+    Args:
+        where: the metric, for errors.
+        right: ``(scores, targets, axis of the classes) -> bool`` in the shape of the targets.
+        ignore_index: the class index of targets that do not count; None: all count.
+        axis: where classes lie in outputs; None: where the shapes say.
+        name: the metric's name.
+    """
+
+    def update(accumulator: Ratio, outputs: Outputs, batch: Batch) -> Ratio:
+        along, targets = class_axis(where, outputs, batch, axis), batch[1]
+        hits, counted = right(outputs, targets, along), those_that_count(targets, ignore_index)
+        if counted is None:
+            return accumulator[0] + hits.sum(), accumulator[1] + hits.numel()
+        return accumulator[0] + (hits & counted).sum(), accumulator[1] + counted.sum()
+
+    return Metric(name, lambda: (0, 0), update, quotient, merge=add)
+
+
+def of_counts(
+    score: Callable[[Tensor, Tensor, Tensor], Tensor], read: Reading, average: str | None, name: str
+) -> Metric:
+    """A metric of how far the targets of a class and its predictions overlap: a score of each class, and its mean.
+
+    Args:
+        score: of ``(right, predicted, targets)``, counts by class: the score of each, NaN where it is not defined.
+        read: how outputs and targets are read.
+        average: ``"macro"``: the mean over the classes that occur; ``"weighted"``: each by its targets; ``"micro"``:
+            the score of all classes' counts together; ``"binary"``: that of class 1; None: a score for each class.
+        name: the metric's.
+    """
+
+    def compute(counts: Tensor) -> Tensor:
+        counts = wide(counts)
+        if average == "micro":
+            return score(*counts.sum(dim=1)).float()
+        scores = score(*counts)
+        defined = ~scores.isnan()
+        scores = torch.where(defined, scores, 0)
+        if average is None or average == "binary":
+            return (scores if average is None else scores[1]).float()
+        weights = counts[2] if average == "weighted" else defined.to(scores.dtype)
+        return ((weights * scores).sum() / weights.sum()).float()
+
+    return summed(name, lambda outputs, batch: read(outputs, batch).counts(), compute)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.metrics._base import Metric
 from pure_loop.metrics._classes import class_axes
 from pure_loop.metrics.loss import loss
@@ -15,7 +14,7 @@ DEFAULT_NAMES = ("loss", "accuracy")
 """What :func:`default_metrics` may be named."""
 
 
-def default_metrics(outputs: Any, batch: Any, task: Task) -> tuple[Metric, ...]:
+def default_metrics(outputs: Outputs, batch: Batch, task: Task) -> tuple[Metric, ...]:
     """What an evaluator without ``metrics`` measures, judging by its first outputs and by what the loss implies."""
     if not class_axes(outputs, batch):
         return (loss(),)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from torch import Tensor
 
-from pure_loop.metrics._base import Metric, add, quotient
-from pure_loop.metrics._classes import class_axis
+from pure_loop.metrics._base import Metric
+from pure_loop.metrics._classes import fraction_of_targets
 from pure_loop.ranges import Name, Number, checked
 
 __all__ = ["accuracy"]
@@ -42,12 +42,7 @@ def accuracy(
     tensor(0.5000)
     """
 
-    def update(accumulator: tuple[Any, Any], outputs: Any, batch: Any) -> tuple[Any, Any]:
-        targets: Any = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
-        right: Tensor = outputs.argmax(dim=class_axis("accuracy", outputs, batch, axis)) == targets
-        if ignore_index is None:
-            return accumulator[0] + right.sum(), accumulator[1] + right.numel()
-        counted = targets != ignore_index
-        return accumulator[0] + (right & counted).sum(), accumulator[1] + counted.sum()
+    def right(scores: Tensor, targets: Tensor, along: int) -> Tensor:
+        return scores.argmax(dim=along) == targets
 
-    return Metric(name, lambda: (0, 0), update, quotient, merge=add)
+    return fraction_of_targets("accuracy", right, ignore_index, axis, name)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from pure_loop.metrics._base import Metric, plus
+from pure_loop.metrics._base import Metric, summed
 from pure_loop.metrics._classes import Reading
 from pure_loop.ranges import AtLeast, Name, Number, checked
 
@@ -52,15 +52,13 @@ def confusion_matrix(
     """
     read = Reading(where="confusion_matrix", classes=classes, threshold=threshold, ignore_index=ignore_index, axis=axis)
 
-    def update(matrix: Any, outputs: Any, batch: Any) -> Any:
-        return matrix + read(outputs, batch).confusion()
-
-    def compute(matrix: Any) -> Any:
-        if not isinstance(matrix, Tensor):  # there was no microbatch
-            return torch.full((classes or 0, classes or 0), float("nan"))
+    def compute(matrix: Tensor) -> Tensor:
         if normalize is None:
             return matrix
         axes = {"true": [1], "pred": [0], "all": [0, 1]}[normalize]
         return matrix.float() / matrix.sum(dim=axes, keepdim=True).clamp(min=1)
 
-    return Metric(name, lambda: 0, update, compute, merge=plus)
+    def of_nothing() -> Tensor:
+        return torch.full((classes or 0, classes or 0), float("nan"))
+
+    return summed(name, lambda outputs, batch: read(outputs, batch).confusion(), compute, of_nothing)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pure_loop.errors import DataError
 from pure_loop.metrics._base import Metric
-from pure_loop.metrics._classes import INDICES, Reading, in_words, refuse_outside
-from pure_loop.metrics._overlap import of_overlap
+from pure_loop.metrics._classes import INDICES, Reading, in_words, of_counts, refuse_outside
 from pure_loop.ranges import AtLeast, Name, Number, checked
 
 __all__ = ["dice", "dice_loss"]
@@ -51,12 +50,8 @@ def dice(
     >>> metric.compute(metric.update(metric.init(), outputs, (None, targets)))
     tensor([0.6667, 0.8000])
     """
-
-    def score(right: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
-        return 2 * right / (predicted + targets)
-
     read = Reading(where="dice", classes=classes, threshold=threshold, ignore_index=ignore_index, axis=axis)
-    return of_overlap(read, score, average, name)
+    return of_counts(lambda right, predicted, targets: 2 * right / (predicted + targets), read, average, name)
 
 
 @checked

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.weights import wide
-from pure_loop.metrics._base import Metric, plus
+from pure_loop.metrics._base import Metric, summed
 from pure_loop.metrics._classes import class_axis
 from pure_loop.ranges import AtLeast, Name, Number, checked
 
@@ -49,7 +50,8 @@ def expected_calibration_error(
     tensor(0.4000)
     """
 
-    def update(totals: Any, outputs: Any, batch: Any) -> Any:
+    def count(outputs: Outputs, batch: Batch) -> Tensor:
+        """How many targets count, their confidences and how many are right, by bin: (3, bins)."""
         along, targets = class_axis("expected_calibration_error", outputs, batch, axis), batch[1]
         scores = wide(outputs)
         confidences, predicted = (scores if probabilities else scores.softmax(dim=along)).max(dim=along)
@@ -57,13 +59,11 @@ def expected_calibration_error(
         edges = torch.linspace(0, 1, bins + 1, dtype=scores.dtype, device=scores.device)[1:-1]
         index = torch.bucketize(confidences.contiguous(), edges, right=True).flatten()
         values = torch.stack([counted, confidences * counted, (predicted == targets) & counted]).flatten(1)
-        return totals + torch.zeros(3, bins, dtype=values.dtype, device=values.device).index_add(1, index, values)
+        return torch.zeros(3, bins, dtype=values.dtype, device=values.device).index_add(1, index, values)
 
-    def compute(totals: Any) -> Tensor:
-        if not isinstance(totals, Tensor):
-            return torch.tensor(float("nan"))  # there was no microbatch
+    def compute(totals: Tensor) -> Tensor:
         targets, confidence, right = totals
         error: Tensor = ((confidence - right).abs().sum() / targets.sum()).float()
         return error
 
-    return Metric(name, lambda: 0, update, compute, merge=plus)
+    return summed(name, count, compute)

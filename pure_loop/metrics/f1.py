@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from torch import Tensor
-
 from pure_loop.metrics._base import Metric
-from pure_loop.metrics._classes import Reading
-from pure_loop.metrics._overlap import of_overlap
+from pure_loop.metrics._classes import Reading, of_counts
 from pure_loop.ranges import AtLeast, Name, Number, checked
 
 __all__ = ["f1"]
@@ -50,9 +47,5 @@ def f1(
     >>> metric.compute(metric.update(metric.init(), outputs, (None, targets)))
     tensor(0.7333)
     """
-
-    def score(right: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
-        return 2 * right / (predicted + targets)
-
     read = Reading(where="f1", classes=classes, threshold=threshold, ignore_index=ignore_index, axis=axis)
-    return of_overlap(read, score, average, name)
+    return of_counts(lambda right, predicted, targets: 2 * right / (predicted + targets), read, average, name)

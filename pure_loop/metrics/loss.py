@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, TypeAlias
 
 from torch import Tensor
 
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.weights import counted_loss, wide, wide_dtype
-from pure_loop.metrics._base import Metric, quotient
+from pure_loop.metrics._base import Metric, Scalar, quotient
 from pure_loop.ranges import Name, checked
 
 __all__ = ["loss"]
+
+# The loss so far, and its weight; None: of a sum, which has none.
+Sum: TypeAlias = "tuple[Scalar, Scalar | None]"
 
 
 @checked
@@ -32,24 +36,25 @@ def loss(name: Annotated[str, Name()] = "loss") -> Metric:
     ['loss', 'mae']
     """
 
-    def update(accumulator: tuple[Any, Any], measured: Any, batch: Any) -> tuple[Any, Any]:
-        value, weight = measured
+    def update(accumulator: Sum, measured: tuple[Tensor, Scalar | None], batch: Batch) -> Sum:
+        (total, before), (value, weight) = accumulator, measured
         value = value.to(wide_dtype(value))
         if weight is None:
-            return accumulator[0] + value, None
+            return total + value, None
+        assert before is not None  # a loss has weights at all batches or at none
         if isinstance(weight, Tensor):
-            return accumulator[0] + counted_loss(value, weight) * weight.to(value.dtype), accumulator[1] + wide(weight)
-        return accumulator[0] + value * weight, accumulator[1] + weight
+            return total + counted_loss(value, weight) * weight.to(value.dtype), before + wide(weight)
+        return total + value * weight, before + weight
 
-    def compute(accumulator: tuple[Any, Any]) -> Any:
+    def compute(accumulator: Sum) -> Scalar:
         total, weight = accumulator
         if weight is None:
             return total
-        result = quotient(accumulator)
-        return result.to(total.dtype) if isinstance(total, Tensor) else result
+        mean = quotient((total, weight))
+        return mean.to(total.dtype) if isinstance(mean, Tensor) and isinstance(total, Tensor) else mean
 
-    def merge(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-        weights = one[1], other[1]
-        return one[0] + other[0], None if None in weights else sum(weights)
+    def merge(one: Sum, other: Sum) -> Sum:
+        total = one[0] + other[0]
+        return total, None if one[1] is None or other[1] is None else one[1] + other[1]
 
     return Metric(name, lambda: (0.0, 0.0), update, compute, of_loss=True, merge=merge)

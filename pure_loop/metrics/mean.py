@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from torch import Tensor
 
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.weights import wide_dtype
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.metrics._base import Metric, add, quotient
+from pure_loop.metrics._base import Metric, Ratio, add, quotient
 from pure_loop.ranges import Name, checked
 
 __all__ = ["mean"]
 
 
 @checked
-def mean(function: Callable[[Any, Any], Tensor], name: Annotated[str, Name()]) -> Metric:
+def mean(function: Callable[[Outputs, Batch], Tensor], name: Annotated[str, Name()]) -> Metric:
     """The mean over all samples of a function that gives one number a sample.
 
     Args:
@@ -33,7 +34,7 @@ def mean(function: Callable[[Any, Any], Tensor], name: Annotated[str, Name()]) -
     tensor(1.)
     """
 
-    def update(accumulator: tuple[Any, Any], outputs: Any, batch: Any) -> tuple[Any, Any]:
+    def update(accumulator: Ratio, outputs: Outputs, batch: Batch) -> Ratio:
         values = function(outputs, batch)
         if not isinstance(values, Tensor) or not values.ndim:
             what = "a tensor of shape ()" if isinstance(values, Tensor) else f"a {type(values).__name__}"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from torch import Tensor
-
 from pure_loop.metrics._base import Metric
-from pure_loop.metrics._classes import Reading
-from pure_loop.metrics._overlap import of_overlap
+from pure_loop.metrics._classes import Reading, of_counts
 from pure_loop.ranges import AtLeast, Name, Number, checked
 
 __all__ = ["mean_iou"]
@@ -49,9 +46,5 @@ def mean_iou(
     >>> metric.compute(metric.update(metric.init(), outputs, (None, targets)))
     tensor(0.5833)
     """
-
-    def score(right: Tensor, predicted: Tensor, targets: Tensor) -> Tensor:
-        return right / (predicted + targets - right)
-
     read = Reading(where="mean_iou", classes=classes, threshold=threshold, ignore_index=ignore_index, axis=axis)
-    return of_overlap(read, score, average, name)
+    return of_counts(lambda right, predicted, targets: right / (predicted + targets - right), read, average, name)

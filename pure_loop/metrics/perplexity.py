@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.weights import wide_dtype
-from pure_loop.metrics._base import Metric, add, quotient
+from pure_loop.metrics._base import Metric, Ratio, add, quotient
 from pure_loop.metrics._classes import class_axes, class_axis, refuse_outside
 from pure_loop.ranges import Name, Number, checked
 
@@ -47,7 +48,7 @@ def perplexity(
     tensor(8.0000)
     """
 
-    def update(accumulator: tuple[Any, Any], outputs: Any, batch: Any) -> tuple[Any, Any]:
+    def update(accumulator: Ratio, outputs: Outputs, batch: Batch) -> Ratio:
         last = axis is None and len(class_axes(outputs, batch)) == 2
         along, targets = class_axis("perplexity", outputs, batch, -1 if last else axis), batch[1]
         counted = torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
@@ -58,8 +59,7 @@ def perplexity(
         total = torch.where(counted, -likelihoods, 0).sum()
         return accumulator[0] + total, accumulator[1] + counted.sum()
 
-    def compute(accumulator: tuple[Any, Any]) -> Tensor:
-        mean: Tensor = quotient(accumulator)
-        return mean.exp()
+    def compute(accumulator: Ratio) -> Tensor:
+        return torch.as_tensor(quotient(accumulator)).exp()
 
     return Metric(name, lambda: (0.0, 0), update, compute, merge=add)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
+
+from torch import Tensor
 
 from pure_loop.errors import DataError
-from pure_loop.metrics._base import Metric, add, quotient
-from pure_loop.metrics._classes import class_axis
+from pure_loop.metrics._base import Metric
+from pure_loop.metrics._classes import fraction_of_targets
 from pure_loop.ranges import AtLeast, Name, Number, checked
 
 __all__ = ["top_k"]
@@ -41,17 +43,12 @@ def top_k(
     tensor(0.5000)
     """
 
-    def update(accumulator: tuple[Any, Any], outputs: Any, batch: Any) -> tuple[Any, Any]:
-        along, targets = class_axis("top_k", outputs, batch, axis), batch[1]
-        if outputs.shape[along] < k:
+    def right(scores: Tensor, targets: Tensor, along: int) -> Tensor:
+        if scores.shape[along] < k:
             raise DataError(
-                f"top_k(k={k}): outputs of shape {tuple(outputs.shape)} have {outputs.shape[along]} classes along axis "
-                f"{along}, which are fewer: write metrics=[pl.metrics.top_k({outputs.shape[along] - 1})]."
+                f"top_k(k={k}): outputs of shape {tuple(scores.shape)} have {scores.shape[along]} classes along axis "
+                f"{along}, which are fewer: write metrics=[pl.metrics.top_k({scores.shape[along] - 1})]."
             )
-        right = (outputs.topk(k, dim=along).indices == targets.unsqueeze(along)).any(dim=along)
-        if ignore_index is None:
-            return accumulator[0] + right.sum(), accumulator[1] + right.numel()
-        counted = targets != ignore_index
-        return accumulator[0] + (right & counted).sum(), accumulator[1] + counted.sum()
+        return (scores.topk(k, dim=along).indices == targets.unsqueeze(along)).any(dim=along)
 
-    return Metric(name, lambda: (0, 0), update, quotient, merge=add)
+    return fraction_of_targets("top_k", right, ignore_index, axis, name)

@@ -249,8 +249,8 @@ def _forced(handler: Handler, event: Event, place: Place, later: tuple[Timestamp
             for timestamp in later:
                 moved = state.replace(timestamp=timestamp, previous_timestamp=state.timestamp)
                 if when(moved):
-                    back = _moved_back(function(moved, *stages), state)
-                    return check_returned(back, state, handler.algorithm, event)
+                    moved_back = _moved_back(function(moved, *stages), state)
+                    return check_returned(moved_back, state, handler.algorithm, event)
         place.skip(f"{phase}: its when= was False at the start, in the middle and at the end of the run.")
         return state
 

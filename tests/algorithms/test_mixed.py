@@ -126,7 +126,8 @@ def test_ranks_draw_one_share_for_the_batch_and_partners_of_their_own(
     state = pl.State.create(convnet()).replace(batch=(pixels, classes), event=Event.BEFORE_TRAIN_BATCH)
     records = []
     for place in (0, 1):
-        monkeypatch.setattr(sys.modules[mixer.__module__], "rank", lambda place=place: place)
+        monkeypatch.setenv("RANK", str(place))
+        monkeypatch.setenv("WORLD_SIZE", "2")
         records.append(mixer(per_sample=per_sample)(state).batch[1])
     assert not torch.equal(records[0].second, records[1].second)
     assert torch.equal(records[0].weight, records[1].weight) is not per_sample
