@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable
-from typing import Any, Literal
+from typing import Literal
 
 from pure_loop._internal.arguments import name_of
 from pure_loop._internal.closing import closing
@@ -69,8 +69,8 @@ def drive(
             f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, "
             "drive(script(state))."
         )
-    given: Any = script
-    if isinstance(given, Stream):
+    generator: object = script  # for type checkers a Stream is no Script
+    if isinstance(generator, Stream):
         raise ArgumentTypeError(
             "script is a stream of fit, evaluate, predict or drive, which applies algorithms of its own and takes no "
             "State back: give algorithms, callbacks and loggers to that function, fit(..., algorithms=[...])."

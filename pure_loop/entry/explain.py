@@ -147,8 +147,8 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "precision", stages.precision.name
     size = found_size(state) if stages.found is not None else stages.microbatch_size
     halved = "" if stages.found is None else ", halved where a batch runs out of memory"
-    whole = "the whole batch at once" if settings.batches_per_step == 1 else "each batch of the dataloader at once"
-    yield "microbatches", (whole if size is None else f"of at most {size:,} samples") + halved
+    default = "the whole batch at once" if settings.batches_per_step == 1 else "each batch of the dataloader at once"
+    yield "microbatches", (default if size is None else f"of at most {size:,} samples") + halved
     clip = stages.clip_grad
     if clip is not None:
         yield "gradients", f"clipped by {_name(clip)}" if callable(clip) else f"clipped to a norm of {clip:g}"
@@ -200,8 +200,8 @@ def _donate(plan: Plan) -> str:
             return f"a compiled step copies wherever the State before it was observed: {uncounted}"
         return "a compiled step writes in place where references show that nothing of the State before it is kept"
     if settings.donate is True:
-        taken = "a step takes the memory of kept States, too"
-        return f"{taken}, and of tensors kept by themselves: {uncounted}" if doubt else taken
+        text = "a step takes the memory of kept States, too"
+        return f"{text}, and of tensors kept by themselves: {uncounted}" if doubt else text
     written = "a step writes in place where references show that nothing of the State before it is kept"
     if not consumer_doubt():
         return written
@@ -211,13 +211,13 @@ def _donate(plan: Plan) -> str:
 def _compiled(plan: Plan, compile: object) -> str:
     compiler = plan.strategy.graphs
     assert compiler is not None
-    seen = [event.name for event in Event if event in compiler.observed]
-    looked_at = "at all events" if len(seen) == len(Event) else f"at {', '.join(seen)}" if seen else "nowhere"
+    names = [event.name for event in Event if event in compiler.observed]
+    where = "at all events" if len(names) == len(Event) else f"at {', '.join(names)}" if names else "nowhere"
     how = "" if compile is True else "where possible, "
     together = f"; {compiler.steps} steps a call" if compiler.steps > 1 else ""
     layer = recurrent_layer(plan.state.model.skeleton)
     eager = "" if layer is None else f"; forward and backward run eagerly: {layer} is a recurrent layer"
-    return f"{how}into graphs that end at observed events: {looked_at}{together}{eager}"
+    return f"{how}into graphs that end at observed events: {where}{together}{eager}"
 
 
 def _checkpoint(checkpoint: Checkpoint) -> str:
@@ -242,8 +242,8 @@ def _data(loader: object, length: int | None, per_step: int) -> str:
     return f"{type(loader).__name__}, {epochs}{each}"
 
 
-def _count(value: int, one: str, many: str) -> str:
-    return f"{value:,} {one if value == 1 else many}"
+def _count(value: int, singular: str, plural: str) -> str:
+    return f"{value:,} {singular if value == 1 else plural}"
 
 
 def _name(value: object) -> str:
@@ -256,8 +256,8 @@ def _layers(plan: Plan, sample: Batch, depth: int) -> Iterator[str]:
     loader = plan.settings.train_dataloader
     if sample is None and (type(loader) is list or type(loader) is tuple) and loader:
         sample = loader[0]
-    shown = layer_table(plan.state, plan.stages.task, sample, depth)
-    return (f"  {line}" for line in repr(shown).splitlines())
+    table = layer_table(plan.state, plan.stages.task, sample, depth)
+    return (f"  {line}" for line in repr(table).splitlines())
 
 
 # What is bound where.

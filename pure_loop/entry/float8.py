@@ -112,15 +112,15 @@ def _converted(module: nn.Module, precision: Precision) -> nn.Module:
     # The number of rows of a batch is summed over in the backward, and is padded to a multiple of 16.
     config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=precision.emulate)
     linear = _layer_class()
-    new: dict[nn.Module, nn.Module] = {}
+    layers: dict[nn.Module, nn.Module] = {}
     for layer in _convertible(module):
-        made = linear.from_float(layer, config)
+        float8_layer = linear.from_float(layer, config)
         for key, value in vars(layer).items():
-            if key not in vars(made) or key.endswith("_hooks") or key == "training":
-                vars(made)[key] = copy.copy(value)
-        new[layer] = made
+            if key not in vars(float8_layer) or key.endswith("_hooks") or key == "training":
+                vars(float8_layer)[key] = copy.copy(value)
+        layers[layer] = float8_layer
     for parent in module.modules():
         for name, child in parent._modules.items():
-            if child in new:
-                parent._modules[name] = new[child]
-    return new.get(module, module)
+            if child in layers:
+                parent._modules[name] = layers[child]
+    return layers.get(module, module)

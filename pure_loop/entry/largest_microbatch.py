@@ -14,7 +14,7 @@ from pure_loop._internal.suggestions import arguments_of_call, refuse_misfit, te
 from pure_loop.algorithm import AlgorithmLike
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.assembly import assemble, start
-from pure_loop.entry.auto_size import LargestSize
+from pure_loop.entry.auto_size import AutoSize, LargestSize
 from pure_loop.entry.fit import fit
 from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import Settings
@@ -96,7 +96,10 @@ def largest_microbatch(
         "donate": False,
     }
     assembly = assemble(Settings.of(arguments_of_call(fit, (), {**arguments, **changes})))
-    strategy = LargestSize(assembly.fit.stages, assembly.fit.strategy.uncompiled)
+    halving = assembly.fit.strategy
+    assert isinstance(halving, AutoSize)
+    # In its place and not around it, or each batch would be tried by both.
+    strategy = LargestSize(assembly.fit.stages, halving.strategy.uncompiled)
     searching = attrs.evolve(assembly.fit, strategy=strategy)
     with closing(start(attrs.evolve(assembly, fit=searching))) as stream:
         size = next((found_size(state) for _, state in stream), None)

@@ -65,7 +65,7 @@ class LayerTable:
     why_not: str = ""
 
     def _rows(self) -> list[tuple[str, ...]]:
-        known = not self.why_not
+        has_outputs = not self.why_not
         rows = []
         for layer in self.layers:
             name = "  " * layer.depth + (layer.path.rpartition(".")[2] if layer.path else "model")
@@ -75,8 +75,8 @@ class LayerTable:
                 f"{layer.parameters:,}" if layer.parameters else "-",
                 f"{layer.frozen:,}" if layer.frozen else "-",
             )
-            flops = (in_flops(layer.flops) if layer.flops else "-",) if known else ()
-            rows.append((name, layer.kind, *((output + more,) if known else ()), *counts, *flops))
+            flops = (in_flops(layer.flops) if layer.flops else "-",) if has_outputs else ()
+            rows.append((name, layer.kind, *((output + more,) if has_outputs else ()), *counts, *flops))
         return rows
 
     @property
@@ -137,23 +137,23 @@ def layer_table(state: State, task: Task, batch: Batch, depth: int = 2) -> Layer
       1    ReLU        4x8              -       -      -
       2    Linear      4x2             18       -    128
     """
-    seen: Calls = {}
+    calls: Calls = {}
     why_not = "Outputs and FLOPs are not known: pass a batch, sample=batch."
     if batch is not None:
-        why_not = _run(state.model.copied(independent=True), task, batch, seen)
+        why_not = _run(state.model.copied(independent=True), task, batch, calls)
     trained = frozenset(state.model.trainable)
     layers = []
     for path, module in state.model.skeleton.named_modules():
-        found = seen.get(path)
+        call = calls.get(path)
         prefix = f"{path}." if path else ""
         sizes = {name: p.numel() for name, p in state.params.items() if name in _names(module, prefix, state.params)}
         layer = Layer(
             path,
             type(module).__name__,
-            None if found is None else found[0],
+            None if call is None else call[0],
             sum(sizes.values()),
             sum(size for name, size in sizes.items() if name not in trained),
-            None if found is None else found[1],
+            None if call is None else call[1],
         )
         if layer.depth <= depth:
             layers.append(layer)
@@ -165,14 +165,14 @@ def _names(module: nn.Module, prefix: str, params: Mapping[str, Tensor]) -> set[
     return {prefix + name for name, _ in module.named_parameters(remove_duplicate=False)} & params.keys()
 
 
-def _run(module: nn.Module, task: Task, batch: Batch, seen: Calls) -> str:
+def _run(module: nn.Module, task: Task, batch: Batch, calls: Calls) -> str:
     """Call the forward; why that is not possible, "" where it is.
 
     Args:
         module: a copy of the model on the meta device.
         task: whose forward is called.
         batch: on any device.
-        seen: the shapes and the operations of each module, by its name.
+        calls: the shapes and the operations of each module, by its name.
     """
     from torch.utils.flop_counter import FlopCounterMode  # only here: it imports much of torch
 
@@ -184,8 +184,8 @@ def _run(module: nn.Module, task: Task, batch: Batch, seen: Calls) -> str:
     def after(path: str) -> Callable[[nn.Module, object, object], None]:
         def note(module: nn.Module, args: object, output: object) -> None:
             flops = counter.get_total_flops() - begun.pop()
-            shapes, calls = seen.get(path, (_shapes(output), 0))
-            seen[path] = shapes, calls + flops
+            shapes, total = calls.get(path, (_shapes(output), 0))
+            calls[path] = shapes, total + flops
 
         return note
 
@@ -196,7 +196,7 @@ def _run(module: nn.Module, task: Task, batch: Batch, seen: Calls) -> str:
         with seeded_all(0), torch.no_grad(), torch.device("meta"), counter:
             task.forward(module, map_tensors(lambda tensor: tensor.to("meta"), batch))
     except Exception as error:  # whatever a forward raises that reads numbers, or needs a device
-        seen.clear()
+        calls.clear()
         reason = (str(error) or "no message").strip().splitlines()[0]
         return (
             f"Outputs and FLOPs are not known: a forward on the meta device failed ({type(error).__name__}: {reason})."

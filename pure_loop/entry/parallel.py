@@ -37,7 +37,7 @@ _DEFAULT = 300.0
 
 
 def announced(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function with ``parallel=``; where it raises on one of several ranks, the others are told why."""
+    """Let a function with ``parallel=`` that raises on one of several ranks tell the others why."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -163,10 +163,10 @@ class Together:
         def meet(state: State) -> State:
             state = engine.start(state, settings(), fresh=fresh)
             data.length = engine.length(data.length, data.uneven)
-            known: TimestampFields = {"batches_per_epoch": data.length}
+            fields: TimestampFields = {"batches_per_epoch": data.length}
             return state.replace(
-                timestamp=state.timestamp.replace(**known),
-                previous_timestamp=state.previous_timestamp.replace(**known),
+                timestamp=state.timestamp.replace(**fields),
+                previous_timestamp=state.previous_timestamp.replace(**fields),
             )
 
         return meet

@@ -82,8 +82,8 @@ def _times(value: Any) -> Iterator[Time]:
         for field in attrs.fields(type(value)):
             yield from _times(getattr(value, field.name))
     elif callable(value) and (getattr(value, "__module__", None) or "").startswith("pure_loop.algorithms"):
-        held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-        yield from _times([item for item in held if isinstance(item, Time | Cadence)])
+        contents = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        yield from _times([item for item in contents if isinstance(item, Time | Cadence)])
 
 
 def refuse_no_iterations(value: Counted) -> None:
@@ -236,15 +236,15 @@ def _end(timestamp: Timestamp, duration: Time, iteration: Time | None, of_an_epo
 def _is_always_0(rate: RateFunction, timestamp: Timestamp, end: End) -> bool:
     """Whether a schedule of the library is 0 at each batch of a run, and not always."""
     batches = end.counts.get(TimeUnit.BATCH)
-    known = {TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION}
+    units = {TimeUnit.BATCH, TimeUnit.EPOCH, TimeUnit.DURATION}
     duration: Any = timestamp.max_duration
     if (
         not isinstance(rate, Schedule)
         or not _is_of_the_library(rate)
         or rate.fixed_value is not None
         or batches is None
-        or duration.unit not in known
-        or any(counted_in(unit, [("", rate)]) for unit in TimeUnit if unit not in known)
+        or duration.unit not in units
+        or any(counted_in(unit, [("", rate)]) for unit in TimeUnit if unit not in units)
     ):
         return False
     first, length = timestamp.batch, timestamp.batches_per_epoch or 0

@@ -6,7 +6,6 @@ the call is assembled.
 """
 
 # ruff: noqa: RUF009 - the fields of a class of attrs are made by a function of this file
-
 from __future__ import annotations
 
 import os
@@ -60,15 +59,14 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
 _CLOCK = "a function that returns seconds, such as time.monotonic"
 # In what either may be written.
-_OF_A_DURATION = tuple(unit for unit in TimeUnit if unit is not TimeUnit.DURATION)
-_OF_AN_ITERATION = (TimeUnit.EPOCH, TimeUnit.TOKEN)
+_DURATION_UNITS = tuple(unit for unit in TimeUnit if unit is not TimeUnit.DURATION)
+_ITERATION_UNITS = (TimeUnit.EPOCH, TimeUnit.TOKEN)
 
 
 def read_duration(value: object) -> Time:
-    duration = read_time(value, "max_duration", _OF_A_DURATION)
+    duration = read_time(value, "max_duration", _DURATION_UNITS)
     if duration.unit is TimeUnit.DURATION:
         raise ArgumentError(f'max_duration={value!r} is a fraction of itself; write "3ep", "1000ba" or "90m".')
     return duration
@@ -77,8 +75,8 @@ def read_duration(value: object) -> Time:
 def read_iteration_length(value: object) -> Time | None:
     if value is None:
         return None
-    length = read_time(value, "iteration_length", _OF_AN_ITERATION)
-    if length.unit not in _OF_AN_ITERATION or not length:
+    length = read_time(value, "iteration_length", _ITERATION_UNITS)
+    if length.unit not in _ITERATION_UNITS or not length:
         raise ArgumentError(
             f'iteration_length={value!r}: an iteration lasts epochs or tokens, such as "2ep" or "1e6tok".'
         )
@@ -351,8 +349,7 @@ class Settings(ModelSettings):
             ArgumentError: two arguments that contradict each other.
         """
         steps, order = self.steps_per_call, self.order
-        # Read from a callback that has a folder.
-        saver: Any = self.autoresume
+        saver: Any = self.autoresume  # a folder, or a callback that has one
         if not (saver is None or is_path(saver)):
             callbacks = listed_callbacks(self.callbacks)
             if all(callback is not saver for callback in callbacks):

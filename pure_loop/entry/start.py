@@ -173,9 +173,11 @@ class Start:
                 None not in (t.batches_per_epoch, self.source.length) and t.batches_per_epoch != self.source.length
             )
             start = self.source.resume(t.epoch, start, t.sample_in_epoch, self.task.samples, changed=changed)
-        lasting: TimestampFields = {"max_duration": self.settings.max_duration, "batches_per_epoch": self.source.length}
-        now, before = t.replace(**lasting).replace(batch_in_epoch=start), state.previous_timestamp.replace(**lasting)
-        state = state.replace(timestamp=now, previous_timestamp=before)
+        fields: TimestampFields = {"max_duration": self.settings.max_duration, "batches_per_epoch": self.source.length}
+        state = state.replace(
+            timestamp=t.replace(**fields).replace(batch_in_epoch=start),
+            previous_timestamp=state.previous_timestamp.replace(**fields),
+        )
         refuse_other_memories(state, self.settings.algorithms)
         return state
 
@@ -293,7 +295,7 @@ def _compare(name: str, state: State, wanted: Mapping[Path, Tensor], changing: s
 
 def _fits(tensor: Tensor, expected: Tensor) -> bool:
     sizes = zip(tensor.shape, expected.shape, strict=False)
-    if tensor.ndim != expected.ndim or any(size != other != 0 for size, other in sizes):
+    if tensor.ndim != expected.ndim or any(size != init_size != 0 for size, init_size in sizes):
         return False
     # An average of float16 is kept in float32.
     same_kind = tensor.is_floating_point() == expected.is_floating_point()

@@ -94,10 +94,10 @@ def _alike(first: PyTree, before: PyTree) -> PyTree:
     A compiled step is a graph for one structure of the State.
     """
     leaves, structure = optree.tree_flatten(first, namespace=NAMESPACE)
-    ended, other = optree.tree_flatten(before, namespace=NAMESPACE)
-    if structure != other:
+    last_leaves, last_structure = optree.tree_flatten(before, namespace=NAMESPACE)
+    if structure != last_structure:
         return first
-    return optree.tree_unflatten(structure, map(_as_tensor, leaves, ended))
+    return optree.tree_unflatten(structure, map(_as_tensor, leaves, last_leaves))
 
 
 def _as_tensor(first: object, before: object) -> object:

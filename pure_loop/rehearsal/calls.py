@@ -39,7 +39,7 @@ Arguments: TypeAlias = Mapping[str, Any]
 
 
 def without_numbers(arguments: Arguments, place: Place) -> Arguments:
-    """The same call with its model and its data on the meta device.
+    """A call with its model and its data on the meta device.
 
     Args:
         arguments: those of ``fit``, by name.
@@ -177,7 +177,7 @@ def collectives(arguments: Arguments, batch: Batch, ranks: int) -> dict[str, tup
             if event is Event.BATCH_START:
                 before = counting.snapshot()
         after = counting.snapshot()
-    counts, sizes = (now - then for now, then in zip(after, before, strict=True))
+    counts, sizes = (last - first for last, first in zip(after, before, strict=True))
     return {name: (count, sizes[name]) for name, count in sorted(counts.items())}
 
 

@@ -140,16 +140,16 @@ def activations(state: State, stages: Stages) -> int:
     # Storages are objects of their own, as long as they live; those of the meta device have no address.
     tensors = (*state.params.values(), *tensors_in(state.microbatch))
     outside = {id(storage): storage for storage in map(Tensor.untyped_storage, tensors)}
-    kept: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[id(storage)] = storage
+        storages[id(storage)] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _same):
         after = stages.loss(stages.forward(state))
-    size = sum(int(storage.nbytes()) for key, storage in kept.items() if key not in outside)
+    size = sum(int(storage.nbytes()) for key, storage in storages.items() if key not in outside)
     state.model.release()
     del after
     return size
@@ -159,16 +159,16 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def memory_of(state: State, batch: Batch, kept: int | None) -> dict[str, int]:
+def memory_of(state: State, batch: Batch, saved: int | None) -> dict[str, int]:
     """The bytes of a run by what they hold.
 
     Args:
         state: after a step.
         batch: of training.
-        kept: what a forward keeps; None: not measured.
+        saved: what a forward keeps; None: not measured.
     """
     trained = [state.params[name] for name in state.model.trainable]
-    held = {
+    sizes = {
         "parameters": bytes_of(dict(state.params)),
         "buffers": bytes_of(dict(state.buffers)),
         "optimizer state": bytes_of(raw_opt_state(state)),
@@ -176,13 +176,13 @@ def memory_of(state: State, batch: Batch, kept: int | None) -> dict[str, int]:
         "gradients": bytes_of(trained),
         "batch": bytes_of(list(tensors_in(batch))),
     }
-    return held if kept is None else {**held, "activations": kept}
+    return sizes if saved is None else {**sizes, "activations": saved}
 
 
 def memory_per_rank(
     memory: Mapping[str, int], ranks: int, samples: int, microbatch: int, *, sharded: bool
 ) -> dict[str, int]:
-    """The same on each of several ranks, of which each takes its part of a batch.
+    """The bytes of a run on each of several ranks, of which each takes its part of a batch.
 
     Args:
         memory: on one rank.

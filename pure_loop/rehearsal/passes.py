@@ -144,15 +144,15 @@ class Passes:
                 state = after
         return state
 
-    def train(self, evaluators: Sequence[tuple[BoundEvaluator, Batch]], *, whole: bool) -> None:
+    def train(self, evaluators: Sequence[tuple[BoundEvaluator, Batch]], *, to_end: bool) -> None:
         """The first batches of the run, to the end of an epoch that has no more; sets ``first`` and ``kept``.
 
         Args:
             evaluators: each with its first batch.
-            whole: whether callbacks are called, and what comes after the second step. If not, an evaluator has failed.
+            to_end: whether callbacks are called, and what comes after the second step. If not, an evaluator has failed.
         """
         fit, handlers = self._fit([self._held(*pair) for pair in evaluators])
-        observed, closers, fit = self._observers(fit, called=whole and self.call_callbacks)
+        observed, closers, fit = self._observers(fit, called=to_end and self.call_callbacks)
         pairs = self._run(script_of(self.assembly.plan.state, fit), handlers, observed, closers, fit)
         end = Event.EPOCH_CHECKPOINT if fit.order == "current" else Event.EPOCH_END
         with closing(pairs):
@@ -164,7 +164,7 @@ class Passes:
                 if event is Event.BATCH_END or event is Event.BATCH_CHECKPOINT:
                     self.kept = state
                 stepped = len(self.losses) >= _STEPS
-                if stepped and (event is end or not whole):
+                if stepped and (event is end or not to_end):
                     return
 
     def finish(self, state: State, evaluators: Sequence[tuple[BoundEvaluator, Batch]]) -> str:
@@ -289,7 +289,5 @@ def _given(callbacks: object, bound: Sequence[Callback]) -> list[object]:
     """The callbacks of a call, functions among them, and those that the call has added; without loggers."""
     listed: Iterable[object] = callbacks if isinstance(callbacks, list | tuple) else (callbacks,)
     own = [item for item in listed if not isinstance(item, Logger)]
-    added = [
-        item for item in bound if not isinstance(item, Logger | Recorder) and all(item is not known for known in own)
-    ]
-    return [*own, *added]
+    added = [item for item in bound if not isinstance(item, Logger | Recorder)]
+    return [*own, *(item for item in added if all(item is not callback for callback in own))]

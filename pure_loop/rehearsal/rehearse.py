@@ -140,8 +140,8 @@ def _rehearsed(
             assembly = assemble(Settings.of(arguments))
         except Exception as error:
             place.fail(error, "arguments of fit")
-            given = [arguments[name] for name in ("callbacks", "loggers")]
-            _try_places([item for some in given if isinstance(some, list | tuple) for item in some], place)
+            attached = [arguments[name] for name in ("callbacks", "loggers")]
+            _try_places([item for some in attached if isinstance(some, list | tuple) for item in some], place)
             raise _error(place) from error
         parallel = read_parallel(arguments["parallel"])
         phases = _Phases(assembly, place, Path(folder), sample, world_size, call_callbacks, parallel, arguments)
@@ -150,11 +150,11 @@ def _rehearsed(
 
 def _try_places(items: Sequence[object], place: Place) -> list[str]:
     """Try where callbacks and loggers write to; what was found, in words."""
-    found = []
+    sentences = []
     for name, kind, where in destinations(items):
         with place.collecting(f"{kind} of {name}"):
-            found.append(f"{name}: {try_place(kind, where)}")
-    return found
+            sentences.append(f"{name}: {try_place(kind, where)}")
+    return sentences
 
 
 @contextmanager
@@ -225,8 +225,8 @@ class _Phases:
         Raises:
             RehearsalError: one fails, or several.
         """
-        found = _try_places(self.assembly.run.callbacks, self.place)
-        self.passed.append(Phase("places", "; ".join(found) or "nothing is written to"))
+        sentences = _try_places(self.assembly.run.callbacks, self.place)
+        self.passed.append(Phase("places", "; ".join(sentences) or "nothing is written to"))
         batch, evaluators = self._data()
         task, source = self.assembly.fit.stages.task, self.assembly.fit.source
         length = Length(None, source.length, 0, 0, self.assembly.plan.state.timestamp)
@@ -250,7 +250,7 @@ class _Phases:
 
     def _data(self) -> tuple[Batch, list[tuple[BoundEvaluator, Batch]]]:
         """The first batch of training, and each evaluator that runs with its first batch."""
-        source, found = self.assembly.fit.source, []
+        source, texts = self.assembly.fit.source, list[str]()
         batch, per_step = _MISSING, self.assembly.plan.settings.batches_per_step
         if self.sample is not None:
             batch = self.sample if per_step == 1 else Batches((self.sample,) * per_step)
@@ -265,7 +265,7 @@ class _Phases:
         if batch is not _MISSING:
             parts = parts_of(batch)
             several = f"{len(parts)} batches a step, the first of them " if len(parts) > 1 else ""
-            found.append(f"train: {several}{describe(parts[0])}")
+            texts.append(f"train: {several}{describe(parts[0])}")
         evaluators = []
         for evaluator in self.assembly.fit.evaluators:
             label = evaluator.label
@@ -278,36 +278,36 @@ class _Phases:
                 continue
             with self.place.collecting(f"data, first batch of evaluator {label!r}"):
                 evaluators.append((evaluator, first_batch(evaluator.source)))
-                found.append(f"{label}: {describe(evaluators[-1][1])}")
+                texts.append(f"{label}: {describe(evaluators[-1][1])}")
         self.missing = len(evaluators) < sum(not is_never(item) for item in self.assembly.fit.evaluators)
-        self.passed.append(Phase("data", "; ".join(found)))
+        self.passed.append(Phase("data", "; ".join(texts)))
         return batch, evaluators
 
     def _loop(self, passes: Passes, start: State, evaluators: list[tuple[BoundEvaluator, Batch]]) -> None:
         """The loop on these batches, from the State at FIT_START: each pass depends on the one before it."""
         if not self.call_callbacks:
             self.place.skip(f"callbacks: {'fake=True' if self.place.fake else 'call_callbacks=False'}.")
-        stops, found = self.place.stops, []
+        stops, texts = self.place.stops, list[str]()
         for evaluator, batch in evaluators:
             with self.place.collecting(f"evaluator {evaluator.label!r}"):
                 after = passes.evaluate(start, evaluator, batch)
-                found.append(f"{evaluator.label}: {', '.join(after.metrics.get(evaluator.label, ()))}")
-        self.passed.append(Phase("evaluators", "; ".join(found) or ("none tried" if self.missing else "none")))
-        whole = self.place.stops == stops and not self.missing
-        if not whole:
+                texts.append(f"{evaluator.label}: {', '.join(after.metrics.get(evaluator.label, ()))}")
+        self.passed.append(Phase("evaluators", "; ".join(texts) or ("none tried" if self.missing else "none")))
+        complete = self.place.stops == stops and not self.missing
+        if not complete:
             self.place.skip("callbacks, and what comes after the second step: an evaluator was not tried to its end.")
         stops = self.place.stops
         with self.place.collecting("training"):
-            passes.train(evaluators if whole else [], whole=whole)
+            passes.train(evaluators if complete else [], to_end=complete)
         if self.place.stops == stops and passes.kept is None:
             self.place.skip("steps: training has ended at this State.")
         if self.place.stops > stops or passes.kept is None:
             return
         self.passed.append(Phase("two steps", "" if self.place.fake else _in_words(passes.losses)))
         loaded = passes.kept if self.place.fake else self._saved(passes.kept)
-        if whole and not self.scheduled:
+        if complete and not self.scheduled:
             self.place.skip("the end of the run: a schedule fails there.")
-        elif whole:
+        elif complete:
             self.place.note = " (at the end of the run)"
             with self.place.collecting("training"):
                 self.passed.append(Phase("end of the run", passes.finish(loaded, evaluators)))
@@ -337,14 +337,14 @@ class _Phases:
         return loaded
 
     def _report(self, passes: Passes, length: Length) -> Rehearsal:
-        kept, stages = None, self.assembly.fit.stages
+        saved, stages = None, self.assembly.fit.stages
         if passes.first is not None:
             try:
-                kept = activations(passes.first, stages)
+                saved = activations(passes.first, stages)
             except Exception as error:  # such as a forward with a transform of torch.func, which allows no such hooks
                 self.place.skip(f"memory of activations: it could not be measured ({type(error).__name__}: {error}).")
         state = passes.kept if passes.kept is not None else self.assembly.plan.state
-        memory = memory_of(state, passes.batch, kept)
+        memory = memory_of(state, passes.batch, saved)
         per_rank, exchanged = None, None
         if self.world_size is not None:
             sharded = self.parallel is not None and self.parallel.kind == "shard"

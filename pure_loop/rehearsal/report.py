@@ -46,7 +46,7 @@ class Place:
             return
         if isinstance(error, ImpurityError):  # found after the code that it names, in whatever phase that is
             phase = "purity"
-        if all(error is not known for _, known in self.failures):
+        if all(error is not failure for _, failure in self.failures):
             self.failures.append(((phase or self.phase) + self.note, error))
 
     def skip(self, sentence: str) -> None:
@@ -63,7 +63,7 @@ class Place:
 
     @contextmanager
     def collecting(self, phase: str) -> Iterator[None]:
-        """The same; an error is noted as a failure, and what follows the ``with`` runs."""
+        """The phase inside the ``with``; an error is noted as a failure, and what follows the ``with`` runs."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -124,10 +124,10 @@ class Rehearsal:
         if self.memory_per_rank is not None:
             rows.append(("memory of each rank", _in_words(self.memory_per_rank)))
         if self.collectives is not None:
-            found = [
+            texts = [
                 f"{count} {name} of {in_bytes(size)} in all" for name, (count, size) in sorted(self.collectives.items())
             ]
-            rows.append(("collectives a step", ", ".join(found) or "none"))
+            rows.append(("collectives a step", ", ".join(texts) or "none"))
         return [*rows, *(("not rehearsed", sentence) for sentence in self.skipped)]
 
     @property

@@ -76,9 +76,9 @@ def try_place(name: str, place: str) -> str:
             with contextlib.suppress(FileNotFoundError):
                 os.lstat(place)  # a name that is too long
     finally:
-        for made in missing:
+        for path in missing:
             with contextlib.suppress(OSError):  # it was not made, or another process has put something there
-                made.rmdir()
+                path.rmdir()
     return f"{place} can be written to" + (", once it is made" if missing and name == "folder" else "")
 
 
@@ -99,14 +99,14 @@ def _arguments(item: Callback) -> dict[str, Any]:
 
 def destinations(items: Sequence[object]) -> list[tuple[str, str, str]]:
     """Where callbacks and loggers of the library write to: the class, ``"folder"`` or ``"path"``, and the place."""
-    found = []
+    places = []
     for item in items:
         if isinstance(item, Callback) and _is_ours(item) and item.made_with is not None:
             for name in _PLACES:
                 place = _arguments(item).get(name)
                 if place is not None:
-                    found.append((type(item).__name__, name, os.fspath(place)))
-    return found
+                    places.append((type(item).__name__, name, os.fspath(place)))
+    return places
 
 
 def callback_standins(callbacks: Sequence[object], folder: Path, place: Place) -> list[object]:
