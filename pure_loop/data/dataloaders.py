@@ -130,8 +130,11 @@ class _Indexed(Source):
         sizes = self._sizes(epoch, made, samples)
         now, following = sum(sizes[:made]), sum(sizes[: made + 1])
         certain = count is num_samples and _loaders.collates_by_default(self._loader)
+        # What a library added to torch's collate for a class of its own leaves batches of other classes as they were,
+        # which the first batch shows.
+        likely = count is num_samples and _loaders.collates_by_default(self._loader, extended=True)
         # A collate may leave samples out or make several of one.
-        if not changed and (now == samples or not (certain or now < samples < following)):
+        if not changed and (now == samples or not (likely or now < samples < following)):
             return start
         refusal = partial(self._refuse_other_sizes, epoch, made, samples, now)
         if not certain and not self._counts_indices(epoch, sizes[0], count):

@@ -16,9 +16,10 @@ from torch import Tensor
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.kernels import FUSED_DEVICES
-from pure_loop.optim.optimizer import Optimizer, OptState, Params, RateFunction, options_in_step, rate_at
+from pure_loop.optim.optimizer import Optimizer, OptState, Params, options_in_step, rate_at
 
 if TYPE_CHECKING:
+    from pure_loop.optim._rules import Rule
     from pure_loop.time import Timestamp
 
 __all__ = [
@@ -122,21 +123,11 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class RuleInTorch(ABC):
-    """What the rules of this library have in common.
+    """What the rules of this library have in common."""
 
-    Attributes:
-        name: of the optimizer.
-        lr: its learning rate.
-        options: all others; numbers may be schedules.
-        memories: what it keeps for each parameter.
-    """
-
-    name: str
-    lr: RateFunction
-    options: Mapping[str, Any]
-    memories: tuple[str, ...]
+    rule: Rule
 
     @abstractmethod
     def cls(self) -> type[torch.optim.Optimizer]: ...
@@ -157,23 +148,23 @@ class RuleInTorch(ABC):
             ArgumentError: the class has no such weight decay.
         """
         cls, options = self.cls(), dict(options)
-        if options.pop("independent_decay", False) and self.options["weight_decay"] != 0:
+        if options.pop("independent_decay", False) and self.rule.options["weight_decay"] != 0:
             raise ArgumentError(
-                f"{self.name}(independent_decay=True) has no counterpart in torch.optim.{cls.__name__}, whose weight "
-                f"decay is multiplied by the learning rate. The optimizer state is the same without it: write "
-                f"{self.name}(...) without independent_decay here, and pass fit the one that has it."
+                f"{self.rule.name}(independent_decay=True) has no counterpart in torch.optim.{cls.__name__}, whose "
+                f"weight decay is multiplied by the learning rate. The optimizer state is the same without it: write "
+                f"{self.rule.name}(...) without independent_decay here, and pass fit the one that has it."
             )
         group = cls([torch.zeros(1, 1)], **options).param_groups[0]
         return {key: value for key, value in group.items() if key != "params"}
 
     def options_at(self, timestamp: Timestamp) -> dict[str, Any]:
-        options = options_in_step(self.options, timestamp)
-        return self.built({**options, "lr": rate_at(self.name, self.lr, timestamp)})
+        options = options_in_step(self.rule.options, timestamp)
+        return self.built({**options, "lr": rate_at(self.rule.name, self.rule.lr, timestamp)})
 
     def refuse_other_options(self, group: TorchGroup) -> None:
-        scheduled = {key for key, value in self.options.items() if _is_scheduled(value)}
-        fixed = {key: value for key, value in self.options.items() if key not in scheduled}
-        where = f"pl.optim.{self.name}"
+        scheduled = {key for key, value in self.rule.options.items() if _is_scheduled(value)}
+        fixed = {key: value for key, value in self.rule.options.items() if key not in scheduled}
+        where = f"pl.optim.{self.rule.name}"
         refuse_other_options(where, self.built(fixed), group.options, scheduled)
 
     def memory(self, group: TorchGroup, params: Params, keys: Sequence[str], *, counts: bool) -> dict[str, Any]:
@@ -182,7 +173,7 @@ class RuleInTorch(ABC):
         for name, memory in group.memory.items():
             if memory and memory.keys() != wanted:
                 raise ResumeError(
-                    f"the state dict holds {sorted(memory)} for parameter {name!r}, and pl.optim.{self.name} with "
+                    f"the state dict holds {sorted(memory)} for parameter {name!r}, and pl.optim.{self.rule.name} with "
                     f"these options needs {sorted(wanted)}: it is of another class than "
                     f"{self.cls().__name__}, or was made with other options. Load it with the optimizer that made it, "
                     "or with pl.optim.from_torch(cls, ...)."
@@ -240,12 +231,12 @@ def _fused(params: Params) -> bool:
     return all(param.is_floating_point() and param.device.type in FUSED_DEVICES for param in params.values())
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class AdamInTorch(RuleInTorch):
     """The state of ``adam`` and ``adamw``: torch counts steps for each parameter."""
 
     def cls(self) -> type[torch.optim.Optimizer]:
-        return torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
+        return torch.optim.AdamW if self.rule.name == "adamw" else torch.optim.Adam
 
     def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
         fused = _fused(params)
@@ -254,7 +245,7 @@ class AdamInTorch(RuleInTorch):
         memory: dict[str, dict[str, Any]] = {}
         for name, param in params.items():
             count = step - opt_state["skipped"][name]
-            kept = {key: opt_state[key][name] for key in self.memories}
+            kept = {key: opt_state[key][name] for key in self.rule.memories}
             # Where there was no step, the class makes its state in the first one.
             started = bool(count > 0)
             memory[name] = {"step": count.to(param.device if fused else "cpu"), **kept} if started else {}
@@ -263,7 +254,7 @@ class AdamInTorch(RuleInTorch):
     def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState:
         (group,) = groups
         self.refuse_other_options(group)
-        kept = self.memory(group, params, self.memories, counts=True)
+        kept = self.memory(group, params, self.rule.memories, counts=True)
         steps = {name: _count(memory["step"], name) if memory else 0 for name, memory in group.memory.items()}
         most = max(steps.values(), default=0)
         device = next(iter(params.values())).device if params else None
@@ -274,7 +265,7 @@ class AdamInTorch(RuleInTorch):
         )
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class SGDInTorch(RuleInTorch):
     """The state of ``sgd``: with dampening the first step of a parameter is another one."""
 
@@ -282,7 +273,7 @@ class SGDInTorch(RuleInTorch):
         return torch.optim.SGD
 
     def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
-        started = opt_state.get("started") or dict.fromkeys(params, bool(self.memories))
+        started = opt_state.get("started") or dict.fromkeys(params, bool(self.rule.memories))
         memory = {
             name: {"momentum_buffer": opt_state["momentum_buffer"][name]} if started[name] else {} for name in params
         }
@@ -301,14 +292,14 @@ class SGDInTorch(RuleInTorch):
             for name, memory in group.memory.items()
         }
         group = attrs.evolve(group, memory=held)
-        buffers = self.memory(group, params, self.memories, counts=False)
+        buffers = self.memory(group, params, self.rule.memories, counts=False)
         result: dict[str, Any] = {key: _zeros(values, params) for key, values in buffers.items()}
-        if self.memories and self.options["dampening"]:
+        if self.rule.memories and self.rule.options["dampening"]:
             result["started"] = FrozenDict((name, bool(held[name])) for name in params)
         return FrozenDict(result)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class MuonInTorch(RuleInTorch):
     """The state of ``muon``."""
 

@@ -8,7 +8,6 @@ without a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,13 +18,14 @@ from torch import Tensor
 from pure_loop._internal.tree_ops import clone_all
 from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim.kernels import are_alike, check_state, in_order, laid_out, run_in_place, zeros_like
+from pure_loop.optim.kernels import are_alike, check_state, in_order, laid_out
 from pure_loop.optim.optimizer import (
     Grads,
     Optimizer,
     OptState,
     Params,
     RateFunction,
+    as_schedule,
     fixed_rate,
     options_in_step,
     rate_at,
@@ -51,30 +51,38 @@ class Rule:
     Attributes:
         name: of the optimizer.
         kernel: writes the step to lists of tensors of one device and real dtype.
-        lr: the learning rate.
+        arguments: the hyperparameters by name, as ``{**locals()}`` has them in a function that they are given to.
         memories: keys of the optimizer state that hold one tensor like the parameter for each.
-        options: the other hyperparameters, some of which may be schedules.
         counts: whether the optimizer state holds ``step`` and ``skipped``, and the kernel is given the number of the
             step for each parameter, of those that it took part in.
         marks_first: whether the optimizer state holds ``started``, and the kernel is called once for the parameters
             whose first step it is, and once for the others.
         takes_found_inf: see :class:`Optimizer`.
-        told: more options for the kernel, made of all parameters that are stepped at once.
         in_torch: the state as that of a class of torch.
+        lr: the learning rate.
+        options: the other hyperparameters, some of which may be schedules.
+        fixed: all of them, where they are the same in each step; else None.
     """
 
     name: str
     kernel: RuleKernel
-    lr: RateFunction
+    arguments: Mapping[str, Any]
     memories: tuple[str, ...]
-    options: Mapping[str, Any]
     counts: bool = False
     marks_first: bool = False
     takes_found_inf: bool = False
-    told: Callable[[list[Tensor]], StepOptions] | None = None
     in_torch: type[RuleInTorch] | None = None
-    # The hyperparameters where they are the same in each step.
+    lr: RateFunction = attrs.field(init=False)
+    options: FrozenDict[str, Any] = attrs.field(init=False)
     fixed: StepOptions | None = attrs.field(init=False)
+
+    @lr.default
+    def _lr(self) -> RateFunction:
+        return as_schedule(self.name, self.arguments["lr"])
+
+    @options.default
+    def _options(self) -> FrozenDict[str, Any]:
+        return FrozenDict((key, value) for key, value in self.arguments.items() if key != "lr")
 
     @fixed.default
     def _fixed(self) -> StepOptions | None:
@@ -90,9 +98,6 @@ class Rule:
 
     def optimizer(self, *, spreads_nonfinite: bool = False, elementwise: bool = False) -> Optimizer:
         """The optimizer; for the arguments see :class:`Optimizer`."""
-        in_torch = None
-        if self.in_torch is not None:
-            in_torch = self.in_torch(name=self.name, lr=self.lr, options=self.options, memories=self.memories)
         return Optimizer(
             name=self.name,
             init=self.init,
@@ -101,11 +106,11 @@ class Rule:
             fits=self.fits,
             takes_found_inf=self.takes_found_inf,
             lr=self.lr,
-            options=FrozenDict(self.options),
+            options=self.options,
             spreads_nonfinite=spreads_nonfinite,
             takes_lr_scale=True,
             elementwise=elementwise,
-            in_torch=in_torch,
+            in_torch=None if self.in_torch is None else self.in_torch(self),
         )
 
     def init(self, params: Params) -> OptState:
@@ -114,7 +119,8 @@ class Rule:
             device = next(iter(params.values())).device if params else None
             result["step"] = torch.zeros((), dtype=torch.float32, device=device)
             result["skipped"] = FrozenDict(dict.fromkeys(params, 0))
-        result |= {key: zeros_like(params) for key in self.memories}
+        for key in self.memories:
+            result[key] = FrozenDict((name, torch.zeros_like(p, requires_grad=False)) for name, p in params.items())
         if self.marks_first:
             result["started"] = FrozenDict(dict.fromkeys(params, False))
         return FrozenDict(result)
@@ -145,65 +151,79 @@ class Rule:
         options: StepOptions | None = self.fixed if type(timestamp) is Timestamp else None
         if options is None:
             options = {**options_in_step(self.options, timestamp), "lr": rate_at(self.name, self.lr, timestamp)}
+        options = {**options, "found_inf": found_inf, "first": False}
         if not fits:  # else they were checked when they were seen to fit
             check_state(self.name, opt_state, self.keys)
-        names = list(params)
-        gradients = in_order(grads, names)
-        skipped: list[int] = in_order(opt_state["skipped"], names, "skipped") if self.counts else []
-        started: list[bool] = in_order(opt_state["started"], names, "started") if self.marks_first else []
-        memories = [in_order(opt_state[key], names, key) for key in self.memories]
-        given = lists = [list(params.values()), *memories]
-        alike = (fits or are_alike(given[0], *given)) and are_alike(given[0], gradients)  # as most are
+        mappings = {"grads": grads, **opt_state}
+        step, values, names = mappings.pop("step", None), list(params.values()), list(params)
+        lists = in_order(mappings, names)
+        gradients, memories = lists["grads"], [lists[key] for key in self.memories]
+        started = lists.get("started", [])
+        alike = are_alike(values, gradients, *([] if fits else [values, *memories]))
         with torch.set_grad_enabled(False):
-            if not alike:
-                lists, gradients = laid_out(names, given, gradients)
+            laid = [values, gradients, *memories] if alike else laid_out(names, values, gradients, memories)
             # So far this rule has written to nothing, and from here on it refuses nothing.
-            changed = {} if alike and not started else _noted(names, gradients, skipped, started)
             steps: list[Tensor] = []
-            if self.counts:
-                step = opt_state["step"].add_(1 if found_inf is None else 1 - found_inf[0])
+            if step is not None:
+                step.add_(1 if found_inf is None else 1 - found_inf[0])
                 # Bias correction counts the steps that a parameter took part in.
-                steps = [step - missed if missed else step for missed in skipped]
-            for first in (False,) if all(started) else (True, False):
-                chosen = gradients
-                if started:
-                    chosen = [g if before is not first else None for g, before in zip(gradients, started, strict=True)]
-                options = {**options, "found_inf": found_inf, "first": first}
-                if self.told is not None:
-                    options |= self.told([p for p, grad in zip(lists[0], chosen, strict=True) if grad is not None])
-                kernel = partial(self.kernel, options)
-                if alike and all(started):
-                    kernel(lists[0], chosen, lists[1:], steps)
-                else:
-                    run_in_place(kernel, lists[0], chosen, lists[1:], steps)
-            for tensor, copied in zip(chain(*given), chain(*lists), strict=True) if lists is not given else ():
+                steps = [step - missed if missed else step for missed in lists["skipped"]]
+            if alike and all(started):  # as most are
+                self.kernel(options, values, gradients, memories, steps)
+                return params, opt_state
+            self._run_by_kind(options, laid, steps, started)
+            for tensor, copied in zip(chain(values, *memories), chain(laid[0], *laid[2:]), strict=True):
                 if copied is not tensor:
                     tensor.copy_(copied)
-        return params, FrozenDict({**opt_state, **changed}) if changed else opt_state
+        return params, _noted(opt_state, grads)
+
+    def _run_by_kind(
+        self, options: StepOptions, lists: list[list[Any]], steps: list[Tensor], started: list[bool]
+    ) -> None:
+        """Let the kernel write where there is a gradient, to tensors of one device and dtype at a time.
+
+        Args:
+            options: for the kernel.
+            lists: parameters, gradients and memories, as :func:`laid_out` gives them.
+            steps: one step count a parameter, shape (); empty for a kernel that counts nothing.
+            started: whether a parameter has made its first step; empty where that makes no difference.
+        """
+        kinds: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+        for index, (param, grad) in enumerate(zip(lists[0], lists[1], strict=True)):
+            if grad is not None:
+                first = bool(started) and not started[index]
+                kinds.setdefault((param.device, param.dtype, first), []).append(index)
+        for (device, dtype, first), used in kinds.items():
+            tensors = [[each[index] for index in used] for each in lists]
+            if dtype.is_complex:
+                # Elementwise in the real and the imaginary part, as torch.optim treats complex parameters.
+                tensors = [list(map(torch.view_as_real, each)) for each in tensors]
+            counts = [steps[index].to(device) for index in used] if steps else []
+            self.kernel({**options, "first": first}, tensors[0], tensors[1], tensors[2:], counts)
 
     def fits(self, opt_state: OptState, params: Params) -> bool:
         """Whether parameters and memories lie in memory as the kernel needs it; see :class:`Optimizer`."""
         check_state(self.name, opt_state, self.keys)
-        tensors = list(params.values())
-        return are_alike(tensors, tensors, *[in_order(opt_state[key], list(params), key) for key in self.memories])
+        values, memories = list(params.values()), {key: opt_state[key] for key in self.memories}
+        return are_alike(values, values, *in_order(memories, list(params)).values())
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
     return FrozenDict(zip(tensors, clone_all(list(tensors.values())), strict=True))
 
 
-def _noted(
-    names: list[str], grads: list[Tensor | None], skipped: list[int], started: list[bool]
-) -> dict[str, FrozenDict[str, Any]]:
-    """What changes in the optimizer state on the host."""
-    result: dict[str, FrozenDict[str, Any]] = {}
-    if skipped and any(grad is None for grad in grads):
-        counts = (count + (grad is None) for count, grad in zip(skipped, grads, strict=True))
-        result["skipped"] = FrozenDict(zip(names, counts, strict=True))
-    now = [before or grad is not None for before, grad in zip(started, grads, strict=bool(started))]
-    if now != started:
-        result["started"] = FrozenDict(zip(names, now, strict=True))
-    return result
+def _noted(opt_state: OptState, grads: Grads) -> OptState:
+    """The optimizer state with what has changed in it on the host."""
+    changed: dict[str, FrozenDict[str, Any]] = {}
+    used = {name: grad is not None for name, grad in grads.items()}
+    if "skipped" in opt_state and not all(used.values()):
+        counts = opt_state["skipped"].items()
+        changed["skipped"] = FrozenDict((name, count + (not used[name])) for name, count in counts)
+    if "started" in opt_state:
+        started = FrozenDict((name, before or used[name]) for name, before in opt_state["started"].items())
+        if started != opt_state["started"]:
+            changed["started"] = started
+    return FrozenDict({**opt_state, **changed}) if changed else opt_state
 
 
 def decay_(params: list[Tensor], options: StepOptions) -> None:

@@ -28,7 +28,7 @@ from pure_loop.optim._in_torch import AdamInTorch
 from pure_loop.optim._rules import Rule, StepOptions, shrink_
 from pure_loop.optim._settings import DecayRates, Rate
 from pure_loop.optim.kernels import FUSED_DEVICES
-from pure_loop.optim.optimizer import LearningRate, Optimizer, as_schedule
+from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength
 
@@ -97,16 +97,15 @@ def adam(
     return _optimizer("adam", {**locals()})
 
 
-def _optimizer(name: str, options: dict[str, Any]) -> Optimizer:
+def _optimizer(name: str, arguments: dict[str, Any]) -> Optimizer:
     """The optimizer of these arguments."""
     rule = Rule(
         name=name,
         kernel=partial(_step, name),
-        lr=as_schedule(name, options.pop("lr")),
-        memories=("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options["amsgrad"] else ())),
-        options=options,
+        arguments=arguments,
+        memories=("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if arguments["amsgrad"] else ())),
         counts=True,
-        takes_found_inf=None not in (fused_adam, fused_adamw) and not options.get("independent_decay"),
+        takes_found_inf=None not in (fused_adam, fused_adamw) and not arguments.get("independent_decay"),
         in_torch=AdamInTorch,
     )
     return rule.optimizer(spreads_nonfinite=True, elementwise=True)

@@ -376,9 +376,8 @@ class _FromTorch:
         in_place: bool = False,
     ) -> tuple[Params, OptState]:
         names, values = list(params), list(params.values())
-        memories: list[FrozenDict[str, Any]] = in_order(opt_state["memory"], names, "memory")
-        started: list[bool] = in_order(opt_state["started"], names, "started")
-        gradients = in_order(grads, names)
+        mappings = {"grads": grads, "memory": opt_state["memory"], "started": opt_state["started"]}
+        gradients, memories, started = in_order(mappings, names).values()
         # Other tensors with their memory, because an optimizer's parameters require gradients.
         copies = [value.detach() for value in values] if in_place else clone_all(values)
         optimizer = self.build(copies)
@@ -607,7 +606,7 @@ class ClassInTorch:
         """An optimizer of the class on copies of the parameters, with what ``opt_state`` holds."""
         rule, names = self.rule, list(params)
         check_state(rule.name, opt_state, _KEYS)
-        memories, started = (in_order(opt_state[key], names, key) for key in ("memory", "started"))
+        memories, started = in_order({key: opt_state[key] for key in ("memory", "started")}, names).values()
         optimizer = rule.build(clone_all(list(params.values())))
         copies = _copied((memories, *(opt_state[key] for key in ("shared", "group", "attributes"))))
         known = zip(copies[0], started, strict=True)
@@ -660,7 +659,7 @@ class ClassInTorch:
             for name, param in params.items()
         ]
         started = [bool(memory) for memory in memories]
-        blank = in_order(init["memory"], list(params), "memory")
+        blank = in_order({"memory": init["memory"]}, list(params))["memory"]
         kept = [memory or old for memory, old in zip(memories, blank, strict=True)]
         shared, group = _copied((dict(saved.rest), {**init["group"], **group}))
         opt_state = rule._state(params, kept, started, {**init["shared"], **shared}, group, init["attributes"])

@@ -8,63 +8,52 @@ before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, is_not
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ResumeError
-from pure_loop.frozendict import FrozenDict
-from pure_loop.optim.optimizer import OptState, Params
+from pure_loop.optim.optimizer import OptState
 
-__all__ = [
-    "are_alike",
-    "FUSED_DEVICES",
-    "Kernel",
-    "check_state",
-    "in_order",
-    "is_dense",
-    "laid_out",
-    "match_layout",
-    "run_in_place",
-    "zeros_like",
-]
-
-# (params, grads, memories, steps) -> None, which writes to params and memories, tensors of one device and real dtype.
-Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor]], None]
+__all__ = ["FUSED_DEVICES", "are_alike", "check_state", "in_order", "is_dense", "laid_out", "match_layout"]
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "xpu"})
 
 
-def zeros_like(params: Params) -> FrozenDict[str, Tensor]:
-    return FrozenDict({name: torch.zeros_like(param, requires_grad=False) for name, param in params.items()})
+def in_order(mappings: Mapping[str, Mapping[str, Any]], names: list[str]) -> dict[str, list[Any]]:
+    """The values of each of these mappings in the order of ``names``.
 
-
-def in_order(mapping: Mapping[str, Any], names: list[str], key: str | None = None) -> list[Any]:
-    """The gradients in the order of ``names``; with ``key`` the mapping of the optimizer state that it has there.
+    Args:
+        mappings: the gradients, as "grads", and mappings of the optimizer state, by the keys that they have there.
+        names: of the parameters.
 
     Raises:
-        ArgumentError, ResumeError: the mapping is not of just these names.
+        ArgumentError, ResumeError: one of them is not of just these names.
     """
-    if list(mapping) == names:  # as most are
-        return list(mapping.values())
-    if mapping.keys() != set(names):
+    lists: dict[str, list[Any]] = {}
+    for key, mapping in mappings.items():
+        if list(mapping) == names:  # as most are
+            lists[key] = list(mapping.values())
+            continue
         missing, extra = [n for n in names if n not in mapping], [n for n in mapping if n not in names]
         odd = ("missing", missing), ("not a parameter", extra)
         differences = ", ".join(f"{word} {some[:3]}" for word, some in odd if some)
-        if key is None:
+        if differences and key == "grads":
             raise ArgumentError(
                 f"grads and params name different parameters: {differences}; "
                 "grads needs every name of params, with None for a parameter that the batch didn't use"
             )
-        raise ResumeError(
-            f"opt_state[{key!r}] and params name different parameters: {differences}; "
-            "opt_state belongs to another model: begin again with optimizer.init(params)"
-        )
-    return [mapping[name] for name in names]
+        if differences:
+            raise ResumeError(
+                f"opt_state[{key!r}] and params name different parameters: {differences}; "
+                "opt_state belongs to another model: begin again with optimizer.init(params)"
+            )
+        lists[key] = [mapping[name] for name in names]
+    return lists
 
 
 def check_state(where: str, opt_state: OptState, keys: Iterable[str]) -> None:
@@ -82,32 +71,33 @@ def check_state(where: str, opt_state: OptState, keys: Iterable[str]) -> None:
 
 
 def laid_out(
-    names: list[str], lists: list[list[Tensor]], grads: list[Tensor | None]
-) -> tuple[list[list[Tensor]], list[Tensor | None]]:
-    """The same lists, where a tensor that doesn't lie in memory as kernels need it is a copy that does.
+    names: list[str], params: list[Tensor], grads: list[Tensor | None], memories: list[list[Tensor]]
+) -> list[list[Any]]:
+    """Parameters, gradients and memories, where a tensor that doesn't lie in memory as kernels need it is a copy.
 
     Args:
         names: for the errors.
-        lists: the parameters, and what is kept for them.
+        params: of any layout.
         grads: None for a parameter without one.
+        memories: what is kept for the parameters.
 
     Raises:
         ArgumentError: a gradient doesn't fit its parameter.
         ResumeError: what is kept for a parameter doesn't.
     """
-    params = [param if is_dense(param) else param.detach().clone() for param in lists[0]]
-    laid_grads = [
+    dense = [param if is_dense(param) else param.detach().clone() for param in params]
+    gradients = [
         None if grad is None else match_layout(grad, param, f"the gradient of {name!r}")
-        for name, param, grad in zip(names, params, grads, strict=True)
+        for name, param, grad in zip(names, dense, grads, strict=True)
     ]
-    memories = [
+    laid_memories = [
         [
             match_layout(tensor, param, f"the optimizer state of {name!r} (from another model?)", ResumeError)
-            for name, param, tensor in zip(names, params, memory, strict=True)
+            for name, param, tensor in zip(names, dense, memory, strict=True)
         ]
-        for memory in lists[1:]
+        for memory in memories
     ]
-    return [params, *memories], laid_grads
+    return [dense, gradients, *laid_memories]
 
 
 _dtype, _device, _is_cpu = attrgetter("dtype"), attrgetter("device"), attrgetter("is_cpu")
@@ -158,31 +148,3 @@ def match_layout(tensor: Tensor, param: Tensor, what: str, error: type[ValueErro
     if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
         return tensor
     return torch.empty_like(param, requires_grad=False).copy_(tensor)
-
-
-def run_in_place(
-    kernel: Kernel,
-    params: list[Tensor],
-    grads: list[Tensor | None],
-    memories: list[list[Tensor]],
-    steps: list[Tensor],
-) -> None:
-    """Let a kernel write to params and memories where there is a gradient, those of one device and dtype at a time.
-
-    Args:
-        kernel: writes to its first and third argument.
-        params, grads, memories: as :func:`laid_out` gives them.
-        steps: one step count a parameter, shape (); empty for a kernel that counts nothing.
-    """
-    given: list[list[Any]] = [params, grads, *memories]
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        if grad is not None:
-            groups.setdefault((param.device, param.dtype), []).append(index)
-    for (device, dtype), used in groups.items():
-        lists = [[tensors[index] for index in used] for tensors in given]
-        if dtype.is_complex:
-            # Elementwise in the real and the imaginary part, as torch.optim treats complex parameters.
-            lists = [[torch.view_as_real(tensor) for tensor in tensors] for tensors in lists]
-        counts = [steps[index].to(device) for index in used] if steps else []
-        kernel(lists[0], lists[1], lists[2:], counts)

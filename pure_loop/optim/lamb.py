@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, shrink_
 from pure_loop.optim._settings import DecayRates, Rate
-from pure_loop.optim.optimizer import LearningRate, Optimizer, as_schedule
+from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength
 
@@ -69,15 +69,7 @@ def lamb(
     >>> new["w"], opt_state["step"]
     (tensor([3., 5.]), tensor(1.))
     """
-    options = {**locals()}  # the arguments
-    rule = Rule(
-        name="lamb",
-        kernel=_step,
-        lr=as_schedule("lamb", options.pop("lr")),
-        memories=("exp_avg", "exp_avg_sq"),
-        options=options,
-        counts=True,
-    )
+    rule = Rule(name="lamb", kernel=_step, arguments={**locals()}, memories=("exp_avg", "exp_avg_sq"), counts=True)
     return rule.optimizer(spreads_nonfinite=True)
 
 

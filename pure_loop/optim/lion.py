@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, decay_
 from pure_loop.optim._settings import DecayRates, Rate
-from pure_loop.optim.optimizer import LearningRate, Optimizer, as_schedule
+from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength
 
@@ -61,15 +61,7 @@ def lion(
     >>> new["w"], opt_state["exp_avg"]["w"]
     (tensor([0.7500, 1.2500]), tensor([ 0.0400, -0.0050]))
     """
-    options = {**locals()}  # the arguments
-    rule = Rule(
-        name="lion",
-        kernel=_step,
-        lr=as_schedule("lion", options.pop("lr")),
-        memories=("exp_avg",),
-        options=options,
-    )
-    return rule.optimizer(elementwise=True)
+    return Rule(name="lion", kernel=_step, arguments={**locals()}, memories=("exp_avg",)).optimizer(elementwise=True)
 
 
 def _step(

@@ -173,7 +173,7 @@ def _merged(params: Params, master: Mapping[str, Tensor]) -> Params:
 
 
 def _widened(grads: Grads, params: Params) -> FrozenDict[str, Tensor | None]:
-    gradients = zip(params.items(), in_order(grads, list(params)), strict=True)
+    gradients = zip(params.items(), in_order({"grads": grads}, list(params))["grads"], strict=True)
     return FrozenDict(
         (name, gradient.float() if gradient is not None and param.dtype in _HALF else gradient)
         for (name, param), gradient in gradients

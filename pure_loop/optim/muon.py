@@ -26,7 +26,7 @@ from pure_loop.errors import ArgumentError
 from pure_loop.optim._in_torch import MuonInTorch
 from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, decay_
 from pure_loop.optim._settings import Rate
-from pure_loop.optim.optimizer import LearningRate, Optimizer, OptState, Params, as_schedule
+from pure_loop.optim.optimizer import LearningRate, Optimizer, OptState, Params
 from pure_loop.ranges import AtLeast, Between, OneOf, checked
 from pure_loop.ranges.strengths import Strength
 
@@ -82,15 +82,7 @@ def muon(
     >>> list(optimizer.init(params)["hidden"]["momentum_buffer"])
     ['0.weight']
     """
-    options = {**locals()}  # the arguments
-    rule = Rule(
-        name="muon",
-        kernel=_step,
-        lr=as_schedule("muon", options.pop("lr")),
-        memories=("momentum_buffer",),
-        options=options,
-        in_torch=MuonInTorch,
-    )
+    rule = Rule(name="muon", kernel=_step, arguments={**locals()}, memories=("momentum_buffer",), in_torch=MuonInTorch)
     return attrs.evolve(rule.optimizer(spreads_nonfinite=True), init=partial(_init, rule))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
@@ -20,7 +21,6 @@ from pure_loop._internal.reprs import call
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.random.guards import runs_users_code
-from pure_loop.ranges.strengths import Strength
 from pure_loop.time import Timestamp
 
 if TYPE_CHECKING:
@@ -215,9 +215,15 @@ def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
     traced = getattr(timestamp, "rate", None)
     if traced is not None:  # a compiled step takes it as an input, because it is another one in each
         return traced(where, lr)  # type: ignore[no-any-return]
-    value = lr(timestamp)
+    value: Any = lr(timestamp)
+    if type(value) is not float and not isinstance(value, str | bytes):
+        with suppress(TypeError, ValueError, RuntimeError):  # as tensors of several numbers say it
+            value = float(value)
     if type(value) is not float:
-        value = _as_rate(where, lr, value)
+        raise ArgumentTypeError(
+            f"{where}: the learning rate must be a number, and {_shown(lr)} gave {value!r:.60} of type "
+            f"{type(value).__name__}: a schedule is a function of the timestamp that returns one float"
+        )
     if not 0.0 <= value < math.inf:
         raise ArgumentError(
             f"{where}: the learning rate must be finite and at least 0; {_shown(lr)} gave {value} at {timestamp!r}"
@@ -225,45 +231,28 @@ def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
     return value
 
 
-def strength_in_step(strength: Strength, timestamp: Timestamp) -> Any:
-    """A hyperparameter for the step of the batch that starts at ``timestamp``, as an update reads it.
+def options_in_step(options: Mapping[str, Any], timestamp: Timestamp) -> dict[str, Any]:
+    """Hyperparameters for the step of the batch that starts at ``timestamp``, as an update reads them.
+
+    Args:
+        options: by name; those that are functions, or pairs in which there are some, are schedules.
+        timestamp: what ``update`` is given.
 
     Returns:
-        A float; of a schedule in a step that is compiled a float64 tensor of shape (), an input of the graph.
+        Of schedules floats; in a step that is compiled float64 tensors of shape (), inputs of the graph.
     """
-    if not callable(strength):
-        return strength
     passed: Any = timestamp
     plain: Any = passed.timestamp if isinstance(passed, ScaledTimestamp) else passed
     as_input = getattr(plain, "as_input", None)
-    return strength(plain) if as_input is None else as_input(strength)
 
+    def read(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(read, value))
+        if not callable(value):
+            return value
+        return value(plain) if as_input is None else as_input(value)
 
-def options_in_step(options: Mapping[str, Any], timestamp: Timestamp) -> dict[str, Any]:
-    """Hyperparameters for the step of the batch that starts at ``timestamp``, each of which may be a pair.
-
-    Args:
-        options: by name; those that are functions are schedules.
-        timestamp: what ``update`` is given.
-    """
-    return {
-        name: tuple(strength_in_step(item, timestamp) for item in value)
-        if isinstance(value, tuple)
-        else strength_in_step(value, timestamp)
-        for name, value in options.items()
-    }
-
-
-def _as_rate(where: str, lr: RateFunction, value: Any) -> float:
-    if not isinstance(value, str | bytes):
-        try:
-            return float(value)
-        except (TypeError, ValueError, RuntimeError):  # as tensors of several numbers say it
-            pass
-    raise ArgumentTypeError(
-        f"{where}: the learning rate must be a number, and {_shown(lr)} gave {value!r:.60} of type "
-        f"{type(value).__name__}: a schedule is a function of the timestamp that returns one float"
-    )
+    return {name: read(value) for name, value in options.items()}
 
 
 def _shown(lr: RateFunction) -> str:

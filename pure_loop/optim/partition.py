@@ -145,7 +145,7 @@ class _Partition:
     def picked(self, grads: Grads, opt_state: OptState, params: Params) -> list[tuple[Any, ...]]:
         """Label, optimizer, gradients, optimizer state and parameters of each part."""
         check_state("partition", opt_state, self.parts)
-        by_name = dict(zip(params, in_order(grads, list(params)), strict=True))
+        by_name = dict(zip(params, in_order({"grads": grads}, list(params))["grads"], strict=True))
         return [
             (key, part, FrozenDict((name, by_name[name]) for name in group), opt_state[key], group)
             for key, (part, group) in self.split(params).items()

@@ -26,7 +26,7 @@ from pure_loop.optim._in_torch import SGDInTorch
 from pure_loop.optim._rules import Rule, StepOptions, add_multiple, add_multiple_, shrink_
 from pure_loop.optim._settings import Rate
 from pure_loop.optim.kernels import FUSED_DEVICES
-from pure_loop.optim.optimizer import LearningRate, Optimizer, as_schedule
+from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, Between, checked
 from pure_loop.ranges.strengths import Strength
 
@@ -76,7 +76,6 @@ def sgd(
     >>> new["w"], opt_state
     (tensor([-0.2500]), FrozenDict({}))
     """
-    options = {**locals()}  # the arguments
     if nesterov and (momentum == 0 or dampening != 0):
         raise ArgumentError(
             f"sgd: nesterov needs a momentum and no dampening, got momentum={momentum}, dampening={dampening}; "
@@ -85,25 +84,23 @@ def sgd(
     rule = Rule(
         name="sgd",
         kernel=_step,
-        lr=as_schedule("sgd", options.pop("lr")),
+        arguments={**locals()},
         memories=("momentum_buffer",) if momentum != 0 else (),
-        options=options,
         marks_first=momentum != 0 and dampening != 0,
         # What the fused kernel does alone; with dampening it is noted on the host which averages have begun.
         takes_found_inf=fused_sgd is not None and not (dampening or independent_decay or callable(momentum)),
-        told=_told,
         in_torch=SGDInTorch,
     )
     return rule.optimizer(spreads_nonfinite=True, elementwise=True)
 
 
-def _told(params: list[Tensor]) -> StepOptions:
-    """Whether the fused kernel serves these.
+def _is_fused(param: Tensor) -> bool:
+    """Whether torch's fused kernel serves parameters of this device and real dtype.
 
     On a CPU that of torch 2.13 leaves whole blocks of 16 elements of half-precision parameters as they are.
     """
-    half = any(param.is_cpu and param.dtype in (torch.bfloat16, torch.float16) for param in params)
-    return {"fused": fused_sgd is not None and not half}
+    half = param.is_cpu and param.dtype in (torch.bfloat16, torch.float16)
+    return fused_sgd is not None and param.device.type in FUSED_DEVICES and not half
 
 
 def _step(
@@ -115,8 +112,7 @@ def _step(
         shrink_(params, decay)
         decay = 0.0
     # Without momentum the fused kernel leaves buffers as they are.
-    fused = options["fused"] and params[0].device.type in FUSED_DEVICES and not isinstance(lr, Tensor)
-    if fused and (momentum or not buffers):
+    if _is_fused(params[0]) and not isinstance(lr, Tensor) and (momentum or not buffers):
         chosen = {key: options[key] for key in ("lr", "momentum", "dampening", "nesterov", "maximize", "found_inf")}
         fused_sgd(params, grads, buffers, weight_decay=decay, is_first_step=options["first"], **chosen)  # type: ignore[misc]
         return

@@ -140,7 +140,7 @@ def _of_library(callback: Callback, where: Path) -> Callback:
     for name in _PLACES:
         if arguments.get(name) is not None:
             where.mkdir(parents=True, exist_ok=True)
-            arguments[name] = os.fspath(where if name == "folder" else where / Path(os.fspath(arguments[name])).name)
+            arguments[name] = os.fspath(where if name == "folder" else where / Path(str(arguments[name])).name)
     if "signals" in signature.parameters:  # the handlers of the process stay as they are
         arguments["signals"] = ()
     if "overwrite" in signature.parameters:  # of the rehearsal's own files, which it writes where it begins and ends

@@ -20,7 +20,8 @@ from pure_loop._internal.arguments import check_flag, check_integer, positive_or
 from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger
-from pure_loop.checkpoint.storage import PathLike, storage_of
+from pure_loop.checkpoint.paths import PathLike
+from pure_loop.checkpoint.storage import storage_of
 from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event

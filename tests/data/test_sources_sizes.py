@@ -8,6 +8,7 @@ which could be skipped; collates that change the number of samples, with which n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset, default_collate
+from torch.utils.data._utils import collate
 
 import pure_loop as pl
 from pure_loop import Event
@@ -83,6 +85,38 @@ def test_each_sample_of_the_epoch_comes_once(
         assert torch.equal(again[-1].params["weight"], rest[-1].params["weight"])
 
 
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize(("n", "size", "other"), [(5, 3, 4), (5, 4, 3), (9, 5, 8), (9, 8, 5)])
+def test_as_many_batches_of_another_size(
+    n: int, size: int, other: int, extended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not a library added a class of its own to torch's collate."""
+    if extended:
+        monkeypatch.setitem(collate.default_collate_fn_map, Buckets, lambda batch, **_: batch[0])
+    seen = run(model(), loader(n, size, shuffle=True), max_duration="1ep")
+    data = loader(n, other, shuffle=True)
+    if size < other:
+        with pytest.raises(pl.ResumeError, match="They end within the first batch"):
+            run(seen[0], data, max_duration="1ep")
+    else:
+        assert samples(run(seen[0], data, max_duration="1ep")) == samples(seen)[size:]
+
+
+def test_samples_that_an_addition_to_the_collate_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are batches, as they are with a collate of one's own."""
+
+    def first(batch: list[Any], **_: Any) -> Any:
+        return default_collate([(row.value,) for row in batch[:1]])
+
+    def make() -> Any:
+        return DataLoader([Row(torch.tensor(float(i))) for i in range(12)], batch_size=4)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(collate.default_collate_fn_map, Row, first)
+    seen = run(model(), make(), max_duration="1ep")
+    assert samples(seen) == [0, 4, 8]
+    assert samples(run(seen[0], make(), max_duration="1ep")) == [4, 8]
+
+
 def test_drop_last_leaves_out_what_a_run_of_the_new_size_leaves_out() -> None:
     seen = run(model(), loader(40, 4, drop_last=True, shuffle=True), max_duration="1ep")
     rest = run(seen[2], loader(40, 7, drop_last=True, shuffle=True), max_duration="1ep")
@@ -96,6 +130,11 @@ def test_steps_of_several_batches() -> None:
     assert samples(rest) == samples(seen)[16:]
     with pytest.raises(pl.ResumeError, match="They end within a step"):
         run(seen[2], loader(40, 4), batches_per_step=2, max_duration="1ep")
+
+
+@dataclass
+class Row:
+    value: torch.Tensor
 
 
 class Numbers(IterableDataset[Any]):

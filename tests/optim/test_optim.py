@@ -100,6 +100,32 @@ def test_sgd_trains_half_precision_parameters(dtype: torch.dtype, momentum: floa
     assert torch.equal(new["w"], torch.full((64,), 0.5, dtype=dtype))
 
 
+def test_sgd_steps_each_dtype_by_the_kernel_that_serves_it() -> None:
+    """Half-precision parameters beside others: torch's fused kernel, whose last bits are others, for those alone."""
+    dtypes, shapes = [torch.float32, torch.bfloat16, torch.float64], [(200,)] * 3
+    start, *steps = [
+        [tensor.to(dtype) for tensor, dtype in zip(tensors(seed, torch.float64, shapes), dtypes, strict=True)]
+        for seed in range(5)
+    ]
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+    together = ours(sgd(**options), start, steps)[-1][0]
+    for i, kind in enumerate(("fused", "foreach", "fused")):
+        alone = theirs(
+            lambda p, kind=kind: torch.optim.SGD(p, **options, **{kind: True}),  # type: ignore[misc]
+            start[i : i + 1],
+            [step[i : i + 1] for step in steps],
+        )
+        assert torch.equal(together[f"p{i}"], alone[-1][0])
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_sgd_trains_complex_parameters_of_half_precision() -> None:
+    params = FrozenDict(w=torch.ones(64, 2, dtype=torch.float16).view(torch.complex32)[:, 0])
+    optimizer = sgd(lr=0.5, momentum=0.9)
+    new, _ = optimizer.update(params, optimizer.init(params), params, Timestamp())
+    assert torch.equal(torch.view_as_real(new["w"]), torch.full((64, 2), 0.5, dtype=torch.float16))
+
+
 def test_a_schedule_sets_the_rate_of_the_batch_that_starts() -> None:
     start, steps = tensors(0, torch.float32), batches(0, torch.float32)
     lr = schedules.linear(0.5, 0.0, "4ba")
