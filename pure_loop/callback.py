@@ -11,7 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias
 
 import attrs
 import torch
@@ -143,7 +143,7 @@ class Callback:
     """Whether it only passes values to the logger. It is then shown an event at which an algorithm or another callback
     raises, too, so that the record of a run ends with the values of its last event."""
 
-    made_with: Mapping[str, object] | None = None
+    made_with: Mapping[str, Any] | None = None
     """The arguments with which it was constructed, by name; None: not known."""
 
     def __repr__(self) -> str:
