@@ -39,7 +39,7 @@ class SqueezeExcite(nn.Module):
         latent: int,
         *,
         identity: bool,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

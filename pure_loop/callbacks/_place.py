@@ -9,7 +9,8 @@ from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.names import Fields, Pattern
 from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop.callback import Run
-from pure_loop.checkpoint.storage import join, storage_of
+from pure_loop.checkpoint.paths import join
+from pure_loop.checkpoint.storage import storage_of
 from pure_loop.state import State
 
 __all__ = ["Place"]

@@ -12,19 +12,17 @@ from pure_loop._internal.names import Fields, Pattern
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._scored import Scored
-from pure_loop.checkpoint.background import Background
+from pure_loop.checkpoint.background import Background, snapshot, streams_of
 from pure_loop.checkpoint.base import refuse_no_base
 from pure_loop.checkpoint.document import write_document
+from pure_loop.checkpoint.early_end import REQUEUE, TimeLimit, read_limit, warn_on_terminal
 from pure_loop.checkpoint.files import SHARDED, SUFFIX, in_parts, write_state
-from pure_loop.checkpoint.plain import Weights, refuse_unwritable
+from pure_loop.checkpoint.paths import PathLike, same_place
 from pure_loop.checkpoint.retention import Names, Saved, check_links
 from pure_loop.checkpoint.run_folder import RunFolder
-from pure_loop.checkpoint.signal_names import SignalLike, signal_name
-from pure_loop.checkpoint.signals import HeldSignals, any_came
-from pure_loop.checkpoint.snapshot import snapshot, streams_of
-from pure_loop.checkpoint.storage import PathLike, same_place, storage_of
-from pure_loop.checkpoint.terminal import warn_on_terminal
-from pure_loop.checkpoint.time_limit import REQUEUE, TimeLimit, read_limit
+from pure_loop.checkpoint.signals import HeldSignals, SignalLike, any_came, signal_name
+from pure_loop.checkpoint.storage import storage_of
+from pure_loop.checkpoint.weights import Weights, refuse_unwritable
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked

@@ -11,7 +11,8 @@ from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithms._averages import averaged_if_begun
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._place import Place
-from pure_loop.checkpoint.storage import PathLike, storage_of
+from pure_loop.checkpoint.paths import PathLike
+from pure_loop.checkpoint.storage import storage_of
 from pure_loop.exporting.export import module_of
 from pure_loop.exporting.files import export_module, refuse_sample, refuse_suffix, try_to_export, try_to_write
 from pure_loop.ranges import Name, checked

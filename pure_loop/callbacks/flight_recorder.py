@@ -21,13 +21,12 @@ from pure_loop.cadence import CadenceLike
 from pure_loop.callback import LoggerGroup, Run
 from pure_loop.callbacks._intervals import is_due, read_interval
 from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
+from pure_loop.checkpoint.digests import digest_of, digest_of_batch
 from pure_loop.checkpoint.files import SUFFIX, in_parts, save
 from pure_loop.checkpoint.flight import (
     ENDED,
     JOURNAL,
     RUN,
-    digest_of,
-    digest_of_batch,
     ends_in_a_line,
     facts_of,
     line_of,

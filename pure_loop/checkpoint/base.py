@@ -7,8 +7,6 @@ loading compares them with the model that is passed.
 
 from __future__ import annotations
 
-import hashlib
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +15,10 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.tree_ops import are_sharded, full_tensor
-from pure_loop.checkpoint.container import CODES, DTYPES, bytes_of, is_shape
-from pure_loop.checkpoint.tree import Writer, shortened
+from pure_loop.checkpoint.container import CODES, DTYPES, is_shape
+from pure_loop.checkpoint.digests import FROZEN_BYTES, digest_of_frozen
+from pure_loop.checkpoint.parsing import shortened
+from pure_loop.checkpoint.tree import Writer
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.state import State
 
@@ -81,7 +81,7 @@ def take_out_base(state: State, described: Mapping[str, Any], tensors: dict[str,
         if key in trained or key in result:
             continue
         plain = tensors.pop(key)
-        result[key] = BaseTensor(plain.dtype, tuple(plain.shape), _digest(tensor, plain))
+        result[key] = BaseTensor(plain.dtype, tuple(plain.shape), digest_of_frozen(tensor, plain))
     return result
 
 
@@ -95,7 +95,7 @@ def read_base(value: Any) -> dict[str, BaseTensor]:
         code, shape, digest = described
         if not (key.startswith(_PREFIX) and isinstance(code, str) and code in DTYPES and is_shape(shape)):
             raise ValueError(f"its frozen parameter {shortened(key)} is {shortened(described)}")
-        if not (isinstance(digest, str) and len(digest) == 2 * _DIGEST_BYTES):
+        if not (isinstance(digest, str) and len(digest) == 2 * FROZEN_BYTES):
             raise ValueError(f"the digest of its frozen parameter {shortened(key)} is {shortened(digest)}")
         result[key] = BaseTensor(DTYPES[code], tuple(shape), digest)
     return result
@@ -125,7 +125,9 @@ def verified_base(base: Base, state: State, path: object) -> dict[str, tuple[Ten
         writer = Writer(whole.device)
         writer.write(whole, ("params", name))
         plain = writer.tensors[key]
-        if (plain.dtype, tuple(plain.shape)) != (saved.dtype, saved.shape) or _digest(whole, plain) != saved.digest:
+        if (plain.dtype, tuple(plain.shape)) != (saved.dtype, saved.shape) or digest_of_frozen(
+            whole, plain
+        ) != saved.digest:
             differing.append(name)
         result[key] = whole, plain
     if differing:
@@ -137,23 +139,3 @@ def verified_base(base: Base, state: State, path: object) -> dict[str, tuple[Ten
             "pl.load(path, model=model, weights_only=True, strict=False)."
         )
     return result
-
-
-_DIGEST_BYTES = 16
-
-# Frozen tensors are never written to, and a large base takes seconds to read: once for all saves of a run.
-_known: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
-
-
-def _digest(tensor: Tensor, plain: Tensor) -> str:
-    """The digest of a frozen parameter, from the tensor that a file would have of it."""
-    number = id(tensor)
-    known = _known.get(number)
-    if known is not None and known[0]() is tensor and known[1] == tensor._version:
-        return known[2]
-    here = plain.cpu()
-    result = hashlib.blake2b(f"{CODES[plain.dtype]} {tuple(plain.shape)} ".encode(), digest_size=_DIGEST_BYTES)
-    result.update(bytes_of(here))
-    digest = result.hexdigest()
-    _known[number] = weakref.ref(tensor, lambda _: _known.pop(number, None)), tensor._version, digest
-    return digest

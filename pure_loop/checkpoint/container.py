@@ -9,20 +9,19 @@ allocated that the size of the file doesn't pay for.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
-import reprlib
+import os
 import sys
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NoReturn
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop.checkpoint.parsing import MOST_MEMORY, memory_of, parse
+from pure_loop.checkpoint.parsing import MOST_MEMORY, memory_of, parse, shortened
 from pure_loop.errors import CheckpointError
 
 __all__ = [
@@ -32,12 +31,13 @@ __all__ = [
     "LARGEST",
     "Header",
     "are_counts",
-    "bytes_of",
     "is_shape",
+    "pieces_of",
     "raw",
     "read",
     "read_header",
     "read_some",
+    "size_of",
     "verify",
     "write",
 ]
@@ -146,30 +146,36 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         )
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     _put(file, digest, memoryview(len(text).to_bytes(8, "little") + text))
-    for _, tensor in ordered:
-        here = tensor.detach().cpu()
-        _put(file, digest, bytes_of(here))
+    for piece in pieces_of(tensor.detach().cpu() for _, tensor in ordered):
+        _put(file, digest, piece)
     result = digest.digest()
     if digested:
         _put(file, digest, memoryview(result))
     return result.hex()
 
 
-def _put(file: BinaryIO, digest: Any, data: memoryview) -> None:
-    # In pieces, so that what was hashed is still in the core's own cache when it is written: training needs the rest.
-    for start in range(0, len(data), _PIECE):
-        piece = data[start : start + _PIECE]
-        digest.update(piece)
-        while len(piece):
-            piece = piece[file.write(piece) :]
+def _put(file: BinaryIO, digest: hashlib.blake2b, data: memoryview) -> None:
+    digest.update(data)
+    while len(data):
+        data = data[file.write(data) :]
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; it has to live as long."""
-    size = tensor.numel() * tensor.element_size()
-    if size == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+def pieces_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The bytes of contiguous tensors on the CPU, some at a time; each piece is valid until the next one."""
+    # Through a buffer, because tensors don't show their memory, and NumPy may not be there. It is so small that what
+    # was copied and hashed is still in the core's own cache when it is written: training needs the rest.
+    data = memoryview(bytearray(_PIECE))
+    buffer = torch.frombuffer(data, dtype=torch.uint8)
+    for tensor in tensors:
+        for piece in torch.split(_flat(tensor.detach()), _PIECE):
+            size = len(piece)
+            buffer[:size].copy_(piece)
+            yield data[:size]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, one after the other."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -179,6 +185,16 @@ def raw(tensor: Tensor) -> Tensor:
     torch.Size([3, 16])
     """
     return tensor.unsqueeze(-1).view(torch.uint8) if tensor.element_size() > 1 else tensor.view(torch.uint8)
+
+
+def size_of(file: BinaryIO) -> int:
+    """The size of an open file, which is left at its beginning.
+
+    Not that of the path, which may have become another file's since.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size
 
 
 def read_header(file: BinaryIO, size: int, path: object) -> Header:
@@ -219,7 +235,7 @@ def read_header(file: BinaryIO, size: int, path: object) -> Header:
     position = 0
     for entry in entries:
         if entry.start != position:
-            _refuse(path, f"the bytes of tensor {_short(entry.name)} don't begin where those before it end")
+            _refuse(path, f"the bytes of tensor {shortened(entry.name, 60)} don't begin where those before it end")
         position = entry.stop
     if 8 + length + position != size:
         _refuse(
@@ -257,6 +273,8 @@ def read_some(
         CheckpointError: it is not whole, or damaged; what was given of it until then may be wrong.
     """
     result = hashlib.blake2b(header.text, digest_size=_DIGEST_BYTES)
+    data = memoryview(bytearray(min(_PIECE, header.size)))
+    buffer = torch.frombuffer(data, dtype=torch.uint8)
     for entry in header.entries:
         if entry.name not in names:
             for piece in _pieces(entry.stop - entry.start):
@@ -266,18 +284,20 @@ def read_some(
             tensor = torch.empty(entry.shape, dtype=entry.dtype)
         except RuntimeError as error:  # a file with holes may be larger than any memory
             _refuse(
-                path, f"there is no memory for tensor {_short(entry.name)} of {entry.stop - entry.start:,} bytes", error
+                path,
+                f"there is no memory for tensor {shortened(entry.name, 60)} of {entry.stop - entry.start:,} bytes",
+                error,
             )
-        view = bytes_of(tensor)
-        for start in range(0, len(view), _CHUNK):
-            part = view[start : start + _CHUNK]
+        for target in torch.split(_flat(tensor), _PIECE):
+            part = data[: len(target)]
             _fill(file, part, path)
             result.update(part)
+            target.copy_(buffer[: len(target)])
         # Any other number in a bool is undefined behaviour wherever it is used.
         if entry.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
-            _refuse(path, f"tensor {_short(entry.name)} of dtype bool holds other numbers than 0 and 1")
+            _refuse(path, f"tensor {shortened(entry.name, 60)} of dtype bool holds other numbers than 0 and 1")
         yield entry.name, tensor
-        del tensor, view
+        del tensor
     _hold_against(file, header, result, path)
     if digest is not None and (not header.digested or result.hexdigest() != digest):
         _refuse(path, "it is whole, and another file than the one that belongs here")
@@ -309,16 +329,25 @@ def _pieces(size: int) -> Iterator[int]:
 
 def _entry(name: str, value: Any, path: object) -> Entry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        _refuse(path, f"its header describes tensor {_short(name)} in another way than the format does")
+        _refuse(path, f"its header describes tensor {shortened(name, 60)} in another way than the format does")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        _refuse(path, f"tensor {_short(name)} has dtype {_short(code)}, which this version of pure_loop doesn't know")
+        _refuse(
+            path,
+            f"tensor {shortened(name, 60)} has dtype {shortened(code, 60)}, which this version of pure_loop doesn't "
+            "know",
+        )
     if not (is_shape(shape) and are_counts(offsets)) or len(offsets) != 2:
-        _refuse(path, f"tensor {_short(name)} has shape {_short(shape)} and offsets {_short(offsets)}")
+        _refuse(
+            path, f"tensor {shortened(name, 60)} has shape {shortened(shape, 60)} and offsets {shortened(offsets, 60)}"
+        )
     start, stop = offsets
     if stop - start != math.prod(shape) * dtype.itemsize:
-        _refuse(path, f"tensor {_short(name)} of shape {_short(shape)} and dtype {code} has {stop - start} bytes")
+        _refuse(
+            path,
+            f"tensor {shortened(name, 60)} of shape {shortened(shape, 60)} and dtype {code} has {stop - start} bytes",
+        )
     return Entry(name, dtype, tuple(shape), start, stop)
 
 
@@ -331,15 +360,6 @@ def are_counts(values: Any) -> bool:
 def is_shape(values: Any) -> bool:
     """Whether JSON is the shape of a tensor that torch can have."""
     return are_counts(values) and len(values) <= _MOST_DIMENSIONS and math.prod(size or 1 for size in values) <= LARGEST
-
-
-def _short(value: Any) -> str:
-    text = _BRIEF.repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = 60
 
 
 def _exactly(file: BinaryIO, size: int, path: object) -> bytes:

@@ -29,18 +29,18 @@ import torch
 from torch import Tensor
 
 from pure_loop.checkpoint.base import Base, read_base, take_out_base
-from pure_loop.checkpoint.parsing import parse
-from pure_loop.checkpoint.registry import named, registered
-from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, shortened
+from pure_loop.checkpoint.parsing import first_names, parse, shortened
+from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, named, registered
 from pure_loop.checkpoint.validation import (
     LARGEST_COUNT,
     OF_PROGRESS,
-    kind_of,
+    refuse_another_model,
     refuse_invalid,
+    refuse_no_notes,
     refuse_no_time,
     refuse_other_kinds,
 )
-from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
+from pure_loop.errors import CheckpointError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, read_altered, refuse_misplaced
@@ -57,8 +57,6 @@ __all__ = [
     "apart",
     "describe_weights",
     "durable_fields",
-    "first_names",
-    "refuse_another_model",
     "read_document",
     "write_document",
 ]
@@ -294,7 +292,7 @@ def describe_weights(state: State, notes: Mapping[str, Any] | None = None, base:
 def _as_text(
     state: State, fields: dict[str, Any], notes: Mapping[str, Any] | None, base: Base, altered: Altered
 ) -> str:
-    _refuse_no_notes(notes)
+    refuse_no_notes(notes)
     from pure_loop._internal.version import __version__
 
     kind, module = registered(type(state)), type(state.model.skeleton)
@@ -324,20 +322,6 @@ def _now() -> int:
         return time.time_ns()
     except OverflowError:  # from 2262 on
         return LARGEST_COUNT
-
-
-def _refuse_no_notes(notes: Any) -> None:
-    if notes is None:
-        return
-    try:
-        same = isinstance(notes, Mapping) and json.loads(json.dumps(dict(notes), allow_nan=False)) == notes
-    except (TypeError, ValueError):
-        same = False
-    if not same:
-        raise ArgumentTypeError(
-            f"notes={str(notes)[:80]}: a dict of what JSON has: texts as keys; None, bools, finite numbers, texts, "
-            "lists and such dicts as values."
-        )
 
 
 def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA_KEY) -> Document | None:
@@ -402,45 +386,8 @@ def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA
     )
 
 
-def refuse_another_model(
-    params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: ModelDef, saved: str, path: object
-) -> None:
-    """Refuse tensors that are another model's.
-
-    Raises:
-        ResumeError: names the leaf, what the model has and what the file has.
-    """
-    value = type(model.skeleton)
-    whose = f"{path} was saved with a {saved.rpartition('.')[2]}, and doesn't fit the {value.__name__} given"
-    advice = "Build the model as it was built then; for its weights alone, pl.load(path, model=..., weights_only=True)."
-    for kind, names, wanted, result in (
-        ("params", model.parameter_names, dict(model.skeleton.named_parameters()), params),
-        ("buffers", model.buffer_names, model.fixed_buffers(), buffers),
-    ):
-        missing = [name for name in names if name not in result]
-        unknown = [name for name in result if name not in names]
-        if missing or unknown:
-            says = (("the file lacks", missing), ("the model lacks", unknown))
-            raise ResumeError(
-                f"{whose}: of {kind}, "
-                + "; ".join(f"{what} {first_names(names)}" for what, names in says if names)
-                + f". {advice}"
-            )
-        for name, tensor in wanted.items():
-            if tensor.shape != result[name].shape or tensor.dtype != result[name].dtype:
-                raise ResumeError(
-                    f"{whose}: {kind}[{name!r}] is {kind_of(result[name])} in the file and {kind_of(tensor)} in the "
-                    f"model. {advice}"
-                )
-
-
 def apart(tensor: Tensor, seen: set[int]) -> Tensor:
     """The tensor, or a copy of it if it was seen: tied parameters have one name, and those of two names are two."""
     tensor = tensor.clone() if id(tensor) in seen else tensor
     seen.add(id(tensor))
     return tensor
-
-
-def first_names(names: list[str]) -> str:
-    """The first names of a list, for messages."""
-    return f"[{', '.join(map(shortened, names[:3]))}]{' ...' if len(names) > 3 else ''}"

@@ -14,11 +14,13 @@ from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.base import refuse_no_base
-from pure_loop.checkpoint.checkpoint import NOT_RENAMED, NOT_STRICT, Checkpoint
+from pure_loop.checkpoint.checkpoint import NOT_RENAMED, NOT_STRICT, Checkpoint, Rename, Selection
+from pure_loop.checkpoint.container import size_of
 from pure_loop.checkpoint.document import METADATA_KEY, WEIGHTS_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded_folder
-from pure_loop.checkpoint.selection import Rename, Selection
-from pure_loop.checkpoint.storage import PathLike, not_read, size_of, storage_of
+from pure_loop.checkpoint.paths import PathLike
+from pure_loop.checkpoint.storage import not_read, storage_of
+from pure_loop.checkpoint.weights import Weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from pure_loop.state import State
 
@@ -88,8 +90,6 @@ def save(
     weights_only, trained_only = check_flag("weights_only", weights_only), check_flag("trained_only", trained_only)
     where = storage_of(path)
     if weights_only:
-        from pure_loop.checkpoint.plain import Weights  # others save whole States
-
         weights = Weights.of(state, trained_only=trained_only)
         if not in_parts(state):
             weights.write(where.path, notes)

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import os
 import platform
 import re
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import attrs
-import optree
 import torch
-from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.tree_ops import full_tensor
 from pure_loop._internal.version import __version__
 from pure_loop.callback import Run
-from pure_loop.checkpoint.storage import leftover
+from pure_loop.checkpoint.paths import leftover
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -42,10 +36,7 @@ __all__ = [
     "RUN",
     "Flight",
     "Line",
-    "digest_of",
-    "digest_of_batch",
     "facts_of",
-    "has_digest",
     "line_of",
     "read_facts",
     "read_flight",
@@ -56,58 +47,10 @@ __all__ = [
 JOURNAL, RUN = "journal.jsonl", "run.json"
 # The line of a journal at FIT_END.
 ENDED = '{"ended":true}\n'
-# Bytes: of a row of numbers that are added up, and from which on tensors are.
-_BLOCK, _LARGE = 1 << 13, 1 << 17
 # Of losses before one: how many it is compared with (few, because losses fall), how many the changes are of, and how
 # many there have to be.
 _COMPARED, _WINDOW, _FEWEST = 9, 30, 3
 _KEPT = re.compile(r"(start-)?ba(\d+)\.safetensors")
-
-
-def digest_of(params: Mapping[str, Tensor]) -> str:
-    """A checksum of the numbers of all parameters: 8 hexadecimal digits, the same for the same names and bits.
-
-    Large tensors are added up where they are, as integers, whose sums are exact in any order: the host gets the sums.
-
-    >>> import torch
-    >>> digest_of({"w": torch.tensor([1.0, 2.0])}) == digest_of({"w": torch.tensor([1.0, 2.0])})
-    True
-    """
-    return _digest(params[name] for name in sorted(params))
-
-
-def has_digest(params: Mapping[str, Tensor], digest: str) -> bool:
-    """Whether parameters have this digest, which may be one by the model's order of names, as it once was."""
-    return digest in (digest_of(params), _digest(params.values()))
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
-    parts = [part for tensor in tensors for part in _condensed(full_tensor(tensor.detach()))]
-    if len({part.device for part in parts}) > 1:
-        parts = [part.cpu() for part in parts]
-    numbers = torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.uint8)
-    size = numbers.numel()
-    return f"{zlib.crc32((ctypes.c_char * size).from_address(numbers.data_ptr())) if size else 0:08x}"
-
-
-def _condensed(tensor: Tensor) -> list[Tensor]:
-    """The bytes of a tensor; of a large one those of its sums by row and by column, as integers of 8 bytes."""
-    tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
-    flat = numbers.contiguous().view(-1).view(torch.uint8)
-    length = flat.numel() // _BLOCK * _BLOCK
-    if length < _LARGE:
-        return [flat]
-    if flat.storage_offset() % 8:
-        flat = flat.clone()
-    words = flat[:length].view(torch.int64).view(-1, _BLOCK // 8)
-    return [words.sum(0).view(torch.uint8), words.sum(1).view(torch.uint8), flat[length:]]
-
-
-def digest_of_batch(batch: Any) -> str:
-    """A checksum of the tensors of a batch, in their order."""
-    leaves = optree.tree_leaves(batch, namespace=NAMESPACE)
-    return _digest(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def facts_of(state: State) -> dict[str, Any]:

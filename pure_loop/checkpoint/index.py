@@ -23,11 +23,11 @@ import attrs
 import torch
 
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.container import CODES, DTYPES, LARGEST, are_counts, is_shape
+from pure_loop.checkpoint.container import CODES, DTYPES, LARGEST, are_counts, is_shape, size_of
 from pure_loop.checkpoint.document import Document, read_document
-from pure_loop.checkpoint.parsing import parse
-from pure_loop.checkpoint.storage import join, size_of, storage_of
-from pure_loop.checkpoint.tree import shortened
+from pure_loop.checkpoint.parsing import parse, shortened
+from pure_loop.checkpoint.paths import join
+from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import CheckpointError
 
 __all__ = [

@@ -1,30 +1,42 @@
-"""Checkpoints of States in parts: a folder to which every rank writes its own, and the index that completes it."""
+"""Checkpoints of States in parts: a folder to which every rank writes its own, and the index that completes it.
+
+Which rank writes and reads which chunk of which tensor is planned by torch.distributed.checkpoint. Its planners know
+every placement of a DTensor, and cut what was saved in one to what is needed in another. Its storage is not used: its
+metadata are a pickle, and its loading takes what can't be read for what isn't there.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import empty as empty_in_parts
 
-from pure_loop._internal.tree_ops import is_sharded
+from pure_loop._internal.tree_ops import is_sharded, local_tensor
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.checkpoint import Checkpoint
+from pure_loop.checkpoint.checkpoint import ALL, Checkpoint, Selection
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.document import METADATA_KEY, write_document
 from pure_loop.checkpoint.index import INDEX, INDEX_KEY, PART_KEY, Chunk, File, Index, Stored, chunk_name, leftovers
-from pure_loop.checkpoint.resharding import Plan, fill
-from pure_loop.checkpoint.selection import ALL, Selection
-from pure_loop.checkpoint.storage import join, storage_of
-from pure_loop.errors import ArgumentError, CheckpointWriteError
+from pure_loop.checkpoint.parts import empty_like_parts
+from pure_loop.checkpoint.paths import join
+from pure_loop.checkpoint.storage import storage_of
+from pure_loop.errors import ArgumentError, CheckpointError, CheckpointWriteError
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
@@ -127,13 +139,16 @@ def _index(tensors: Mapping[str, Tensor], written: Sequence[_Written]) -> Index:
 def _digests(text: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """What is not in parts, and has to be the same on all ranks, for it is written once."""
 
-    def of(data: Any) -> str:
-        return hashlib.blake2b(data, digest_size=16).hexdigest()
+    def of(pieces: Iterable[bytes | memoryview]) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for piece in pieces:
+            digest.update(piece)
+        return digest.hexdigest()
 
-    result = {name: of(json.dumps(value).encode()) for name, value in json.loads(text)["fields"].items()}
+    result = {name: of([json.dumps(value).encode()]) for name, value in json.loads(text)["fields"].items()}
     for name, tensor in tensors.items():
         kind = f"{tensor.dtype} {tuple(tensor.shape)}"
-        numbers = "in parts" if is_sharded(tensor) else of(container.bytes_of(tensor.cpu()))
+        numbers = "in parts" if is_sharded(tensor) else of(container.pieces_of([tensor.cpu()]))
         result[name] = f"{result.get(name)} {kind} {numbers}"
     return result
 
@@ -210,8 +225,100 @@ class ShardedCheckpoint(Checkpoint):
         return self.document.state(model, tensors, torch.device("meta"), self.path)
 
 
+class Plan:
+    """What this rank writes of tensors that all ranks save; those that are not in parts are written once.
+
+    Args:
+        tensors: by name.
+        first: whether this is rank 0.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, first: bool) -> None:
+        self._planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
+        self._planner.set_up_planner(dict(tensors), is_coordinator=first)
+
+    def local(self) -> SavePlan:
+        """What this rank has; a rank for which nothing is left of a tensor has nothing of it."""
+        plan = self._planner.create_local_plan()
+        return dataclasses.replace(plan, items=[item for item in plan.items if 0 not in _sizes(item)])
+
+    def of_all(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """What each rank writes, of what all of them have."""
+        return list(self._planner.create_global_plan(list(plans))[0])
+
+    def chunks(self, plan: SavePlan) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+        """Name, offsets, sizes and numbers of each chunk to write."""
+        result = []
+        for item in self._planner.finish_plan(plan).items:
+            tensor: Any = self._planner.resolve_data(item)
+            data: Any = item.tensor_data
+            result.append((item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tensor.contiguous()))
+        return result
+
+
+def _sizes(item: Any) -> Sequence[int]:
+    return item.tensor_data.chunk.sizes  # type: ignore[no-any-return]
+
+
+def fill(templates: Mapping[str, Any], index: Index, folder: str) -> None:
+    """Fill tensors, whole ones or parts, with what a folder has of them. Each file is read once, front to back.
+
+    Raises:
+        CheckpointError: a file is damaged; the tensors then hold anything.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(templates), _metadata({name: index.tensors[name] for name in templates}))
+    wanted: list[dict[str, list[Any]]] = [{} for _ in index.files]
+    at = {name: {chunk.offsets: chunk for chunk in index.tensors[name].chunks} for name in templates}
+    for item in planner.finish_plan(planner.create_local_plan()).items:
+        name, offsets = item.storage_index.fqn, item.storage_index.offset
+        chunk = at[name][tuple(offsets or ())]
+        wanted[chunk.file].setdefault(chunk.name(name), []).append((item, chunk, index.tensors[name].dtype))
+    filled = 0
+    for file, items in zip(index.files, wanted, strict=True):
+        if items:
+            filled += _fill_from(file, items, planner, folder)
+    needed = sum(local_tensor(template).numel() for template in templates.values())
+    if filled != needed:
+        raise CheckpointError(f"{folder} can't be read: it has {filled:,} of {needed:,} numbers that are needed.")
+
+
+def _fill_from(file: File, items: dict[str, list[Any]], planner: DefaultLoadPlanner, folder: str) -> int:
+    where, filled = storage_of(join(folder, file.name)), 0
+    with where.open() as opened, torch.no_grad():
+        header = container.read_header(opened, file.size, where.path)
+        there = {entry.name: entry for entry in header.entries}
+        for name, (first, *_) in items.items():
+            _, chunk, dtype = first
+            if name not in there or there[name].dtype is not dtype or there[name].shape != chunk.sizes:
+                raise CheckpointError(f"{where.path} can't be read: it lacks {name!r}, which the index has in it.")
+        for name, tensor in container.read_some(opened, header, where.path, items, file.digest):
+            for item, _, _ in items[name]:
+                piece = tensor
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    piece = piece.narrow(dim, start, length)
+                planner.resolve_tensor(item).copy_(piece)
+                filled += piece.numel()
+    return filled
+
+
+def _metadata(tensors: Mapping[str, Stored]) -> Metadata:
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=stored.dtype),
+                torch.Size(stored.shape),
+                [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks],
+            )
+            for name, stored in tensors.items()
+        }
+    )
+
+
 def _template(stored: Stored, like: Any) -> Any:
     """A tensor to be filled: a part, on the device of ``like``, of what was in parts, or a whole one."""
     if like is None or not stored.part:
         return torch.empty(stored.shape, dtype=stored.dtype)
-    return empty_in_parts(*stored.shape, dtype=stored.dtype, device_mesh=like.device_mesh, placements=like.placements)
+    return empty_like_parts(stored.shape, stored.dtype, like)

@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from pure_loop._internal.logs import get_logger
+from pure_loop._internal.suggestions import nearest
 from pure_loop.callback import Run
-from pure_loop.checkpoint.signal_names import SignalLike, read_signals, signal_name
 from pure_loop.data.source import ITERATOR_MADE, is_loading
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["HeldSignals", "any_came"]
+__all__ = ["HeldSignals", "SignalLike", "any_came", "read_signals", "signal_name"]
 
 _log = get_logger("pure_loop.checkpoint")
 
@@ -42,7 +43,7 @@ class HeldSignals:
         run: the call of ``fit`` that it listens for; None: a script of the user's own.
 
     Raises:
-        ArgumentTypeError, ArgumentError: see :func:`pure_loop.checkpoint.signal_names.read_signals`.
+        ArgumentTypeError, ArgumentError: see :func:`pure_loop.checkpoint.signals.read_signals`.
     """
 
     def __init__(self, numbers: Iterable[SignalLike]) -> None:
@@ -308,3 +309,72 @@ class _Fork(threading.local):
 if hasattr(os, "register_at_fork"):
     _fork = _Fork()
     os.register_at_fork(before=_fork.begin, after_in_parent=_fork.in_parent, after_in_child=_fork.in_child)
+
+
+SignalLike: TypeAlias = "str | int"
+"""``"USR1"``, ``"SIGUSR1"``, ``signal.SIGUSR1`` or its number."""
+
+
+def read_signals(value: Iterable[SignalLike]) -> tuple[int, ...]:
+    """The numbers of signals.
+
+    Raises:
+        ArgumentTypeError: these are no signals.
+        ArgumentError: a name that there is not on this system; a signal that can't be caught, or that torch's loaders
+            or the program's own faults raise.
+
+    >>> read_signals(["TERM", "SIGINT", 15])
+    (15, 2)
+    """
+    wanted = 'write a list, such as ["TERM", "USR1"], or [] for none'
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ArgumentTypeError(f"signals={value!r}: {wanted}.")
+    items: list[Any] = list(value)
+    if not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
+        raise ArgumentTypeError(f"signals={items!r}: {wanted}.")
+    return tuple(dict.fromkeys(map(_number, items)))
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; the number of one that has none, as most real-time signals.
+
+    >>> signal_name(15)
+    'SIGTERM'
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _number(item: str | int) -> int:
+    names = {entry.name.removeprefix("SIG"): entry.value for entry in signal.Signals}
+    number: int | None
+    if isinstance(item, str):
+        name = item.upper().removeprefix("SIG")
+        number = names.get(name)
+        if number is None:
+            near = nearest(name, names)
+            raise ArgumentError(
+                f"signals: {item!r} is no signal of this system"
+                + (f"; did you mean {near!r}?" if near else f"; there are {', '.join(sorted(names))}.")
+            )
+    else:
+        number = int(item)
+    if number not in signal.valid_signals():
+        raise ArgumentError(f"signals: {item!r} is no signal of this system, whose numbers begin with 1.")
+    for refused, reason in _REFUSED.items():
+        if number in refused:
+            raise ArgumentError(f"signals: {item!r} {reason}; TERM, INT, USR1 and USR2 can be held back.")
+    return number
+
+
+def _numbers(*names: str) -> frozenset[int]:
+    return frozenset(int(getattr(signal, name)) for name in names if hasattr(signal, name))
+
+
+_REFUSED = {
+    _numbers("SIGKILL", "SIGSTOP"): "can't be caught by any program",
+    _numbers("SIGCHLD"): "is sent where a worker of a DataLoader ends, which asks for nothing to be saved",
+    _numbers("SIGSEGV", "SIGFPE", "SIGBUS", "SIGILL", "SIGABRT"): "is raised by a fault of the program itself",
+}

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
-import re
-import secrets
-import socket
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, Protocol
 
 import attrs
 
 from pure_loop._internal.arguments import is_path
+from pure_loop.checkpoint.paths import LEFTOVER, PathLike, is_abandoned, join, leftover
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -31,18 +27,7 @@ from pure_loop.errors import (
     MissingExtraError,
 )
 
-__all__ = [
-    *("LEFTOVER", "PathLike", "Storage", "join", "leftover", "not_read", "storage_of", "same_place", "size_of"),
-    "try_folder",
-]
-
-PathLike: TypeAlias = "str | os.PathLike[str]"
-
-LEFTOVER = ".partial"
-"""How the names of files end that are not complete yet."""
-
-_A_DAY = 86_400.0
-_numbers = itertools.count()
+__all__ = ["Storage", "not_read", "storage_of", "try_folder"]
 
 
 class Storage(Protocol):
@@ -141,48 +126,6 @@ def storage_of(path: PathLike) -> Storage:
     except ValueError as error:
         raise ArgumentError(f"{text} is no path that fsspec can open: {error}.") from error
     return _Remote(text, system, inside)
-
-
-def join(folder: PathLike, *names: str) -> str:
-    """A path inside a folder, local or remote."""
-    text = os.fspath(folder)
-    if "://" not in text:
-        return os.path.join(text, *names)
-    return text + "/".join(names) if text.endswith("://") else "/".join((text.rstrip("/"), *names))
-
-
-def size_of(file: BinaryIO) -> int:
-    """The size of an open file, which is left at its beginning.
-
-    Not that of the path, which may have become another file's since.
-    """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    return size
-
-
-def same_place(one: PathLike, other: PathLike) -> bool:
-    """Whether two paths are of the same folder."""
-    a, b = (os.fspath(item).rstrip("/") for item in (one, other))
-    return a == b or ("://" not in a + b and os.path.realpath(a) == os.path.realpath(b))
-
-
-# In a container a program that is started again has the number of the one that was killed.
-_THIS_PROCESS = secrets.token_hex(4)
-
-
-def leftover(name: str) -> str:
-    """A hidden name beside ``name`` with the process that writes there: what it leaves when it is killed is swept."""
-    # Names have at most 255 bytes, and this one has more than ``name``.
-    shown = os.fsencode(name)[:_SHOWN_BYTES].decode(errors="ignore")
-    return f".{shown}.{_host()}-{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}{LEFTOVER}"
-
-
-_SHOWN_BYTES = 100
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9-]", "_", socket.gethostname())
 
 
 def _not_found(where: Storage) -> CheckpointNotFoundError:
@@ -319,7 +262,7 @@ class _Local:
     def sweep(self) -> None:
         for name in self.names():
             path = os.path.join(self.path, name)
-            if name.startswith(".") and name.endswith(LEFTOVER) and _is_abandoned(name, path):
+            if name.startswith(".") and name.endswith(LEFTOVER) and is_abandoned(name, path):
                 _Local(path).remove()
 
     def flush(self) -> None:
@@ -327,30 +270,6 @@ class _Local:
 
     def leads_out(self, name: str) -> bool:
         return os.path.realpath(os.path.join(self.path, name)) != os.path.join(os.path.realpath(self.path), name)
-
-
-_WRITER = re.compile(r"\..*\.(?P<host>[A-Za-z0-9_-]+)-(?P<pid>[0-9]{1,9})-(?P<process>[0-9a-f]{8})-[0-9]+")
-
-
-def _is_abandoned(name: str, path: str) -> bool:
-    writer = _WRITER.fullmatch(name.removesuffix(LEFTOVER))
-    if writer is None:
-        return False  # no name of ours
-    try:
-        # Of a link itself: what it leads to may be gone, or older.
-        age = time.time() - os.lstat(path).st_mtime
-        if age > _A_DAY:
-            return True
-        if writer["host"] != _host():
-            return False
-        if int(writer["pid"]) == os.getpid():
-            return writer["process"] != _THIS_PROCESS
-        os.kill(int(writer["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # gone by now, or another user's process
-        return False
-    return False
 
 
 def _flush_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 JSON's own values stand for themselves: None, bools, whole numbers, finite floats (as the shortest text that reads back
 equal), texts and lists. Everything else is an object with one key that says what it is, ``{"tuple": [...]}``.
+Classes that it can name are those of the library, and others that join by ``pl.checkpoint.register``.
 """
 
 from __future__ import annotations
@@ -9,24 +10,27 @@ from __future__ import annotations
 import base64
 import enum
 import math
-import reprlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pure_loop._internal.tree_ops import is_sharded, local_tensor
-from pure_loop.checkpoint.base85 import decoded
+from pure_loop._internal.registry import named, register, register_subclasses, registered
+from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.checkpoint.container import CODES, are_counts, raw
-from pure_loop.checkpoint.parsing import MOST_DIGITS, refuse_collisions
-from pure_loop.checkpoint.registry import named, registered
+from pure_loop.checkpoint.parsing import MOST_DIGITS, decoded, refuse_collisions, shortened
+from pure_loop.checkpoint.parts import as_bytes, contiguous_parts, from_bytes
+from pure_loop.checkpoint.validation import refuse_unregistered
 from pure_loop.errors import ArgumentTypeError, CheckpointError
+from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.precision import LossScale
 from pure_loop.state import State
+from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["Reader", "UnknownClassError", "Writer", "shortened"]
+__all__ = ["Reader", "UnknownClassError", "Writer", "named", "register", "registered"]
 
 _DEEPEST = 100
 _LARGEST_INTEGER = 10**MOST_DIGITS
@@ -86,7 +90,7 @@ class Writer:
             return self._array(value, path)
         kind = registered(type(value))
         if kind is None:
-            _refuse(value, path)
+            refuse_unregistered(value, path)
         if isinstance(value, enum.Enum):
             return {"enum": [kind.name, value.name]}
         fields = {name: self.write(item, (*path, name)) for name, item in kind.take_apart(value).items()}
@@ -136,13 +140,12 @@ class Writer:
         return self._named(name, plain, tensor, described)
 
     def _part(self, tensor: Any, path: tuple[str, ...]) -> Any:
-        name = self._free_name(path)
+        name, parts = self._free_name(path), contiguous_parts(tensor)
         described: dict[str, Any] = {"tensor": name}
-        part, shape = local_tensor(tensor).detach().resolve_conj().resolve_neg().contiguous(), list(tensor.shape)
-        if part.dtype not in CODES:
-            described |= {"dtype": str(part.dtype).removeprefix("torch."), "shape": shape}
-            part = raw(part)
-        return self._named(name, _with_part(tensor, part, [*shape, *part.shape[len(shape) :]]), tensor, described)
+        if tensor.dtype not in CODES:
+            described |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            parts = as_bytes(parts)
+        return self._named(name, parts, tensor, described)
 
     def _named(self, name: str, plain: Tensor, tensor: Tensor, described: dict[str, Any]) -> Any:
         self.tensors[name] = plain
@@ -172,32 +175,9 @@ class Writer:
         return name
 
 
-def _with_part(like: Any, part: Tensor, shape: list[int]) -> Any:
-    """A tensor of this shape, in parts as ``like`` is, of which this rank holds ``part``."""
-    stride = torch.empty(shape, device="meta").stride()
-    return type(like).from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
 def _is_dense(tensor: Tensor) -> bool:
     """Whether each number has a place of its own, without holes: in the order of its strides it is contiguous."""
     return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])).is_contiguous()
-
-
-_OF_RECORDS = ("__attrs_attrs__", "__dataclass_fields__", "_fields")
-
-
-def _refuse(value: Any, path: tuple[str, ...]) -> NoReturn:
-    kind = type(value)
-    known = "a tensor, a number, a text, None, or a dict, list or tuple of such"
-    if isinstance(value, enum.Enum) or any(hasattr(kind, item) for item in _OF_RECORDS):
-        advice = f"register the class where it is defined, pl.checkpoint.register({kind.__name__})"
-    else:
-        advice = f"keep {known} in its place"
-    raise ArgumentTypeError(
-        f"state.{'.'.join(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint can't hold: {advice}."
-    )
 
 
 Write = Callable[[Writer, Any, tuple[str, ...]], Any]
@@ -300,9 +280,7 @@ class Reader:
             result = self._tensors[name]
             if is_sharded(result):
                 if "dtype" in described:
-                    part, shape = local_tensor(result), _counts(described["shape"])
-                    plain = part.flatten().view(_dtype(described["dtype"])).reshape(part.shape[:-1])
-                    result = _with_part(result, plain, shape)
+                    result = from_bytes(result, _dtype(described["dtype"]), _counts(described["shape"]))
                 self._made[name] = described, result
                 return result
             if "dtype" in described:
@@ -357,17 +335,6 @@ class Reader:
 # What Python and torch raise where a text, a number, a shape, a name or a depth is none that they can work with, or
 # NumPy isn't there.
 _OF_NONSENSE = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-
-
-def shortened(value: Any) -> str:
-    """A text of at most 80 characters for messages."""
-    # Not the whole of repr first: a stranger's value may be long, and deep.
-    text = _BRIEF.repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = 80
 
 
 def _list(values: Any) -> list[Any]:
@@ -427,3 +394,8 @@ _READERS: dict[str, Read] = {
     "dtype": lambda reader, value: _dtype(value["dtype"]),
     "device": lambda reader, value: torch.device(value["device"]),
 }
+
+
+for _cls in (State, Timestamp, Time, TimeUnit, Event, LossScale):
+    register(_cls, name=f"pure_loop.{_cls.__name__}")
+register_subclasses(State)

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import enum
+import json
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop.checkpoint.tree import shortened
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from pure_loop.checkpoint.parsing import first_names, shortened
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.model.model import ModelDef
 from pure_loop.precision import LossScale
 from pure_loop.time import Time, Timestamp
 
-__all__ = ["LARGEST_COUNT", "OF_PROGRESS", "kind_of", "refuse_no_time", "refuse_invalid", "refuse_other_kinds"]
+__all__ = [
+    "LARGEST_COUNT",
+    "OF_PROGRESS",
+    "kind_of",
+    "refuse_no_time",
+    "refuse_invalid",
+    "refuse_unregistered",
+    "refuse_other_kinds",
+    "refuse_another_model",
+    "refuse_no_notes",
+]
 
 
 def refuse_invalid(values: Mapping[str, Any], path: object) -> None:
@@ -127,3 +140,64 @@ OF_PROGRESS = ("seed", "timestamp", "previous_timestamp", "event", "position")
 def kind_of(tensor: Tensor) -> str:
     """Shape and dtype, for messages."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def refuse_another_model(
+    params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: ModelDef, saved: str, path: object
+) -> None:
+    """Refuse tensors that are another model's.
+
+    Raises:
+        ResumeError: names the leaf, what the model has and what the file has.
+    """
+    value = type(model.skeleton)
+    whose = f"{path} was saved with a {saved.rpartition('.')[2]}, and doesn't fit the {value.__name__} given"
+    advice = "Build the model as it was built then; for its weights alone, pl.load(path, model=..., weights_only=True)."
+    for kind, names, wanted, result in (
+        ("params", model.parameter_names, dict(model.skeleton.named_parameters()), params),
+        ("buffers", model.buffer_names, model.fixed_buffers(), buffers),
+    ):
+        missing = [name for name in names if name not in result]
+        unknown = [name for name in result if name not in names]
+        if missing or unknown:
+            says = (("the file lacks", missing), ("the model lacks", unknown))
+            raise ResumeError(
+                f"{whose}: of {kind}, "
+                + "; ".join(f"{what} {first_names(names)}" for what, names in says if names)
+                + f". {advice}"
+            )
+        for name, tensor in wanted.items():
+            if tensor.shape != result[name].shape or tensor.dtype != result[name].dtype:
+                raise ResumeError(
+                    f"{whose}: {kind}[{name!r}] is {kind_of(result[name])} in the file and {kind_of(tensor)} in the "
+                    f"model. {advice}"
+                )
+
+
+def refuse_no_notes(notes: object) -> None:
+    if notes is None:
+        return
+    try:
+        same = isinstance(notes, Mapping) and json.loads(json.dumps(dict(notes), allow_nan=False)) == notes
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ArgumentTypeError(
+            f"notes={str(notes)[:80]}: a dict of what JSON has: texts as keys; None, bools, finite numbers, texts, "
+            "lists and such dicts as values."
+        )
+
+
+_OF_RECORDS = ("__attrs_attrs__", "__dataclass_fields__", "_fields")
+
+
+def refuse_unregistered(value: Any, path: tuple[str, ...]) -> NoReturn:
+    kind = type(value)
+    known = "a tensor, a number, a text, None, or a dict, list or tuple of such"
+    if isinstance(value, enum.Enum) or any(hasattr(kind, item) for item in _OF_RECORDS):
+        advice = f"register the class where it is defined, pl.checkpoint.register({kind.__name__})"
+    else:
+        advice = f"keep {known} in its place"
+    raise ArgumentTypeError(
+        f"state.{'.'.join(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint can't hold: {advice}."
+    )

@@ -15,7 +15,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
 from pure_loop.compile.lowering import Compiled, compile_function
-from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, NextState, plan
+from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
 from pure_loop.compile.numbers import Env, Evaluate, Guard, Number, TracedTimestamp
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable, naming
 from pure_loop.compile.replay import Recorders
@@ -115,7 +115,7 @@ def make_graph(
     names: tuple[str, ...],
     durable: DurableFields,
     env: Env,
-    per_batch: tuple[Any, ...],
+    per_batch: PerBatch,
     *,
     recorders: Recorders,
     connected: bool = False,
@@ -135,66 +135,17 @@ def make_graph(
     if connected:
         _refuse_graphs(state, tuple(name for name in names if name != "params"))
     tracing = Tracing(state.device, recorders)
-    context = tracing.context
-    timestamps = tuple(TracedTimestamp.stand_in(t, slot, context) for slot, t in enumerate(env.timestamps))
-    place = Place()
-    handlers = traced_handlers(stages.handlers, tracing, place)
-    traced = Traced(TracedStages.of(stages, tracing, handlers, place), handlers, timestamps)
-    tracing.begins_with_leaves = not connected or not any(
-        tensor.requires_grad for item in per_batch for tensor in tensors_of(item)
-    )
-    places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
     per_batch_tensors = [tensor for item in per_batch for tensor in tensors_of(item)]
+    tracing.begins_with_leaves = not connected or not any(tensor.requires_grad for tensor in per_batch_tensors)
+    places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
     tensors = [*[durable.leaves[i] for i in places], *per_batch_tensors]
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise _sparse(name)
-    leaf_names = durable.names(names)
-    planned: list[NextState] = []
-
-    def function(fakes: list[Tensor]) -> tuple[list[Tensor], dict[int, int], Connection | None]:
-        context.guards.clear()
-        stand_ins: list[Any] = [_stand_in(leaf, i, leaf_names[i], tracing) for i, leaf in enumerate(durable.leaves)]
-        for position, fake in zip(places, fakes, strict=False):
-            stand_ins[position] = fake
-        begin, fields = 0, []
-        for spec, end in zip(durable.specs, durable.ends, strict=True):
-            fields.append(optree.tree_unflatten(spec, stand_ins[begin:end]))
-            begin = end
-        rest = iter(fakes[len(places) :])
-        argument = tuple(rebuild(item, rest) for item in per_batch)
-        unread = {field: LazyField() for field in durable_fields(type(state)) if field not in names}
-        start = with_fields(
-            outside_batch(state),
-            **dict(zip(names, fields, strict=True)),
-            **unread,
-            timestamp=timestamps[1],
-            previous_timestamp=timestamps[0],
-        )
-        if connected:
-            for fake, real in zip(fakes[len(places) :], per_batch_tensors, strict=False):
-                fake.requires_grad_(real.requires_grad)
-            leaves: Any = traced.stages.engine.leaves(start, index=0, last=True)
-            start = with_fields(start, params=leaves)
-        end_state, report, per_batch_then = program(start, argument, traced)
-        for field, stand_in in unread.items():
-            if getattr(end_state, field) is not stand_in:
-                raise UnreadFieldError(f"state.{field} was replaced while a step was compiled")
-        _refuse_closed(per_batch_then, argument)
-        if connected:
-            end_state = end_state.replace(params=leaves.origin)
-            _refuse_graphs(end_state, names)
-        result, results, written = plan(
-            *(end_state, report, per_batch_then, durable, names, stand_ins, places, fakes, tracing.lifted),
-            in_place=not connected,
-        )
-        planned[:] = [result]
-        if not connected:
-            return results, written, None
-        place_of = {id(fake): place for place, fake in enumerate(fakes)}
-        inputs = {place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        inputs |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
-        with naming(tracing, "the backward", ("forward", None)):
-            return results, written, differentiate(tracing, results, _with_graphs(result), inputs)
+    timestamps = tuple(TracedTimestamp.stand_in(t, slot, tracing.context) for slot, t in enumerate(env.timestamps))
+    place = Place()
+    handlers = traced_handlers(stages.handlers, tracing, place)
+    traced = Traced(TracedStages.of(stages, tracing, handlers, place), handlers, timestamps)
+    function = _Function(program, tracing, traced, state, names, durable, places, per_batch, connected=connected)
 
     # Made now: a module can't be copied on tensors without numbers.
     state.model.prepare_instances(SPARE_MODULES)
@@ -217,7 +168,92 @@ def make_graph(
     finally:
         # Instances of the module hold tensors of the trace.
         state.model.release()
-    (following,) = planned
+    assert function.result is not None
+    return _graph(compiled, function.result, tracing.context.guards, durable, places)
+
+
+@attrs.define
+class _Function:
+    """A program as a function of tensors.
+
+    Attributes:
+        program, tracing, traced: what is traced, and with what.
+        state: what the program is called with, of which ``durable`` are the fields called ``names``.
+        places: which of their leaves are tensors: the first arguments. Those in ``per_batch`` follow.
+        connected: whether autograd continues through it.
+        result: how the State after it is built, once it was traced.
+    """
+
+    program: Program
+    tracing: Tracing
+    traced: Traced
+    state: State
+    names: tuple[str, ...]
+    durable: DurableFields
+    places: list[int]
+    per_batch: PerBatch
+    connected: bool = attrs.field(kw_only=True)
+    result: NextState | None = attrs.field(default=None, init=False)
+
+    def __call__(self, fakes: list[Tensor]) -> tuple[list[Tensor], dict[int, int], Connection | None]:
+        tracing, count = self.tracing, len(self.places)
+        tracing.context.guards.clear()
+        stand_ins = self._stand_ins(fakes)
+        rest = iter(fakes[count:])
+        argument = tuple(rebuild(item, rest) for item in self.per_batch)
+        unread = {name: LazyField() for name in durable_fields(type(self.state)) if name not in self.names}
+        start = self._start(stand_ins, unread)
+        leaves: Any = None
+        if self.connected:
+            per_batch_tensors = [tensor for item in self.per_batch for tensor in tensors_of(item)]
+            for fake, real in zip(fakes[count:], per_batch_tensors, strict=False):
+                fake.requires_grad_(real.requires_grad)
+            leaves = self.traced.stages.engine.leaves(start, index=0, last=True)
+            start = with_fields(start, params=leaves)
+        state, report, per_batch = self.program(start, argument, self.traced)
+        for field, stand_in in unread.items():
+            if getattr(state, field) is not stand_in:
+                raise UnreadFieldError(f"state.{field} was replaced while a step was compiled")
+        _refuse_closed(per_batch, argument)
+        if self.connected:
+            state = state.replace(params=leaves.origin)
+            _refuse_graphs(state, self.names)
+        inputs = Inputs(self.durable, self.names, stand_ins, self.places, fakes, tracing.lifted)
+        self.result, results, written = plan(state, report, per_batch, inputs, in_place=not self.connected)
+        if not self.connected:
+            return results, written, None
+        place_of = {id(fake): place for place, fake in enumerate(fakes)}
+        by = {place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        by |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
+        with naming(tracing, "the backward", ("forward", None)):
+            return results, written, differentiate(tracing, results, _with_graphs(self.result), by)
+
+    def _stand_ins(self, fakes: list[Tensor]) -> list[Any]:
+        """What stands for each durable leaf."""
+        leaves, names = self.durable.leaves, self.durable.names(self.names)
+        result = [_stand_in(leaf, i, names[i], self.tracing) for i, leaf in enumerate(leaves)]
+        for position, fake in zip(self.places, fakes, strict=False):
+            result[position] = fake
+        return result
+
+    def _start(self, stand_ins: list[Any], unread: dict[str, LazyField]) -> State:
+        """The State that the program is called with."""
+        begin, fields = 0, []
+        for spec, end in zip(self.durable.specs, self.durable.ends, strict=True):
+            fields.append(optree.tree_unflatten(spec, stand_ins[begin:end]))
+            begin = end
+        return with_fields(
+            outside_batch(self.state),
+            **dict(zip(self.names, fields, strict=True)),
+            **unread,
+            timestamp=self.traced.timestamps[1],
+            previous_timestamp=self.traced.timestamps[0],
+        )
+
+
+def _graph(
+    compiled: Compiled, following: NextState, guards: list[Guard], durable: DurableFields, places: list[int]
+) -> Graph:
     # What was traced has served: templates of plain tensors are rebuilt more quickly, and hold nothing.
     following.per_batch = [(rebuild(value, repeat(_ANY)), sources) for value, sources in following.per_batch]
     count = len(places)
@@ -225,8 +261,8 @@ def make_graph(
     same, same_shape = all(field.same for field in following.fields), following.same_shape(durable)
     return Graph(
         compiled=compiled,
-        guards=list(context.guards),
-        moving=[guard for guard in context.guards if not all(_lasts(source, carried) for source in guard.sources)],
+        guards=list(guards),
+        moving=[guard for guard in guards if not all(_lasts(source, carried) for source in guard.sources)],
         next=following,
         start=[places[i] for i in compiled.taken if i < count],
         tensors=[i - count for i in compiled.taken if i >= count],

@@ -120,7 +120,7 @@ class _Microbatch:
         segments, fields = self.segments, self._fields(steps, _CHANGED[:3])
         if all(isinstance(step, Event) and step not in segments.stages.handlers for step in steps):
             return state
-        if "forward" in steps:
+        if "forward" in [step for step in steps if not isinstance(step, Event)]:
             leaves = segments.single.engine.leaves(state, index=0, last=True)
             # What was read before has no part in this forward, and a graph looks at each tensor anyway.
             leaves.lent = None

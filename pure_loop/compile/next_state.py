@@ -9,11 +9,12 @@ import attrs
 import optree
 from torch import Tensor
 
+from pure_loop.compile._torch import storage_key
 from pure_loop.compile.numbers import Env, Number, named
 from pure_loop.compile.trees import DurableFields, tensors_of
 from pure_loop.state import State
 
-__all__ = ["KEPT", "NUMBER", "OUTPUT", "PLAIN", "Field", "NextState", "after", "plan"]
+__all__ = ["KEPT", "NUMBER", "OUTPUT", "PLAIN", "Field", "Inputs", "NextState", "after", "plan"]
 
 # KEPT: the leaf (or, per batch, the input) at this position. OUTPUT: the output at this position. NUMBER: what a
 # function of the Env gives. PLAIN: the value itself.
@@ -64,106 +65,115 @@ class NextState:
         )
 
 
+@attrs.frozen
+class Inputs:
+    """What a graph is traced with.
+
+    Attributes:
+        before: the durable fields, of these ``names``.
+        stand_ins: what stands for each of their leaves.
+        places: which of these are tensors.
+        tensors: stand-ins for these tensors, and the per-batch ones.
+        lifted: numbers of the step as inputs.
+    """
+
+    before: DurableFields
+    names: tuple[str, ...]
+    stand_ins: list[object]
+    places: list[int]
+    tensors: list[Tensor]
+    lifted: list[Tensor]
+
+
 def plan(
-    state: State,
-    report: Tensor | None,
-    per_batch: tuple[Any, ...],
-    before: DurableFields,
-    names: tuple[str, ...],
-    stand_ins: list[Any],
-    places: list[int],
-    fakes: list[Tensor],
-    lifted: list[Tensor],
-    *,
-    in_place: bool,
+    state: State, report: Tensor | None, per_batch: tuple[Any, ...], inputs: Inputs, *, in_place: bool
 ) -> tuple[NextState, list[Tensor], dict[int, int]]:
     """How the next State is made, what the graph gives for it, and which of that is written to which input.
 
     Args:
         state, report, per_batch: what the program returned.
-        before: what the graph was traced for, and the ``names`` of its fields.
-        stand_ins: what stood for each of its leaves.
-        places: which of them are tensors.
-        fakes: the inputs: these tensors, and the per-batch ones.
-        lifted: numbers of the step as inputs.
+        inputs: what it was traced with.
         in_place: whether what lasts is written where it was.
     """
-    inputs = {id(fake): index for index, fake in enumerate(fakes)}
-    slots = {name: position for position, name in enumerate(before.names(names))}
-    index_of = {position: index for index, position in enumerate(places)}
-    results: list[Tensor] = []
-    written: dict[int, int] = {}
-
-    def put_out(tensor: Tensor) -> int:
-        results.append(tensor)
-        return len(results) - 1 - len(written)
-
+    result = _Plan(inputs, in_place)
     # Outputs are numbered in the order in which they come, those that are written in place left out.
     if report is not None:
-        put_out(report)
-    end_state = DurableFields.of(state, names)
-    fields: list[Field] = []
-    begin = 0
-    all_paths = end_state.names(names)
-    for position, (spec, end) in enumerate(zip(end_state.specs, end_state.ends, strict=True)):
-        field = Field(spec, [], False, True)
-        for leaf, name in zip(end_state.leaves[begin:end], all_paths[begin:end], strict=True):
-            slot = slots.get(name)
-            old = None if slot is None else stand_ins[slot]
-            result: Source
-            if isinstance(leaf, Tensor):
-                if leaf is old:
-                    result = KEPT, slot
-                elif in_place and isinstance(old, Tensor) and _like(leaf, old):
-                    assert slot is not None
-                    results.append(leaf.detach())
-                    written[len(results) - 1] = index_of[slot]
-                    field.written = True
-                    result = KEPT, slot
-                else:
-                    # Never an input itself: what lasts has memory of its own.
-                    result = OUTPUT, put_out(leaf.detach().clone())
-            elif leaf is old or (
-                slot is not None
-                and type(leaf) is type(before.leaves[slot])
-                and leaf == before.leaves[slot]
-                and not isinstance(old, Number)
-            ):
-                result = KEPT, slot
-            elif isinstance(leaf, Number):
-                result = NUMBER, named(leaf.where, leaf.evaluate)
-            else:
-                result = PLAIN, leaf
-            field.leaves.append(result)
-        unmoved = [(KEPT, index) for index in range(begin, end)]
-        field.same = field.leaves == unmoved and spec == before.specs[position]
-        fields.append(field)
-        begin = end
-    parts = []
-    overwritten = set(written.values())
-    seen: dict[int, int] = {}
-    # Numbers are written anew for the next step. And autograd is told of each result by itself, so that none may be
-    # another one's, or an input's, memory.
-    memory = set(map(_memory, lifted if in_place else [*lifted, *fakes]))
-    for value in per_batch:
-        sources = []
-        for tensor in tensors_of(value):
+        result.put_out(report)
+    fields = result.fields(DurableFields.of(state, inputs.names))
+    return NextState(fields, result.per_batch(per_batch), report is not None), result.results, result.written
+
+
+@attrs.define
+class _Plan:
+    """What a graph gives, and which of that is written to which input, so far."""
+
+    inputs: Inputs
+    in_place: bool
+    results: list[Tensor] = attrs.field(factory=list, init=False)
+    written: dict[int, int] = attrs.field(factory=dict, init=False)
+
+    def put_out(self, tensor: Tensor) -> int:
+        self.results.append(tensor)
+        return len(self.results) - 1 - len(self.written)
+
+    def fields(self, after: DurableFields) -> list[Field]:
+        """How each durable field is built."""
+        before, names = self.inputs.before, self.inputs.names
+        slots = {name: position for position, name in enumerate(before.names(names))}
+        paths = after.names(names)
+        result: list[Field] = []
+        begin = 0
+        for spec, spec_before, end in zip(after.specs, before.specs, after.ends, strict=True):
+            places = [slots.get(path) for path in paths[begin:end]]
+            written = len(self.written)
+            leaves = [self._leaf(leaf, slot) for leaf, slot in zip(after.leaves[begin:end], places, strict=True)]
+            same = spec == spec_before and leaves == [(KEPT, index) for index in range(begin, end)]
+            result.append(Field(spec, leaves, len(self.written) > written, same))
+            begin = end
+        return result
+
+    def _leaf(self, leaf: object, slot: int | None) -> Source:
+        """Where a durable leaf comes from; ``slot``: that of before which is in its place."""
+        old = None if slot is None else self.inputs.stand_ins[slot]
+        if isinstance(leaf, Tensor):
+            if leaf is old:
+                return KEPT, slot
+            if slot is not None and self.in_place and isinstance(old, Tensor) and _like(leaf, old):
+                self.results.append(leaf.detach())
+                self.written[len(self.results) - 1] = self.inputs.places.index(slot)
+                return KEPT, slot
+            # Never an input itself: what lasts has memory of its own.
+            return OUTPUT, self.put_out(leaf.detach().clone())
+        if leaf is old or (slot is not None and not isinstance(old, Number) and _equal(leaf, old)):
+            return KEPT, slot
+        return (NUMBER, named(leaf.where, leaf.evaluate)) if isinstance(leaf, Number) else (PLAIN, leaf)
+
+    def per_batch(self, values: tuple[Any, ...]) -> list[tuple[Any, list[tuple[int, int]]]]:
+        """The per-batch values, and where the tensors in them come from."""
+        tensors = self.inputs.tensors
+        inputs = {id(tensor): index for index, tensor in enumerate(tensors) if index not in self.written.values()}
+        # Numbers are written anew for the next step. And autograd is told of each result by itself, so that none may be
+        # another one's, or an input's, memory.
+        memory = set(map(storage_key, self.inputs.lifted if self.in_place else [*self.inputs.lifted, *tensors]))
+        outputs: dict[int, int] = {}
+
+        def source(tensor: Tensor) -> tuple[int, int]:
             index = inputs.get(id(tensor))
-            if index is not None and index not in overwritten:
-                sources.append((KEPT, index))
-                continue
-            if id(tensor) not in seen:
-                found_before = _memory(tensor) in memory
-                if not in_place:
-                    memory.add(_memory(tensor))
-                seen[id(tensor)] = put_out(tensor.detach().clone() if found_before else tensor.detach())
-            sources.append((OUTPUT, seen[id(tensor)]))
-        parts.append((value, sources))
-    return NextState(fields, parts, report is not None), results, written
+            if index is not None:
+                return KEPT, index
+            if id(tensor) not in outputs:
+                key = storage_key(tensor)
+                outputs[id(tensor)] = self.put_out(tensor.detach().clone() if key in memory else tensor.detach())
+                if not self.in_place:
+                    memory.add(key)
+            return OUTPUT, outputs[id(tensor)]
+
+        return [(value, [source(tensor) for tensor in tensors_of(value)]) for value in values]
 
 
-def _memory(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()._cdata
+def _equal(one: object, other: object) -> bool:
+    """Whether two plain leaves are of one class, and equal."""
+    return type(one) is type(other) and one == other
 
 
 def _like(one: Tensor, other: Tensor) -> bool:

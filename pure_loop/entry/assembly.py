@@ -12,7 +12,6 @@ from contextlib import nullcontext
 import attrs
 
 from pure_loop.callback import Run as BoundRun
-from pure_loop.callback import bind_callbacks
 from pure_loop.data.batch import num_tokens
 from pure_loop.entry.deterministic import stream_of
 from pure_loop.entry.plan import Plan
@@ -23,6 +22,7 @@ from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
 from pure_loop.loop.call import Fit, LastBoundary
 from pure_loop.loop.driver import drive
+from pure_loop.loop.observers import bind_callbacks
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict

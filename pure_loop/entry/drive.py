@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pure_loop._internal.arguments import name_of
 from pure_loop._internal.closing import closing
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
-from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
+from pure_loop.callback import CallbackLike, Logger, Run
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.scripts import Alone, Meeting, refuse_of_fit
 from pure_loop.entry.deterministic import stream_of
@@ -19,6 +19,7 @@ from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event, EventName
 from pure_loop.loop import driver
 from pure_loop.loop.driver import Script
+from pure_loop.loop.observers import bind_callbacks, observers
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.stages import Stages

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import AlgorithmLike, bind
-from pure_loop.callback import CallbackLike, Logger, Run, bind_callbacks, observers
+from pure_loop.callback import CallbackLike, Logger, Run
 from pure_loop.data.source import Source
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.compiling import evaluating
@@ -32,6 +32,7 @@ from pure_loop.event import Event, EventName
 from pure_loop.loop import evaluation as loop
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import Script, drive
+from pure_loop.loop.observers import bind_callbacks, observers
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.precision import PrecisionName

@@ -17,13 +17,13 @@ from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
-from pure_loop.callback import Observer, observers
 from pure_loop.entry.assembly import assemble
 from pure_loop.entry.compiling import recurrent_layer
 from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.plan import Plan
 from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
+from pure_loop.loop.observers import Observer, observers
 from pure_loop.progress import words as _words
 from pure_loop.stages.ownership import consumer_doubt, counting_doubt
 from pure_loop.stages.sizes import found_size

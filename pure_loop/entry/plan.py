@@ -12,7 +12,7 @@ import attrs
 from torch import nn
 
 from pure_loop.algorithm import bind
-from pure_loop.callback import Callback, LoggerGroup, Observer, observers
+from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.data.group import steps
 from pure_loop.data.source import Source
 from pure_loop.entry.auto_size import AutoSize
@@ -27,6 +27,7 @@ from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, w
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Strategy
+from pure_loop.loop.observers import Observer, observers
 from pure_loop.loop.training import Eager
 from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.storage import PathLike, storage_of, try_folder
+from pure_loop.checkpoint.paths import PathLike
+from pure_loop.checkpoint.storage import storage_of, try_folder
 from pure_loop.data.batch import describe, tensors_in, to_device
 from pure_loop.errors import ArgumentError, ExportError
 from pure_loop.exporting.comparison import differing, weights_of

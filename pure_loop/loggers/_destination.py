@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import attrs
 from torch import Tensor
@@ -22,9 +25,10 @@ from pure_loop.callback import Logger, LoggerGroup, Progress, Run
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loggers._entry import Entry, Kind, Moment, read_numbers
+from pure_loop.loggers._files import RunFile, read_path
 from pure_loop.state import State
 
-__all__ = ["Destination", "Names", "read_globs"]
+__all__ = ["Destination", "FolderDestination", "Names", "has_failed", "read_globs"]
 
 Names = str | Iterable[str] | None
 
@@ -318,6 +322,45 @@ def _read(entries: list[Entry]) -> None:
         entries[index] = attrs.evolve(entries[index], value=number)
     for (row, column), number in zip(cells, numbers[len(metrics) :], strict=True):
         row[column] = number
+
+
+class FolderDestination(Destination):
+    """A destination with a folder, in which ``<prefix>_run.json`` says of which run the record is.
+
+    Args:
+        folder: the folder, a path with fields of the run.
+        include, exclude, flush, overwrite: see :class:`Destination`.
+    """
+
+    prefix: ClassVar[str]
+    """Of the names of files in the folder."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        include: Names,
+        exclude: Names,
+        flush: CadenceLike,
+        overwrite: bool = False,
+    ) -> None:
+        place = Pattern(folder, f"{type(self).__name__} folder")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
+        self.settle(place.text)
+
+    def settle(self, path: str) -> None:
+        self.folder: Path = read_path(path, f"{type(self).__name__} folder")
+        self._run_file = RunFile(self.folder / f"{self.prefix}_run.json")
+
+    @property
+    def recorded_run_name(self) -> str | None:
+        return self._run_file.run_name
+
+
+def has_failed() -> bool:
+    """Whether a run whose record is closed now ends with an error; one whose loop is left does not."""
+    error = sys.exception()
+    return error is not None and not isinstance(error, GeneratorExit)
 
 
 def _now() -> float:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import random
 import secrets
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-from pure_loop._internal.names import Pattern
 from pure_loop.cadence import CadenceLike
-from pure_loop.loggers._destination import Destination, Names
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.loggers._destination import FolderDestination, Names, has_failed
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import RunFile, file_part, make_folder, read_path
+from pure_loop.loggers._files import file_part, make_folder
 from pure_loop.loggers._lines import Journal
 
-__all__ = ["Tracker", "csv_of", "file_name", "image_layers", "new_id", "own_draws", "variables"]
+if TYPE_CHECKING:
+    from pure_loop.loggers._images import Pixels
+
+__all__ = ["Tracker", "csv_of", "file_name", "image_layers", "own_draws", "variables"]
 
 
-class Tracker(Destination, ABC):
+class Tracker(FolderDestination, ABC):
     """Continues a run of a tracker: what an earlier process had sent is not sent again, and what it lost is.
 
     The folder has ``<prefix>_run.json`` (the name and the id of the run, and up to which step each name was sent) and,
@@ -30,17 +32,43 @@ class Tracker(Destination, ABC):
 
     Args:
         folder: for these files.
-        prefix: of their names.
+        tags: of the run.
+        options: further arguments of the tracker.
         include, exclude, flush: see :class:`pure_loop.loggers._destination.Destination`.
+
+    Raises:
+        ArgumentTypeError: ``tags`` is a text.
+        ArgumentError: an option that the logger passes itself.
     """
 
+    # In what trackers differ besides how an entry is sent.
+    service: ClassVar[str]
+    """What takes the options, for errors."""
+    own_options: ClassVar[tuple[str, ...]]
+    """Options that the logger passes itself."""
+    id_bytes: ClassVar[int] = 16
+    """How long the id of a run is."""
+
     def __init__(
-        self, folder: str | os.PathLike[str], prefix: str, *, include: Names, exclude: Names, flush: CadenceLike
+        self,
+        folder: str | os.PathLike[str],
+        tags: Sequence[str],
+        options: Mapping[str, object] | None,
+        *,
+        include: Names,
+        exclude: Names,
+        flush: CadenceLike,
     ) -> None:
-        place = Pattern(folder, f"{type(self).__name__} folder")
-        super().__init__(include=include, exclude=exclude, flush=flush, place=place)
-        self._prefix = prefix
-        self.settle(place.text)
+        super().__init__(folder, include=include, exclude=exclude, flush=flush)
+        name = type(self).__name__
+        if isinstance(tags, str):
+            raise ArgumentTypeError(f"{name} tags={tags!r}: write a list, [{tags!r}].")
+        own = [option for option in options or () if option in self.own_options]
+        if own:
+            raise ArgumentError(
+                f"{name} options has {own[0]!r}, which the logger passes to {self.service} itself: write its own "
+                "argument, or fit(run_name=) for the name."
+            )
         self._is_connected = False
         # The last step of each name that earlier processes sent before they ended, and that this one sends.
         self._had: dict[str, int] = {}
@@ -49,31 +77,27 @@ class Tracker(Destination, ABC):
         self._received: set[tuple[str, int]] = set()
 
     def settle(self, path: str) -> None:
-        self.folder = read_path(path, f"{type(self).__name__} folder")
-        self._run_file = RunFile(self.folder / f"{self._prefix}_run.json")
-        self._journal = Journal(self.folder / f"{self._prefix}_journal.jsonl", type(self).__name__)
-
-    @property
-    def recorded_run_name(self) -> str | None:
-        return self._run_file.run_name
+        super().settle(path)
+        self._journal = Journal(self.folder / f"{self.prefix}_journal.jsonl", type(self).__name__)
 
     # What a tracker overrides.
 
     @abstractmethod
-    def connect(self, run_id: str | None) -> str:
-        """Begin a run, or continue the one with this id; its id.
+    def connect(self, run_id: str) -> None:
+        """Begin the run with this id, or continue it."""
+
+    def received(self, run_id: str, names: set[str]) -> set[tuple[str, int]]:
+        """The names and steps that the tracker has of a process that was killed.
 
         Args:
-            run_id: None: the run is new.
+            run_id: that of the run.
+            names: of what the journal has; none where no process was killed.
         """
-
-    def received(self, run_id: str, names: Iterable[str]) -> set[tuple[str, int]]:
-        """The names and steps that the tracker has of a process that was killed."""
         return set()
 
     @abstractmethod
-    def send(self, entry: Entry) -> None:
-        """Hand an entry to the package."""
+    def pass_on(self, entries: Sequence[Entry]) -> None:
+        """Hand entries to the package, in their order."""
 
     @abstractmethod
     def disconnect(self, *, failed: bool) -> None:
@@ -84,51 +108,49 @@ class Tracker(Destination, ABC):
     def begin(self, start: Moment | None) -> None:
         make_folder(self.folder, type(self).__name__)
         content = self._run_file.read()
-        is_new = content.get("run_name") != self.run_name or "id" not in content
-        if is_new:
+        if content.get("run_name") != self.run_name or "id" not in content:
             self._journal.discard()
-            content = {}
-        run_id = self.connect(content.get("id"))
+            content = {"id": secrets.token_hex(self.id_bytes)}
+        run_id = content["id"]
+        self.connect(run_id)
         self._is_connected = True
         self._had = dict(content.get("sent", {}))
         self._sends = dict(self._had)
         self._run_file.write({"run_name": self.run_name, "id": run_id, "sent": self._had})
         kept = self._journal.open(start)
-        self._received = self.received(run_id, {entry.name for entry in kept}) if kept else set()
-        for entry in kept:
-            if not self.has(entry) and not (entry.kind == "file" and not Path(entry.value).exists()):
-                self._send(entry)
+        self._received = self.received(run_id, {entry.name for entry in kept})
+        self.pass_on([entry for entry in kept if not self.has(entry) and not _is_gone(entry)])
 
     def has(self, entry: Entry) -> bool:
         # A setting or a file that is sent again takes the place of itself.
-        if entry.kind in ("hyperparameters", "file"):
-            return False
-        step = entry.moment.batch
-        return step <= self._had.get(entry.name, -1) or (entry.name, step) in self._received
+        return entry.kind not in ("hyperparameters", "file") and self.has_step(entry.name, entry.moment.batch)
+
+    def has_step(self, name: str, step: int) -> bool:
+        """Whether the tracker has a value of a name at a step."""
+        return step <= self._had.get(name, -1) or (name, step) in self._received
 
     def write(self, entries: Sequence[Entry]) -> None:
         self._journal.append(entries)
-        for entry in entries:
-            self._send(entry)
+        self.pass_on(entries)
 
     def end(self) -> None:
         if not self._is_connected:
             return
         self._is_connected = False
-        error = sys.exception()
-        self.disconnect(failed=error is not None and not isinstance(error, GeneratorExit))
+        self.disconnect(failed=has_failed())
         self._run_file.write({**self._run_file.read(), "sent": self._sends})
         self._journal.close(finished=True)
 
-    def _send(self, entry: Entry) -> None:
-        self.send(entry)
-        if entry.kind not in ("hyperparameters", "file"):
-            self._sends[entry.name] = max(entry.moment.batch, self._sends.get(entry.name, -1))
+    def noted(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+        """Entries one after the other; each counts as sent once the next one is asked for."""
+        for entry in entries:
+            yield entry
+            if entry.kind not in ("hyperparameters", "file"):
+                self._sends[entry.name] = max(entry.moment.batch, self._sends.get(entry.name, -1))
 
 
-def new_id() -> str:
-    """32 hexadecimal digits."""
-    return secrets.token_hex(16)
+def _is_gone(entry: Entry) -> bool:
+    return entry.kind == "file" and not Path(entry.value).exists()
 
 
 def file_name(entry: Entry, ending: str) -> str:
@@ -147,7 +169,7 @@ def csv_of(entry: Entry) -> str:
     return out.getvalue()
 
 
-def image_layers(entry: Entry) -> dict[str, Any]:
+def image_layers(entry: Entry) -> dict[str, Pixels]:
     """Images, and masks upon them, by what is added to their name: each ``(n, height, width, channels)`` of uint8."""
     from pure_loop.loggers._images import as_masks, as_pixels, overlay
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pure_loop._internal.lazy import require
 from pure_loop.cadence import CadenceLike
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError
 from pure_loop.loggers._destination import Names
 from pure_loop.loggers._entry import Entry
-from pure_loop.loggers._tracker import Tracker, csv_of, file_name, image_layers, new_id, own_draws, variables
+from pure_loop.loggers._tracker import Tracker, csv_of, file_name, image_layers, own_draws, variables
 from pure_loop.ranges import checked
 
 __all__ = ["CometMLLogger"]
-
-# Arguments of comet_ml's ExperimentConfig that the logger passes itself.
-_OWN = ("name", "offline_directory", "tags")
 
 # The loop records what Comet would record by changing torch and other packages, and more of it.
 _NOT_BY_ITSELF = (
@@ -65,6 +62,9 @@ class CometMLLogger(Tracker):
     >>> logger = CometMLLogger("digits", mode="offline", include=["train/*", "val/*"])
     """
 
+    prefix, service = "comet", "Comet"
+    own_options = ("name", "offline_directory", "tags")  # of comet_ml's ExperimentConfig
+
     def __init__(
         self,
         project: str | None = None,
@@ -74,20 +74,12 @@ class CometMLLogger(Tracker):
         api_key: str | None = None,
         mode: Literal["online", "offline"] | None = None,
         tags: Sequence[str] = (),
-        options: dict[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         include: Names = None,
         exclude: Names = None,
         flush: CadenceLike = "50ba",
     ) -> None:
-        super().__init__(folder, "comet", include=include, exclude=exclude, flush=flush)
-        if isinstance(tags, str):
-            raise ArgumentTypeError(f"CometMLLogger tags={tags!r}: write a list, [{tags!r}].")
-        own = [name for name in options or () if name in _OWN]
-        if own:
-            raise ArgumentError(
-                f"CometMLLogger options has {own[0]!r}, which the logger passes to Comet itself: write its own "
-                "argument, or fit(run_name=) for the name."
-            )
+        super().__init__(folder, tags, options, include=include, exclude=exclude, flush=flush)
         self._comet = _package()
         self._is_online = mode == "online" or (
             mode is None and self._comet.get_config("comet.start.online") is not False
@@ -102,11 +94,10 @@ class CometMLLogger(Tracker):
         self._options = {**dict.fromkeys(_NOT_BY_ITSELF, False), "display_summary_level": 0, **(options or {})}
         self._experiment: Any = None
 
-    def connect(self, run_id: str | None) -> str:
+    def connect(self, run_id: str) -> None:
         config = self._comet.ExperimentConfig(
             **self._options, name=self.run_name, tags=self._tags, offline_directory=str(self.folder)
         )
-        run_id = run_id or new_id()
         _remove_torn(self.folder, run_id)
         with variables(_VARIABLES), own_draws():
             self._experiment = self._comet.start(
@@ -116,22 +107,22 @@ class CometMLLogger(Tracker):
                 online=self._is_online,
                 experiment_config=config,
             )
-        return run_id
 
-    def received(self, run_id: str, names: Iterable[str]) -> set[tuple[str, int]]:
+    def received(self, run_id: str, names: set[str]) -> set[tuple[str, int]]:
         # An archive is written when a process ends, so that one which was killed has left none.
-        if not self._is_online:
+        if not names or not self._is_online:
             return set()
         experiment = self._comet.API(api_key=self._settings["api_key"]).get_experiment_by_key(run_id)
         if experiment is None:
             return set()
         return {(name, value["step"]) for name in names for value in experiment.get_metrics(name)}
 
-    def send(self, entry: Entry) -> None:
-        with own_draws():
-            self._send_kind(entry)
+    def pass_on(self, entries: Sequence[Entry]) -> None:
+        for entry in self.noted(entries):
+            with own_draws():
+                self._send(entry)
 
-    def _send_kind(self, entry: Entry) -> None:
+    def _send(self, entry: Entry) -> None:
         step, epoch = entry.moment.batch, entry.moment.epoch
         if entry.kind == "metric":
             self._experiment.log_metric(entry.name, entry.value, step=step, epoch=epoch)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pure_loop._internal.lazy import require
-from pure_loop._internal.names import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.loggers._destination import Destination, Names
+from pure_loop.loggers._destination import FolderDestination, Names, has_failed
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import RunFile, json_safe, make_folder, mlflow_key, read_path
+from pure_loop.loggers._files import json_safe, make_folder, mlflow_key
 from pure_loop.loggers._tracker import file_name
 from pure_loop.ranges import Name, checked
 
@@ -28,7 +26,7 @@ _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000
 
 
 @checked
-class MLFlowLogger(Destination):
+class MLFlowLogger(FolderDestination):
     """Sends numbers, hyperparameters, tables, images, texts and files to a run of MLflow.
 
     The step is how many batches had ended, and the run is named by ``fit(run_name=)``. Numbers are sent in batches.
@@ -54,6 +52,8 @@ class MLFlowLogger(Destination):
     >>> logger = MLFlowLogger("digits", tracking_uri="sqlite:///mlflow.db", flush="100ba")
     """
 
+    prefix = "mlflow"
+
     def __init__(
         self,
         experiment: Annotated[str, Name()] = "pure_loop",
@@ -65,9 +65,7 @@ class MLFlowLogger(Destination):
         exclude: Names = None,
         flush: CadenceLike = "50ba",
     ) -> None:
-        place = Pattern(folder, "MLFlowLogger folder")
-        super().__init__(include=include, exclude=exclude, flush=flush, place=place)
-        self.settle(place.text)
+        super().__init__(folder, include=include, exclude=exclude, flush=flush)
         if tags is not None and not isinstance(tags, Mapping):
             raise ArgumentTypeError(f'MLFlowLogger tags={tags!r}: write a mapping, {{"team": "vision"}}.')
         self._entities = require("mlflow.entities", "mlflow", "MLFlowLogger")
@@ -78,14 +76,6 @@ class MLFlowLogger(Destination):
         # Steps that MLflow has from the one on from which the run resumes, by name.
         self._sent: dict[str, set[int]] = {}
         self._params: dict[str, str] = {}
-
-    def settle(self, path: str) -> None:
-        self.folder = read_path(path, "MLFlowLogger folder")
-        self._run_file = RunFile(self.folder / "mlflow_run.json")
-
-    @property
-    def recorded_run_name(self) -> str | None:
-        return self._run_file.run_name
 
     def begin(self, start: Moment | None) -> None:
         make_folder(self.folder, "MLFlowLogger")
@@ -126,12 +116,10 @@ class MLFlowLogger(Destination):
 
     def end(self) -> None:
         if self._client is not None:
-            error = sys.exception()
-            failed = error is not None and not isinstance(error, GeneratorExit)
-            self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+            self._client.set_terminated(self._id, "FAILED" if has_failed() else "FINISHED")
             self._client = None
 
-    def _send_hyperparameters(self, values: Mapping[str, Any]) -> None:
+    def _send_hyperparameters(self, values: Mapping[str, object]) -> None:
         texts = {mlflow_key(name): str(value)[:_LONGEST_PARAM] for name, value in values.items()}
         new = [(name, text) for name, text in texts.items() if name not in self._params]
         for first in range(0, len(new), _MOST_PARAMS):

@@ -6,22 +6,22 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pure_loop._internal.lazy import require
 from pure_loop.cadence import CadenceLike
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError
 from pure_loop.loggers._destination import Names
 from pure_loop.loggers._entry import Entry
-from pure_loop.loggers._tracker import Tracker, csv_of, file_name, image_layers, new_id, own_draws, variables
+from pure_loop.loggers._tracker import Tracker, csv_of, file_name, image_layers, own_draws, variables
 from pure_loop.ranges import checked
 
 __all__ = ["NeptuneLogger"]
 
 # What Neptune would record besides what the loop does.
-_NOT_BY_ITSELF: dict[str, Any] = {
+_NOT_BY_ITSELF: dict[str, object] = {
     **dict.fromkeys(("capture_stdout", "capture_stderr", "capture_hardware_metrics", "capture_traceback"), False),
     "git_ref": False,
     "source_files": [],
@@ -63,6 +63,9 @@ class NeptuneLogger(Tracker):
     >>> logger = NeptuneLogger("team/digits", mode="offline")  # doctest: +SKIP
     """
 
+    prefix, service = "neptune", "Neptune"
+    own_options = ("custom_run_id", "name", "tags", "with_id")
+
     def __init__(
         self,
         project: str | None = None,
@@ -71,20 +74,12 @@ class NeptuneLogger(Tracker):
         api_token: str | None = None,
         mode: Literal["async", "offline"] | None = None,
         tags: Sequence[str] = (),
-        options: dict[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         include: Names = None,
         exclude: Names = None,
         flush: CadenceLike = "50ba",
     ) -> None:
-        super().__init__(folder, "neptune", include=include, exclude=exclude, flush=flush)
-        if isinstance(tags, str):
-            raise ArgumentTypeError(f"NeptuneLogger tags={tags!r}: write a list, [{tags!r}].")
-        own = [name for name in options or () if name in ("custom_run_id", "name", "tags", "with_id")]
-        if own:
-            raise ArgumentError(
-                f"NeptuneLogger options has {own[0]!r}, which the logger passes to Neptune itself: write its own "
-                "argument, or fit(run_name=) for the name."
-            )
+        super().__init__(folder, tags, options, include=include, exclude=exclude, flush=flush)
         with warnings.catch_warnings(), own_draws():
             # Of packages that Neptune imports: an error in a program that makes errors of warnings.
             warnings.filterwarnings("ignore", "jsonschema.RefResolver is deprecated", DeprecationWarning)
@@ -100,17 +95,17 @@ class NeptuneLogger(Tracker):
         self._service: Any = None
         self._paths: dict[str, str] = {}
 
-    def connect(self, run_id: str | None) -> str:
-        run_id = run_id or new_id()
+    def connect(self, run_id: str) -> None:
         self._paths = {}
         with own_draws(), variables({"NEPTUNE_DATA_DIRECTORY": str(self.folder / ".neptune")}):
             self._service = self._neptune.init_run(
                 **self._options, **self._settings, name=self.run_name, custom_run_id=run_id
             )
-        return run_id
 
-    def received(self, run_id: str, names: Iterable[str]) -> set[tuple[str, int]]:
+    def received(self, run_id: str, names: set[str]) -> set[tuple[str, int]]:
         """What is on Neptune's disk, from where ``neptune sync`` uploads it."""
+        if not names:
+            return set()
         names_by_path = {path: name for name in names for path in (self._path(name), f"nonfinite/{self._path(name)}")}
         steps: set[tuple[str, int]] = set()
         for log in (self.folder / ".neptune").glob("*/run__*/data-*.log"):
@@ -124,27 +119,31 @@ class NeptuneLogger(Tracker):
                     steps |= {(name, int(value["step"])) for value in item["values"]}
         return steps
 
-    def send(self, entry: Entry) -> None:
+    def pass_on(self, entries: Sequence[Entry]) -> None:
+        for entry in self.noted(entries):
+            with own_draws():
+                self._send(entry)
+
+    def _send(self, entry: Entry) -> None:
         path, at = self._path(entry.name), {"step": entry.moment.batch, "timestamp": entry.seconds}
         service, file = self._service, self._neptune.types.File
-        with own_draws():
-            if entry.kind == "metric" and math.isfinite(entry.value):
-                service[path].append(entry.value, **at)
-            elif entry.kind == "metric":
-                service[f"nonfinite/{path}"].append(str(entry.value), **at)
-            elif entry.kind == "hyperparameters":
-                service["parameters"] = self._neptune.utils.stringify_unsupported(
-                    {name.replace("/", "."): value for name, value in entry.value.items()}
-                )
-            elif entry.kind == "text":
-                service[path].append(entry.value, **at)
-            elif entry.kind == "table":
-                content = file.from_content(csv_of(entry), extension="csv")
-                service[f"tables/{file_name(entry, '')}"].upload(content)
-            elif entry.kind == "file":
-                service[f"files/{path}"].upload(entry.value)
-            else:
-                self._send_images(entry, at)
+        if entry.kind == "metric" and math.isfinite(entry.value):
+            service[path].append(entry.value, **at)
+        elif entry.kind == "metric":
+            service[f"nonfinite/{path}"].append(str(entry.value), **at)
+        elif entry.kind == "hyperparameters":
+            service["parameters"] = self._neptune.utils.stringify_unsupported(
+                {name.replace("/", "."): value for name, value in entry.value.items()}
+            )
+        elif entry.kind == "text":
+            service[path].append(entry.value, **at)
+        elif entry.kind == "table":
+            content = file.from_content(csv_of(entry), extension="csv")
+            service[f"tables/{file_name(entry, '')}"].upload(content)
+        elif entry.kind == "file":
+            service[f"files/{path}"].upload(entry.value)
+        else:
+            self._send_images(entry, at)
 
     def disconnect(self, *, failed: bool) -> None:
         with own_draws():
@@ -152,7 +151,7 @@ class NeptuneLogger(Tracker):
             self._service.stop()
         self._service = None
 
-    def _send_images(self, entry: Entry, at: dict[str, Any]) -> None:
+    def _send_images(self, entry: Entry, at: Mapping[str, float]) -> None:
         from pure_loop.loggers._images import png
 
         for suffix, layer in image_layers(entry).items():

@@ -19,7 +19,8 @@ from pure_loop._internal.processes import in_child
 from pure_loop._text import without_secrets
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Logger, LoggerGroup, Run
-from pure_loop.checkpoint.storage import join, storage_of
+from pure_loop.checkpoint.paths import join
+from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.ranges import Above, AtLeast, Name, checked

@@ -13,7 +13,7 @@ from pure_loop._internal.logs import get_logger
 from pure_loop._internal.names import Pattern
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError
-from pure_loop.loggers._destination import Destination, Names
+from pure_loop.loggers._destination import Destination, Names, has_failed
 from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._files import RunFile, make_folder, read_path
 from pure_loop.progress import words as _words
@@ -123,7 +123,7 @@ class SlackLogger(Destination):
 
     def end(self) -> None:
         error = sys.exception()
-        if error is not None and not isinstance(error, GeneratorExit):
+        if error is not None and has_failed():
             self._post(f"*{self.run_name or 'training'}* ended with {type(error).__name__}: {error}")
 
     def _post(self, text: str) -> None:

@@ -11,19 +11,18 @@ from typing import Any
 
 from pure_loop._internal.closing import Closing
 from pure_loop._internal.lazy import require
-from pure_loop._internal.names import Pattern
 from pure_loop._internal.owned_files import naming
 from pure_loop.cadence import CadenceLike
-from pure_loop.loggers._destination import Destination, Names
+from pure_loop.loggers._destination import FolderDestination, Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import RunFile, json_safe, make_folder, read_path
+from pure_loop.loggers._files import json_safe, make_folder
 from pure_loop.ranges import checked
 
 __all__ = ["TensorBoardLogger"]
 
 
 @checked
-class TensorBoardLogger(Destination):
+class TensorBoardLogger(FolderDestination):
     """Writes scalars, images, texts, tables (as texts) and hyperparameters to event files for TensorBoard.
 
     The step is how many batches had ended. A run that resumes continues the record in the folder: events of steps that
@@ -54,6 +53,8 @@ class TensorBoardLogger(Destination):
     [(1, 1.0), (2, 1.0), (3, 1.0)]
     """
 
+    prefix = "tensorboard"
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -63,9 +64,7 @@ class TensorBoardLogger(Destination):
         flush: CadenceLike = "50ba",
         overwrite: bool = False,
     ) -> None:
-        place = Pattern(folder, "TensorBoardLogger folder")
-        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
-        self.settle(place.text)
+        super().__init__(folder, include=include, exclude=exclude, flush=flush, overwrite=overwrite)
         require("tensorboard", "tensorboard", "TensorBoardLogger")
         self._writer: Any = None
         self._start = self._last = -1
@@ -73,10 +72,6 @@ class TensorBoardLogger(Destination):
         self._recorded: set[str] = set()
         # Those that are not written yet: TensorBoard takes them once, and the batch size comes after the first batch.
         self._hyperparameters: dict[str, Any] = {}
-
-    def settle(self, path: str) -> None:
-        self.folder = read_path(path, "TensorBoardLogger folder")
-        self._run_file = RunFile(self.folder / "tensorboard_run.json")
 
     @property
     def in_the_way(self) -> Sequence[str]:

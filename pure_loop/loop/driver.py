@@ -14,11 +14,11 @@ from pure_loop._internal.closing import call_all
 from pure_loop._internal.processes import generation, here
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
-from pure_loop.callback import Observer, refuse_return
 from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.contract import check_returned
+from pure_loop.loop.observers import Observer, refuse_return
 from pure_loop.random.guards import guard
 from pure_loop.stages.ownership import Ownership, Request, counting_doubt
 from pure_loop.state import NOT_READY, POSITIONS, State, at_event, position_at, with_fields

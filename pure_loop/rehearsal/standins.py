@@ -19,12 +19,13 @@ import attrs
 from pure_loop._internal.arguments import name_of
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
-from pure_loop.callback import Callback, Logger, Observer, refuse_return
+from pure_loop.callback import Callback, Logger
 from pure_loop.checkpoint.storage import try_folder
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loggers.in_memory import InMemoryLogger
 from pure_loop.loop.contract import check_returned
+from pure_loop.loop.observers import Observer, refuse_return
 from pure_loop.metrics import Metric
 from pure_loop.rehearsal.report import Place
 from pure_loop.state import State
@@ -139,7 +140,7 @@ def _of_library(callback: Callback, where: Path) -> Callback:
     for name in _PLACES:
         if arguments.get(name) is not None:
             where.mkdir(parents=True, exist_ok=True)
-            arguments[name] = os.fspath(where if name == "folder" else where / Path(os.fspath(arguments[name])).name)
+            arguments[name] = os.fspath(where if name == "folder" else where / Path(str(arguments[name])).name)
     if "signals" in signature.parameters:  # the handlers of the process stay as they are
         arguments["signals"] = ()
     if "overwrite" in signature.parameters:  # of the rehearsal's own files, which it writes where it begins and ends
@@ -249,8 +250,8 @@ def _forced(handler: Handler, event: Event, place: Place, later: tuple[Timestamp
             for timestamp in later:
                 moved = state.replace(timestamp=timestamp, previous_timestamp=state.timestamp)
                 if when(moved):
-                    result = _moved_back(function(moved, *stages), state)
-                    return check_returned(result, state, handler.algorithm, event)
+                    moved_back = _moved_back(function(moved, *stages), state)
+                    return check_returned(moved_back, state, handler.algorithm, event)
         place.skip(f"{phase}: its when= was False at the start, in the middle and at the end of the run.")
         return state
 

@@ -9,51 +9,55 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 __all__ = ["Surroundings", "reseeded", "unchanged", "working_directory"]
 
-_READ: dict[str, Callable[[], Any]] = {
-    "torch's random generator": lambda: torch.get_rng_state().numpy().tobytes(),
-    "CUDA's random generators": lambda: [tensor.numpy().tobytes() for tensor in _cuda()],
-    "Python's random generator": random.getstate,
-    "NumPy's random generator": lambda: _numpy_random(),
-    "the grad mode": torch.is_grad_enabled,
-    "the inference mode": torch.is_inference_mode_enabled,
-    "the default dtype": torch.get_default_dtype,
-    "the default device": torch.get_default_device,
-    "autocast": lambda: torch.is_autocast_enabled("cpu"),
-    "anomaly detection": torch.is_anomaly_enabled,
-    "the switch for deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "the number of threads": torch.get_num_threads,
-    "the precision of float32 matrix products": torch.get_float32_matmul_precision,
-    "a switch of cuDNN": lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-    "the working directory": lambda: working_directory(),
-    "the environment variables": lambda: dict(os.environ),
-}
+Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object] | None]
+"""What reads a setting, and what restores it; None: it can't be restored."""
 
-
-# What restores each of them. Some can't be restored: an inference mode that was entered, and the generators of CUDA
-# if CUDA was not initialised before.
-_PUT_BACK: dict[str, Callable[[Any], object]] = {
-    "torch's random generator": lambda state: torch.set_rng_state(_bytes(state)),
-    "CUDA's random generators": lambda states: torch.cuda.set_rng_state_all(list(map(_bytes, states))),
-    "Python's random generator": random.setstate,
-    "NumPy's random generator": lambda state: _put_back_numpy(state),
-    "the grad mode": torch.set_grad_enabled,
-    "the default dtype": torch.set_default_dtype,
+_SETTINGS: dict[str, Setting] = {
+    "torch's random generator": (
+        lambda: torch.get_rng_state().numpy().tobytes(),
+        lambda state: torch.set_rng_state(_bytes(state)),
+    ),
+    # Those of CUDA can't be restored if CUDA was not initialised before.
+    "CUDA's random generators": (
+        lambda: [tensor.numpy().tobytes() for tensor in _cuda()],
+        lambda states: torch.cuda.set_rng_state_all(list(map(_bytes, states))),
+    ),
+    "Python's random generator": (random.getstate, random.setstate),
+    "NumPy's random generator": (lambda: _numpy_random(), lambda state: _put_back_numpy(state)),
+    "the grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the inference mode": (torch.is_inference_mode_enabled, None),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     # None: no default device is set. A set one, even the CPU, slows each call of torch.
-    "the default device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-    "autocast": lambda on: torch.set_autocast_enabled("cpu", on),
-    "anomaly detection": torch.autograd.set_detect_anomaly,
-    "the switch for deterministic algorithms": torch.use_deterministic_algorithms,
-    "the number of threads": torch.set_num_threads,
-    "the precision of float32 matrix products": torch.set_float32_matmul_precision,
-    "a switch of cuDNN": lambda switches: _put_back_cudnn(*switches),
-    "the working directory": lambda folder: _go_back_to(folder),
-    "the environment variables": lambda variables: _put_back_environment(variables),
+    "the default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+    "anomaly detection": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "the switch for deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the precision of float32 matrix products": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "a switch of cuDNN": (
+        lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        lambda switches: _put_back_cudnn(*switches),
+    ),
+    "the working directory": (lambda: working_directory(), lambda folder: _go_back_to(folder)),
+    "the environment variables": (
+        lambda: dict(os.environ),
+        lambda variables: _put_back_environment(variables),
+    ),
 }
 # Further settings, which a library may change when it is imported: restored, and never a failure.
 _QUIETLY: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
@@ -105,7 +109,7 @@ def _put_back_warn_only(on: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=on)
 
 
-_OFTEN = tuple(_READ)[:11]
+_OFTEN = tuple(_SETTINGS)[:11]
 
 
 def _cuda() -> list[torch.Tensor]:
@@ -130,13 +134,13 @@ class Surroundings:
     """
 
     def __init__(self) -> None:
-        self._before = {name: read() for name, read in _READ.items()}
+        self._before = {name: read() for name, (read, _) in _SETTINGS.items()}
         self._besides = [read() for read, _ in _QUIETLY]
 
     def changed(self, *, hastily: bool = False) -> str | None:
         """The name of the first setting that changed; ``hastily``: without the last ones, which are slower to read."""
-        names = _OFTEN if hastily else _READ
-        return next((name for name in names if _READ[name]() != self._before[name]), None)
+        names = _OFTEN if hastily else _SETTINGS
+        return next((name for name in names if _SETTINGS[name][0]() != self._before[name]), None)
 
     def put_back(self) -> str | None:
         """Restore all settings; returns the name of the first that can't be restored, if there is one."""
@@ -144,13 +148,13 @@ class Surroundings:
             if read() != before:
                 write(before)
         stays = None
-        for name, read in _READ.items():
+        for name, (read, restore) in _SETTINGS.items():
             before = self._before[name]
             if before is None or before == []:
                 continue  # it did not exist: NumPy was imported, or CUDA initialised, since
             if read() != before:
-                if name in _PUT_BACK:
-                    _PUT_BACK[name](before)
+                if restore is not None:
+                    restore(before)
                 if read() != before:
                     stays = stays or name
         return stays

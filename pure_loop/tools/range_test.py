@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from pure_loop._internal.lazy import require
-from pure_loop.checkpoint.storage import PathLike
+from pure_loop.checkpoint.paths import PathLike
 from pure_loop.errors import ArgumentError
 
 __all__ = ["RangeTest"]

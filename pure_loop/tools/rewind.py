@@ -14,16 +14,8 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.lazy import require
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
-from pure_loop.checkpoint.flight import (
-    Flight,
-    Line,
-    digest_of,
-    digest_of_batch,
-    facts_of,
-    has_digest,
-    read_flight,
-    settings_of,
-)
+from pure_loop.checkpoint.digests import digest_of, digest_of_batch, has_digest
+from pure_loop.checkpoint.flight import Flight, Line, facts_of, read_flight, settings_of
 from pure_loop.entry.fit import fit
 from pure_loop.errors import ArgumentError, RewindError
 from pure_loop.event import Event, as_event

@@ -42,7 +42,6 @@ SENDS = {
         "Recorder.timed_script.called",
         "pairs",
     ): "a script that is timed; passes on, and seals nothing",
-    ("loggers/_tracker.py", "Tracker._send", "self"): "no script: records",
     ("testing/ranks/_group.py", "", "'send'"): "no script: the name of a collective",
     ("testing/ranks/processes.py", "_Rank.__init__", "self"): "no script: messages between processes",
     ("testing/ranks/processes.py", "_Team._ask", "rank"): "no script: messages between processes",
@@ -99,7 +98,7 @@ MUTABLE = {
     ("stages/ownership.py", "Ownership"): "what is counted of a State that nothing keeps, on this interpreter",
     ("stages/ownership.py", "_plans"): "a cache: what code does with what it is given",
     ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
-    ("checkpoint/base.py", "_known"): "a cache: digests of frozen tensors",
+    ("checkpoint/digests.py", "_known"): "a cache: digests of frozen tensors",
     ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
     ("testing/wrong_algorithms.py", "WRONG_ALGORITHMS"): _DEFINED,
     ("testing/wrong_loops.py", "WRONG_LOOPS"): _DEFINED,
@@ -149,8 +148,6 @@ OWNERSHIP = {
 }
 CTYPES = {
     "_internal/torch_private.py": "the bytes of a tensor without numpy",
-    "checkpoint/container.py": "the bytes of a tensor without numpy",
-    "checkpoint/flight.py": "the bytes of a tensor without numpy",
 }
 
 # R5. Compiling is imported by its door, and a step doesn't ask whether it is made into a graph: what that needs, the
@@ -654,7 +651,7 @@ IMPORTS_DISTRIBUTED = {
     "_internal/torch_private.py": "names of torch that are private",
     "_internal/tree_ops.py": "operations on tensors that may be sharded",
     "checkpoint/coordination.py": "ranks agree on a checkpoint in a process group of its own",
-    "checkpoint/resharding.py": "torch's planners of checkpoints in shards",
+    "checkpoint/parts.py": "empty tensors, sharded as others are",
     "checkpoint/sharded.py": "torch's planners of checkpoints in shards",
     "testing/ranks/_collectives.py": _TESTING,
     "testing/ranks/_group.py": _TESTING,
@@ -663,8 +660,7 @@ IMPORTS_DISTRIBUTED = {
 SHARDED = {
     "_internal/torch_private.py": "names of torch that are private",
     "_internal/tree_ops.py": "operations on tensors that may be sharded",
-    "checkpoint/sharded.py": "a template, sharded as another tensor is",
-    "checkpoint/tree.py": "a tensor that was read, sharded as another one is",
+    "checkpoint/parts.py": "tensors that are read, sharded as others are",
 }
 _OF_SHARDS = frozenset({"DTensor", "to_local", "_local_tensor", "placements", "device_mesh"})
 

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
-from pure_loop.checkpoint import storage
+from pure_loop.checkpoint import paths
 from pure_loop.errors import CheckpointWriteError
 from tests.support.checkpoint_runs import fit, small
 
@@ -121,7 +121,7 @@ class TestBackground:
         assert not threads()
         good = pl.latest(faulty)
         assert good == (None if failing == 1 else f"{faulty}/ba{failing - 1}.safetensors")
-        assert not [each for each in Faulty.store if each.endswith(storage.LEFTOVER)]
+        assert not [each for each in Faulty.store if each.endswith(paths.LEFTOVER)]
 
     def test_errors_of_one_run_are_not_those_of_the_next(self, faulty: str) -> None:
         """Where two saves fail, one error is raised, and the other is not kept for a run that it isn't of."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pure_loop.checkpoint.flight import digest_of
+from pure_loop.checkpoint.digests import digest_of
 
 # Small, large, and large with bytes that fill no row.
 SIZES = [7, 1 << 15, 99_991]

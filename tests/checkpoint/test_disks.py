@@ -19,7 +19,7 @@ import torch
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
-from pure_loop.checkpoint import container, storage
+from pure_loop.checkpoint import container, paths, storage
 from pure_loop.errors import CheckpointError, CheckpointWriteError
 from tests.support import streams as sameness
 from tests.support.checkpoint_runs import fit, hidden, limited, messages, refused, small, wide
@@ -203,13 +203,13 @@ class TestLeftovers:
                 with monkeypatch.context() as patch:
                     patch.setattr(socket, "gethostname", lambda: host)
                     patch.setattr(os, "getpid", lambda: pid)
-                    patch.setattr(storage, "_THIS_PROCESS", process)
-                    path = folder / storage.leftover("ep0-ba3.safetensors")
+                    patch.setattr(paths, "_THIS_PROCESS", process)
+                    path = folder / paths.leftover("ep0-ba3.safetensors")
                 path.write_text("half")
                 return path
 
             kept = [of(os.getppid()), of(gone.pid, host="another"), folder / ".mine", folder / ".mine.partial"]
-            kept += [of(os.getpid(), process=storage._THIS_PROCESS), folder / "..x-99999999999999999999-0.partial"]
+            kept += [of(os.getpid(), process=paths._THIS_PROCESS), folder / "..x-99999999999999999999-0.partial"]
             # Started again in a container, a program has the number that the killed one had.
             swept = [of(gone.pid), of(os.getpid()), of(gone.pid, host="another"), of(os.getppid())]
             for path in swept[2:]:
@@ -228,7 +228,7 @@ class TestLeftovers:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "_THIS_PROCESS", "0" * 8)
+            patch.setattr(paths, "_THIS_PROCESS", "0" * 8)
             patch.setattr(storage._Local, "remove", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 pl.run(fit(small(), callbacks=[CheckpointSaver(tmp_path)]))

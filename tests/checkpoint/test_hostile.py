@@ -207,7 +207,9 @@ def check(content: bytes, folder: Path) -> None:
 def written(state: pl.State) -> tuple[Any, dict[str, bytes]]:
     """All that a file has of a State."""
     text, tensors = write_document(state)
-    return json.loads(text)["fields"], {name: bytes(container.bytes_of(tensor)) for name, tensor in tensors.items()}
+    return json.loads(text)["fields"], {
+        name: b"".join(map(bytes, container.pieces_of([tensor]))) for name, tensor in tensors.items()
+    }
 
 
 def start_of(folder: Path, **where: Any) -> int | None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pure_loop as pl
 from pure_loop._internal.tree_ops import is_sharded, local_tensor
-from pure_loop.checkpoint import container, resharding
+from pure_loop.checkpoint import container, sharded
 from pure_loop.checkpoint.sharded import ShardedCheckpoint, write
 from pure_loop.frozendict import FrozenDict
 from pure_loop.testing.ranks import simulate
@@ -76,7 +76,7 @@ def test_any_state_of_n_ranks_is_the_same_on_m(tmp_path_factory, state, n, m, re
 
     def load(rank):
         template = in_parts(pl.State.create(state.model.module(state.params, {})), mesh((m,)))
-        with patch.object(resharding, "_fill_from", wraps=resharding._fill_from) as reading:
+        with patch.object(sharded, "_fill_from", wraps=sharded._fill_from) as reading:
             found = ShardedCheckpoint.read(path).into(template)
         if n == m and not replicated:
             read = {call.args[0].name.partition("-")[2] for call in reading.call_args_list}

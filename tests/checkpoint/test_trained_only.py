@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
-from pure_loop.checkpoint import base
+from pure_loop.checkpoint import digests
 from pure_loop.errors import CheckpointError, ResumeError
 from pure_loop.state import outside_batch
 from tests.conftest import THOROUGH
@@ -264,13 +265,13 @@ def test_two_ranks_resume_from_the_file_of_one(tmp_path: Path, kind: str) -> Non
 
 def test_a_base_is_read_once_for_all_saves_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digested: list[tuple[int, ...]] = []
-    bytes_of = base.bytes_of
+    pieces_of = digests.pieces_of
 
-    def counted(tensor: torch.Tensor) -> memoryview:
-        digested.append(tuple(tensor.shape))
-        return bytes_of(tensor)
+    def counted(tensors: list[torch.Tensor]) -> Iterator[memoryview]:
+        digested.extend(tuple(tensor.shape) for tensor in tensors)
+        return pieces_of(tensors)
 
-    monkeypatch.setattr(base, "bytes_of", counted)
+    monkeypatch.setattr(digests, "pieces_of", counted)
     for donate in (True, False, "auto"):
         digested.clear()
         saver = CheckpointSaver(tmp_path / str(donate), interval="1ba", trained_only=True)

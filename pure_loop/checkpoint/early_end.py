@@ -1,19 +1,26 @@
-"""A run that ends before the time limit of its job, ``stop_before="19h50m"``, with an exit code that requeues it."""
+"""A run that ends before the time limit of its job, ``stop_before="19h50m"``, with an exit code that requeues it.
+
+A line on the terminal says which file holds the State of a run that has ended early.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import optree
 from torch import Tensor
 
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.errors import ArgumentError
 from pure_loop.state import State
 from pure_loop.time import TimeUnit, read_time
 
-__all__ = ["REQUEUE", "TimeLimit", "read_limit"]
+__all__ = ["REQUEUE", "TimeLimit", "read_limit", "warn_on_terminal"]
 
 REQUEUE = 75
 """The exit code of a run that ``stop_before`` has ended: EX_TEMPFAIL of ``sysexits.h``, which asks to be run again."""
@@ -84,3 +91,33 @@ class TimeLimit:
         self._longest = now - before if self._batches < 2 else max(self._longest, now - before)
         self._batches += 1
         return now - self._began + self._ahead * self._longest + self._saving >= self.seconds
+
+
+_log = get_logger("pure_loop.checkpoint")
+
+
+def warn_on_terminal(text: str) -> None:
+    """Log a line as a warning, and print it on stderr where logging does not show it there."""
+    _log.warning(text)
+    handlers = list(_handlers(_log))
+    # Without any handler logging itself prints warnings.
+    shown = any(map(_is_shown, handlers)) if handlers else logging.lastResort is not None
+    if not shown or not _log.isEnabledFor(logging.WARNING):
+        print(text, file=sys.stderr)
+
+
+def _handlers(log: logging.Logger) -> Iterator[logging.Handler]:
+    while True:
+        yield from log.handlers
+        if not log.propagate or log.parent is None:
+            return
+        log = log.parent
+
+
+def _is_shown(handler: logging.Handler) -> bool:
+    """Whether a handler shows warnings on the terminal; one of an unknown class is taken to show them."""
+    if handler.level > logging.WARNING or isinstance(handler, logging.FileHandler | logging.NullHandler):
+        return False
+    if isinstance(handler, logging.StreamHandler):
+        return handler.stream in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+    return True
