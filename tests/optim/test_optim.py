@@ -100,22 +100,15 @@ def test_sgd_trains_half_precision_parameters(dtype: torch.dtype, momentum: floa
     assert torch.equal(new["w"], torch.full((64,), 0.5, dtype=dtype))
 
 
-def test_sgd_steps_each_dtype_by_the_kernel_that_serves_it() -> None:
-    """Half-precision parameters beside others: torch's fused kernel, whose last bits are others, for those alone."""
-    dtypes, shapes = [torch.float32, torch.bfloat16, torch.float64], [(200,)] * 3
-    start, *steps = [
-        [tensor.to(dtype) for tensor, dtype in zip(tensors(seed, torch.float64, shapes), dtypes, strict=True)]
-        for seed in range(5)
-    ]
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}
+@pytest.mark.parametrize("seed", range(20))
+def test_sgd_steps_float32_beside_half_precision_by_the_fused_kernel(seed: int) -> None:
+    """Of these sizes the two kernels of torch have other last bits, for most of the seeds."""
+    g = torch.Generator().manual_seed(seed)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}
+    start, *steps = [[torch.randn(4, 5, generator=g), torch.randn(3, generator=g).bfloat16()] for _ in range(6)]
     together = ours(sgd(**options), start, steps)[-1][0]
-    for i, kind in enumerate(("fused", "foreach", "fused")):
-        alone = theirs(
-            lambda p, kind=kind: torch.optim.SGD(p, **options, **{kind: True}),  # type: ignore[misc]
-            start[i : i + 1],
-            [step[i : i + 1] for step in steps],
-        )
-        assert torch.equal(together[f"p{i}"], alone[-1][0])
+    alone = theirs(lambda p: torch.optim.SGD(p, **options, fused=True), start[:1], [step[:1] for step in steps])
+    assert torch.equal(together["p0"], alone[-1][0])
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
