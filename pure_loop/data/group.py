@@ -9,9 +9,11 @@ from typing import Any
 import attrs
 
 from pure_loop._internal import pytree as _pytree
-from pure_loop.data.end import END
 
-__all__ = ["Batches", "grouped", "parts_of", "steps"]
+__all__ = ["END", "Batches", "grouped", "parts_of", "steps"]
+
+END: Any = object()
+"""What a source gives in the place of a batch at the end of its data."""
 
 
 @attrs.frozen(eq=False)

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from pure_loop.data.copies import Private
-from pure_loop.data.end import END
-from pure_loop.data.group import steps
+from pure_loop.data.group import END, steps
 from pure_loop.errors import DataError
 
 __all__ = ["Passes"]

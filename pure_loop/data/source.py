@@ -33,9 +33,8 @@ from torch import Tensor
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import default_collate_functions, end_workers
-from pure_loop.data.end import END
+from pure_loop.data.group import END, grouped, steps
 from pure_loop.data.group import Batches as Group
-from pure_loop.data.group import grouped, steps
 from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.guards import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch

@@ -22,10 +22,10 @@ from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
 from pure_loop.loop.call import Fit, LastBoundary
 from pure_loop.loop.driver import drive
-from pure_loop.loop.observers import bind_callbacks
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
+from pure_loop.observer import bind_callbacks
 from pure_loop.random.guards import guard, is_users
 from pure_loop.time import TimeUnit
 

@@ -19,9 +19,9 @@ from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event, EventName
 from pure_loop.loop import driver
 from pure_loop.loop.driver import Script
-from pure_loop.loop.observers import bind_callbacks, observers
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
+from pure_loop.observer import bind_callbacks, observers
 from pure_loop.stages import Stages
 from pure_loop.state import State
 

@@ -32,9 +32,9 @@ from pure_loop.event import Event, EventName
 from pure_loop.loop import evaluation as loop
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import Script, drive
-from pure_loop.loop.observers import bind_callbacks, observers
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
+from pure_loop.observer import bind_callbacks, observers
 from pure_loop.precision import PrecisionName
 from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages

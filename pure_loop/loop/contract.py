@@ -12,9 +12,9 @@ from pure_loop._internal.tree_ops import have_same_sharding, is_sharded, placeme
 from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, LossError
 from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict
-from pure_loop.model.leaves import are_leaves
 from pure_loop.model.model import ModelDef
 from pure_loop.model.names import aligned
+from pure_loop.model.parameters import are_leaves
 from pure_loop.precision import LossScale
 from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss

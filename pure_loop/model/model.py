@@ -22,9 +22,15 @@ from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, Slot, places_of, put_slots, slot_of
-from pure_loop.model.declared import attributes_of, copy_attributes, declared_like, is_declared
 from pure_loop.model.instance import Instance
-from pure_loop.model.leaves import are_leaves, are_marked
+from pure_loop.model.parameters import (
+    are_leaves,
+    are_marked,
+    attributes_of,
+    copy_attributes,
+    declared_like,
+    is_declared,
+)
 from pure_loop.model.structure import copied, referred_to, refers_to, refuse_uncopyable
 from pure_loop.model.tree import (
     class_of,

@@ -23,9 +23,9 @@ from pure_loop.event import Event
 from pure_loop.loop.call import Fit, LastBoundary
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.evaluation import evaluation
-from pure_loop.loop.observers import Observer, bind_callbacks, observers
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.strict import Strict
+from pure_loop.observer import Observer, bind_callbacks, observers
 from pure_loop.recorder import Recorder
 from pure_loop.rehearsal.measures import Length
 from pure_loop.rehearsal.report import Place

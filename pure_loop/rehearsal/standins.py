@@ -25,8 +25,8 @@ from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.loggers.in_memory import InMemoryLogger
 from pure_loop.loop.contract import check_returned
-from pure_loop.loop.observers import Observer, refuse_return
 from pure_loop.metrics import Metric
+from pure_loop.observer import Observer, refuse_return
 from pure_loop.rehearsal.report import Place
 from pure_loop.state import State
 from pure_loop.time import Timestamp

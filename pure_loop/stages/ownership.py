@@ -33,7 +33,7 @@ from pure_loop._internal.torch_private import storage_goes_back, storage_uses, t
 from pure_loop._internal.tree_ops import are_sharded, clone_all, local_tensor
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict, Overwritten
-from pure_loop.model.leaves import are_marked
+from pure_loop.model.parameters import are_marked
 from pure_loop.state import State, raw_opt_state, raw_params
 
 __all__ = [

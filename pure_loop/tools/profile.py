@@ -27,8 +27,8 @@ from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.exporting.files import try_to_write
 from pure_loop.loop.driver import Script
-from pure_loop.loop.observers import Observer
 from pure_loop.loop.stream import Stream
+from pure_loop.observer import Observer
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.tools.profile_report import Key, Profile, Recorder, TimedBatches, chrome_trace

@@ -22,8 +22,8 @@ from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop.call import Fit
-from pure_loop.loop.observers import Observer
 from pure_loop.loop.stream import Stream, arguments_of
+from pure_loop.observer import Observer
 from pure_loop.state import State
 from pure_loop.verify.leaves import LOOP, distance, leaves_of
 
