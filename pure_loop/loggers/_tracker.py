@@ -112,11 +112,12 @@ class Tracker(FolderDestination, ABC):
             self._journal.discard()
             content = {"id": secrets.token_hex(self.id_bytes)}
         run_id = content["id"]
-        self.connect(run_id)
-        self._is_connected = True
         self._had = dict(content.get("sent", {}))
         self._sends = dict(self._had)
+        # Before the run begins, so that a process that is killed then leaves its id to the next one.
         self._run_file.write({"run_name": self.run_name, "id": run_id, "sent": self._had})
+        self.connect(run_id)
+        self._is_connected = True
         kept = self._journal.open(start)
         self._received = self.received(run_id, {entry.name for entry in kept})
         self.pass_on([entry for entry in kept if not self.has(entry) and not _is_gone(entry)])

@@ -73,19 +73,21 @@ class WandBLogger(Tracker):
         self._settings = {"project": project, "entity": entity, "group": group, "tags": list(tags), "mode": mode}
         self._options = dict(options or {})
         self._service: Any = None
+        self._offline: set[tuple[str, int]] = set()
         # The step below which W&B takes none.
         self._first_step = 0
 
     def connect(self, run_id: str) -> None:
+        # What earlier processes wrote of the run offline, finished ones among them, before this one writes.
+        files = sorted(self.folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
+        self._offline = {pair for file in files for pair in _sent(file)}
         arguments = {"settings": self._wandb.Settings(console="off"), **self._options, **self._settings}
         arguments |= {"name": self.run_name, "id": run_id}
         self._service = self._wandb.init(**arguments, dir=str(self.folder), resume="allow", reinit="create_new")
         self._first_step = self._service.starting_step
 
     def received(self, run_id: str, names: set[str]) -> set[tuple[str, int]]:
-        """What earlier processes wrote of the run offline, finished ones among them."""
-        files = sorted(self.folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
-        return {pair for file in files for pair in _sent(file)}
+        return self._offline
 
     def has_step(self, name: str, step: int) -> bool:
         return step < self._first_step or (name, step) in self._received
