@@ -102,7 +102,16 @@ class Plan:
         stages = _stages(settings, state, observed, measures_norm=measures_norm)
         open_source = settings.parallel.sources(stages.task)
         source = _training_data(settings, open_source, state.seed)
-        start = Start(settings, stages.engine, source, stages.task)
+        start = Start(
+            settings.optimizer,
+            settings.precision,
+            settings.algorithms,
+            settings.max_duration,
+            settings.parallel,
+            stages.engine,
+            source,
+            stages.task,
+        )
         state = start.fitted(state)
         refuse_endless_warmups(
             settings.optimizer,

@@ -18,17 +18,17 @@ from pure_loop._internal.devices import read_device
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.source import Source
-from pure_loop.entry.settings import Settings
+from pure_loop.entry.parallel import Together
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
 from pure_loop.model.checks import refuse_untrainable
 from pure_loop.optim import Optimizer
-from pure_loop.precision import LossScale
+from pure_loop.precision import LossScale, Precision
 from pure_loop.random.guards import guard, is_users
 from pure_loop.stages.engine import Engine
 from pure_loop.state import POSITIONS, State, refuse_misfit, sort_by_model
 from pure_loop.task import Task
-from pure_loop.time import TimestampFields
+from pure_loop.time import Time, TimestampFields
 
 __all__ = [
     "Start",
@@ -146,9 +146,16 @@ def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
 
 @attrs.frozen
 class Start:
-    """What a State has to fit to be trained by a call, the first one and one that is loaded, and what it lacks."""
+    """What a State has to fit to be trained by a call, the first one and one that is loaded, and what it lacks.
 
-    settings: Settings
+    The stream has it for as long as it runs, so it refers to nothing that refers to the user's module or first State.
+    """
+
+    optimizer: Optimizer
+    precision: Precision
+    algorithms: tuple[Algorithm, ...]
+    max_duration: Time
+    parallel: Together
     engine: Engine
     source: Source
     task: Task
@@ -159,12 +166,12 @@ class Start:
             ResumeError: training can't resume from the State, or the optimizer or an algorithm is another one.
         """
         refuse_no_boundary(state)
-        refuse_other_optimizer(state, self.settings.optimizer)
-        refuse_other_memories(state, self.settings.algorithms)
+        refuse_other_optimizer(state, self.optimizer)
+        refuse_other_memories(state, self.algorithms)
 
     def fitted(self, state: State) -> State:
         """The State with the duration and the length of this call's data, once it is sure to fit."""
-        refuse_other_optimizer(state, self.settings.optimizer)
+        refuse_other_optimizer(state, self.optimizer)
         # Both timestamps, because the learning rate of a batch is asked for at the one before it.
         t = state.timestamp
         start = t.batch_in_epoch
@@ -173,12 +180,12 @@ class Start:
                 None not in (t.batches_per_epoch, self.source.length) and t.batches_per_epoch != self.source.length
             )
             start = self.source.resume(t.epoch, start, t.sample_in_epoch, self.task.samples, changed=changed)
-        fields: TimestampFields = {"max_duration": self.settings.max_duration, "batches_per_epoch": self.source.length}
+        fields: TimestampFields = {"max_duration": self.max_duration, "batches_per_epoch": self.source.length}
         state = state.replace(
             timestamp=t.replace(**fields).replace(batch_in_epoch=start),
             previous_timestamp=state.previous_timestamp.replace(**fields),
         )
-        refuse_other_memories(state, self.settings.algorithms)
+        refuse_other_memories(state, self.algorithms)
         return state
 
     def preparation(self, described: Callable[[], Mapping[str, object]], *, fresh: bool) -> Callable[[State], State]:
@@ -186,22 +193,21 @@ class Start:
 
         Where there are several ranks, they agree first on what they start from, of which ``described`` must be equal.
         """
-        settings = self.settings
-        meet = settings.parallel.meeting(self.engine, self.source, described, fresh)
+        meet = self.parallel.meeting(self.engine, self.source, described, fresh)
 
         def prepare(state: State) -> State:
             if meet is not None:
                 state = meet(state)
             if state.opt_state is None:
-                served, trained = state.model.served_by(settings.optimizer), state.model.trained(state.params)
+                served, trained = state.model.served_by(self.optimizer), state.model.trained(state.params)
                 with guard(state, ("init", "optimizer")) if is_users(served.init) else nullcontext():
                     memory = self.engine.init_opt_state(served, trained)
                 state = state.replace(opt_state=memory)
-            if settings.precision.scaled and state.loss_scale is None:
+            if self.precision.scaled and state.loss_scale is None:
                 state = state.replace(loss_scale=LossScale.initial(state.device))
-            elif not settings.precision.scaled and state.loss_scale is not None:
+            elif not self.precision.scaled and state.loss_scale is not None:
                 state = state.replace(loss_scale=None)
-            return with_first_memories(state, settings.algorithms)
+            return with_first_memories(state, self.algorithms)
 
         return prepare
 
