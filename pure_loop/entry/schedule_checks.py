@@ -83,7 +83,13 @@ def _times(value: Any) -> Iterator[Time]:
             yield from _times(getattr(value, field.name))
     elif callable(value) and (getattr(value, "__module__", None) or "").startswith("pure_loop.algorithms"):
         contents = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-        yield from _times([item for item in contents if isinstance(item, Time | Cadence)])
+        # A record of the algorithm's may have times, too.
+        records = (Time, Cadence, *{type(item) for item in contents if _is_of_an_algorithm(type(item))})
+        yield from _times([item for item in contents if isinstance(item, records)])
+
+
+def _is_of_an_algorithm(cls: type) -> bool:
+    return attrs.has(cls) and cls.__module__.startswith("pure_loop.algorithms")
 
 
 def refuse_no_iterations(value: Counted) -> None:

@@ -135,7 +135,15 @@ class Verified(Eager):
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
         due = (state.timestamp.batch + 1) % self._every == 0
-        return (self._verified if due else super().batch)(state, fit, samples, tokens, seconds)
+        if not due:
+            return super().batch(state, fit, samples, tokens, seconds)
+        return self._ended(self._verified(state, fit, samples, tokens, seconds), fit)
+
+    def _ended(self, script: Script, fit: Fit) -> Script:
+        """The script of a due batch, and its BATCH_END, at which nothing of what was compared is left."""
+        state = yield from script
+        state = current(state, fit, Event.BATCH_END)
+        return (yield Event.BATCH_END, state)
 
     def _verified(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
         """
@@ -163,7 +171,7 @@ class Verified(Eager):
         self._compare(state, script, now, comparison, first, second)
         if isinstance(first, NonFiniteError):
             raise first
-        return (yield Event.BATCH_END, current(first, fit, Event.BATCH_END))
+        return first
 
     def _noted(self, script: Script, take: Take) -> Generator[tuple[Event, State], State, Outcome]:
         """A batch's script up to its BATCH_END, whose States, and those that its algorithms return, are taken."""
