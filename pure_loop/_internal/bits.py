@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.torch_private import is_transformed
 from pure_loop._internal.tree_ops import local_tensor
 
 __all__ = ["Digest", "checksums", "combined", "count_of_differences", "digest", "same", "tensors_differ"]
@@ -72,7 +73,9 @@ def tensors_differ(a: Tensor, b: Tensor) -> bool | Tensor:
 
 def _has_bits(tensor: Tensor) -> bool:
     """Whether a tensor's memory holds its numbers, and nothing of a subclass stands in between."""
-    return (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) and not tensor.is_quantized
+    # A tensor inside a transform of torch.func has no memory of its own.
+    is_dense = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
+    return is_dense and not tensor.is_quantized and not is_transformed(tensor)
 
 
 def _bits_differ(a: Tensor, b: Tensor) -> bool | Tensor:
