@@ -158,7 +158,8 @@ def layer_freezing(
         frozen = (state.frozen - _names(state, memory["depth"])) | {key for key in names if key in state.params}
         if frozen.issuperset(state.model.trainable):
             return state  # the last layer shares its parameters with an earlier one
-        kept = {key: memory["buffers"].get(key, state.buffers[key]) for key in names if key in state.buffers}
+        # In the order of the model's: that of a set of names differs between processes.
+        kept = {key: memory["buffers"].get(key, buffer) for key, buffer in state.buffers.items() if key in names}
         memory = FrozenDict(depth=depth, buffers=FrozenDict(kept if batchnorm == "frozen" else {}))
         return state.replace(frozen=frozen).remember(name, memory)
 

@@ -297,7 +297,7 @@ def read_some(
         if entry.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
             _refuse(path, f"tensor {shortened(entry.name, 60)} of dtype bool holds other numbers than 0 and 1")
         yield entry.name, tensor
-        del tensor
+        del tensor, target
     _hold_against(file, header, result, path)
     if digest is not None and (not header.digested or result.hexdigest() != digest):
         _refuse(path, "it is whole, and another file than the one that belongs here")

@@ -151,7 +151,8 @@ class _Plan:
     def per_batch(self, values: tuple[Any, ...]) -> list[tuple[Any, list[tuple[int, int]]]]:
         """The per-batch values, and where the tensors in them come from."""
         tensors = self.inputs.tensors
-        inputs = {id(tensor): index for index, tensor in enumerate(tensors) if index not in self.written.values()}
+        overwritten = set(self.written.values())
+        inputs = {id(tensor): index for index, tensor in enumerate(tensors) if index not in overwritten}
         # Numbers are written anew for the next step. And autograd is told of each result by itself, so that none may be
         # another one's, or an input's, memory.
         memory = set(map(storage_key, self.inputs.lifted if self.in_place else [*self.inputs.lifted, *tensors]))

@@ -78,6 +78,25 @@ def test_batchnorm_may_follow_the_data() -> None:
     assert not torch.equal(mean("frozen"), mean("trained"))
 
 
+def test_buffers_are_kept_in_the_order_of_the_model() -> None:
+    """And not in that of a set of names, which is another one in each process."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2))]
+    data = [(torch.randn(4, 2), torch.randn(4, 1))] * 4
+    state = pl.run(
+        pl.fit(
+            nn.Sequential(*layers, nn.Linear(2, 1)),
+            data,
+            loss=nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="1ep",
+            algorithms=[layer_freezing(0, at="1ba")],
+        )
+    )
+    kept = list(state.algorithm_state["layer_freezing"]["buffers"])
+    assert len(kept) > 6
+    assert kept == [name for name in state.buffers if name in kept]
+
+
 def test_layers_train_again_with_a_schedule_that_falls() -> None:
     up_and_down = pl.schedules.piecewise({"0ba": 1.0, "8ba": 0.0})
     algorithm = layer_freezing(0, up_and_down, at="1ba")
