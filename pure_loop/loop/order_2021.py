@@ -35,12 +35,16 @@ def script_of(state: State, fit: Fit) -> tuple[Script, Collection[Event] | None]
 
 def fit_2021(state: State, fit: Fit) -> Script:
     """Training as :func:`pure_loop.loop.training.fit` does it, in the order of 2021."""
-    state = yield from training.begin(state, fit)
+    beginning = training.begin(state, fit)
+    state = None  # type: ignore[assignment]
+    state = yield from beginning
     at = state.position
-    if training.already_finished(state, at):
-        return (yield from training.end(state, fit))
-    refuse_misfits(state, fit.stages, fit.evaluators)
+    over = training.already_finished(state, at)
+    if not over:
+        refuse_misfits(state, fit.stages, fit.evaluators)
     stopwatch = Stopwatch(fit.clock)
+    if over:
+        return (yield from training.end(state, fit))
     while at in training.INSIDE_EPOCH or not state.has_ended():
         if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
             state = yield Event.EPOCH_START, state

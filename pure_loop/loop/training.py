@@ -96,7 +96,8 @@ def iteration_end(state: State, fit: Fit, unit: TimeUnit, at: Event | None) -> S
 def begin(state: State, fit: Fit) -> Script:
     """What comes before the first batch, up to FIT_START: a State that fits the call, loaded where it is to be."""
     if not fit.fresh:
-        return (yield Event.FIT_START, fit.prepare(outside_batch(state)))
+        state = fit.prepare(outside_batch(state))
+        return (yield Event.FIT_START, state)
     state = yield Event.INIT, fit.meet(state)
     state = yield Event.BEFORE_LOAD, fit.prepare(state)
     # From a checkpoint, or the State itself; the first step may write where that is.
@@ -107,12 +108,16 @@ def begin(state: State, fit: Fit) -> Script:
 
 def fit(state: State, fit: Fit) -> Script:
     """Training, from a new State or from the boundary at which a State was kept."""
-    state = yield from begin(state, fit)
+    beginning = begin(state, fit)
+    state = None  # type: ignore[assignment]  # that script alone has it, and INIT or a checkpoint may replace it
+    state = yield from beginning
     at = state.position  # the boundary from which training resumes
-    if already_finished(state, at):
-        return (yield from end(state, fit))
-    refuse_misfits(state, fit.stages, fit.evaluators)
+    over = already_finished(state, at)
+    if not over:
+        refuse_misfits(state, fit.stages, fit.evaluators)
     stopwatch = Stopwatch(fit.clock)
+    if over:
+        return (yield from end(state, fit))
     if at in _BEFORE_FIRST_ITERATION and _begins_iteration(state, fit):
         state = yield Event.ITERATION_START, state
     if at in _AFTER_EPOCH and state.timestamp.batch_in_epoch == 0:

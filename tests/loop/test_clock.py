@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ class TestClocks:
             pl.ArgumentError, match=r"clock returned (nan|inf|-inf|1e.308): fit\(clock=...\) is a function"
         ):
             pl.run(fit(lambda: next(ticks), max_duration=duration))
+
+    @pytest.mark.parametrize("order", ["current", "2021"])
+    def test_no_finite_number_where_training_is_over(self, order: str) -> None:
+        state = pl.run(fit(time.monotonic, max_duration="1ba"))
+        stream = pl.fit(
+            state,
+            DATA,
+            loss=nn.functional.mse_loss,
+            optimizer=pl.optim.sgd(lr=0.1),
+            max_duration="1ba",
+            clock=lambda: math.nan,
+            order=order,
+        )
+        with pytest.raises(pl.ArgumentError, match="clock returned nan"):
+            pl.run(stream)
 
     @pytest.mark.parametrize("wrong", [None, "soon", [1.0]])
     def test_no_number(self, wrong: Any) -> None:

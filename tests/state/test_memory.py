@@ -285,3 +285,20 @@ def test_peak_memory_of_a_step_is_one_update() -> None:
                 at[event] = live_tensors()[1]
     # Parameters and two moments twice, gradients once, and a little.
     assert at[Event.BATCH_END] <= 7.2 * size, f"{at[Event.BATCH_END] / size:.1f} times the parameters"
+
+
+@pytest.mark.parametrize("order", ["current", "2021"])
+def test_what_init_replaces_is_let_go(order: str) -> None:
+    """Before training, a script that runs in another one is the only one that has the State."""
+    replaced: list[weakref.ref[Tensor]] = []
+
+    @pl.algorithm(Event.INIT)
+    def replace(state: pl.State) -> pl.State:
+        replaced.extend(map(weakref.ref, state.params.values()))
+        return state.replace(params={name: tensor.clone() for name, tensor in state.params.items()})
+
+    for event, _ in fit(order=order, algorithms=[replace]):
+        if event is Event.FIT_START:
+            assert replaced
+            assert [tensor() for tensor in replaced] == [None] * len(replaced)
+            break
