@@ -19,7 +19,7 @@ __all__ = ["Between", "LoopStages", "gradients"]
 
 # (state, number of the microbatch, whether it is the last, its weight)
 Between: TypeAlias = Callable[[State, int, bool, float | Tensor], Script]
-_OF_A_MICROBATCH = events_between(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
+_MICROBATCH_EVENTS = events_between(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
 _cut = setter("microbatch", without=("outputs", "loss"))
 
 
@@ -39,13 +39,13 @@ class LoopStages(Stages):
     @property
     def harmless(self) -> bool:
         # An algorithm at these events may have replaced the targets or the loss.
-        return self.task.harmless and self.handlers.keys().isdisjoint(_OF_A_MICROBATCH)
+        return self.task.harmless and self.handlers.keys().isdisjoint(_MICROBATCH_EVENTS)
 
     def gradients(self, state: State) -> State:
         """``state``, of the same event, with the ``grads`` (with ``loss`` and ``grad_norm``) of its batch at its
         parameters.
         """
-        if state.event in _OF_A_MICROBATCH:
+        if state.event in _MICROBATCH_EVENTS:
             raise ArgumentError(
                 f"stages.gradients was called at {state.event.name}, inside the computation that it would repeat: its "
                 "handler would be called again, without an end. Call it at AFTER_TRAIN_BATCH, or at BATCH_START."

@@ -9,15 +9,15 @@ from collections.abc import Collection
 
 from pure_loop.event import Event, events_between
 from pure_loop.loop import training
-from pure_loop.loop.call import Fit, Stopwatch
+from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import Script
-from pure_loop.loop.evaluation import evaluations, refuse_misfits
+from pure_loop.loop.evaluation import evaluations
 from pure_loop.state import State
 
-__all__ = ["EVENTS_OF_2021", "fit_2021", "script_of"]
+__all__ = ["EVENTS_2021", "fit_2021", "script_of"]
 
 # Others of the script are passed over.
-EVENTS_OF_2021 = frozenset(
+EVENTS_2021 = frozenset(
     {
         *(Event.INIT, Event.FIT_START, Event.EPOCH_START, Event.AFTER_DATALOADER, Event.EPOCH_END, Event.FIT_END),
         *events_between(Event.BATCH_START, Event.BATCH_END),
@@ -29,7 +29,7 @@ EVENTS_OF_2021 = frozenset(
 def script_of(state: State, fit: Fit) -> tuple[Script, Collection[Event] | None]:
     """The script of a call of ``fit`` from a State on, and the events of the call's order; None: it has all."""
     if fit.order == "2021":
-        return fit_2021(state, fit), EVENTS_OF_2021
+        return fit_2021(state, fit), EVENTS_2021
     return training.fit(state, fit), None
 
 
@@ -37,14 +37,10 @@ def fit_2021(state: State, fit: Fit) -> Script:
     """Training as :func:`pure_loop.loop.training.fit` does it, in the order of 2021."""
     beginning = training.begin(state, fit)
     state = None  # type: ignore[assignment]
-    state = yield from beginning
-    at = state.position
-    over = training.already_finished(state, at)
-    if not over:
-        refuse_misfits(state, fit.stages, fit.evaluators)
-    stopwatch = Stopwatch(fit.clock)
-    if over:
+    state, stopwatch = yield from beginning
+    if stopwatch is None:
         return (yield from training.end(state, fit))
+    at = state.position
     while at in training.INSIDE_EPOCH or not state.has_ended():
         if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
             state = yield Event.EPOCH_START, state

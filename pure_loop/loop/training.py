@@ -26,6 +26,8 @@ from pure_loop.time import TimeUnit
 
 __all__ = ["Eager", "fit"]
 
+# Returns the State of FIT_START, and a stopwatch that was started; None: there is nothing left to train.
+BeginScript: TypeAlias = Generator[tuple[Event, State], State, tuple[State, Stopwatch | None]]
 # Returns the State after an epoch's batches, and whether its data ended.
 EpochScript: TypeAlias = Generator[tuple[Event, State], State, tuple[State, bool]]
 
@@ -93,31 +95,35 @@ def iteration_end(state: State, fit: Fit, unit: TimeUnit, at: Event | None) -> S
     return state
 
 
-def begin(state: State, fit: Fit) -> Script:
-    """What comes before the first batch, up to FIT_START: a State that fits the call, loaded where it is to be."""
-    if not fit.fresh:
+def begin(state: State, fit: Fit) -> BeginScript:
+    """What comes before the first batch, up to FIT_START: a State that fits the call, loaded where it is to be.
+
+    A script that calls it has the State in no variable meanwhile: INIT or a checkpoint may replace its tensors.
+    """
+    if fit.fresh:
+        state = yield Event.INIT, fit.meet(state)
+        state = yield Event.BEFORE_LOAD, fit.prepare(state)
+        # From a checkpoint, or the State itself; the first step may write where that is.
+        state = fit.stages.workspace.begins_with(state if fit.load is None else fit.load(state))
+        state = yield Event.AFTER_LOAD, state
+    else:
         state = fit.prepare(outside_batch(state))
-        return (yield Event.FIT_START, state)
-    state = yield Event.INIT, fit.meet(state)
-    state = yield Event.BEFORE_LOAD, fit.prepare(state)
-    # From a checkpoint, or the State itself; the first step may write where that is.
-    state = fit.stages.workspace.begins_with(state if fit.load is None else fit.load(state))
-    state = yield Event.AFTER_LOAD, state
-    return (yield Event.FIT_START, state)
+    state = yield Event.FIT_START, state
+    over = already_finished(state)
+    if not over:
+        refuse_misfits(state, fit.stages, fit.evaluators)
+    stopwatch = Stopwatch(fit.clock)
+    return state, None if over else stopwatch
 
 
 def fit(state: State, fit: Fit) -> Script:
     """Training, from a new State or from the boundary at which a State was kept."""
     beginning = begin(state, fit)
-    state = None  # type: ignore[assignment]  # that script alone has it, and INIT or a checkpoint may replace it
-    state = yield from beginning
-    at = state.position  # the boundary from which training resumes
-    over = already_finished(state, at)
-    if not over:
-        refuse_misfits(state, fit.stages, fit.evaluators)
-    stopwatch = Stopwatch(fit.clock)
-    if over:
+    state = None  # type: ignore[assignment]
+    state, stopwatch = yield from beginning
+    if stopwatch is None:
         return (yield from end(state, fit))
+    at = state.position  # the boundary from which training resumes
     if at in _BEFORE_FIRST_ITERATION and _begins_iteration(state, fit):
         state = yield Event.ITERATION_START, state
     if at in _AFTER_EPOCH and state.timestamp.batch_in_epoch == 0:
@@ -196,7 +202,7 @@ def check_finite(state: State) -> None:
         state.check_finite()
 
 
-def already_finished(state: State, at: Event | None) -> bool:
+def already_finished(state: State) -> bool:
     """Whether this duration was over before the last batch, or the stream that the State is from had ended.
 
     A State that an algorithm has stopped, and that has ended, stays so with any duration.
@@ -204,7 +210,7 @@ def already_finished(state: State, at: Event | None) -> bool:
     end = state.timestamp.max_duration
     if end is not None and state.previous_timestamp >= end:
         return True
-    return state.has_ended() and (at is Event.FIT_END or state.timestamp.batch == 0)
+    return state.has_ended() and (state.position is Event.FIT_END or state.timestamp.batch == 0)
 
 
 def _begins_iteration(state: State, fit: Fit) -> bool:

@@ -108,7 +108,7 @@ class Engine:
         return result, len(weights)
 
     def counts_microbatch(self, index: int, pieces: int) -> bool:
-        """Whether a microbatch counts, which is about to begin; if not, others wait for its forward.
+        """Whether a microbatch counts; one that does not is there because other ranks have more of them.
 
         Args:
             index: its number.

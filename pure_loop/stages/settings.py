@@ -107,7 +107,7 @@ class StageSettings:
         """The samples of a forward, at most, in the batch under way; None: the whole batch."""
         return self.microbatch_size if self.found is None else self.found.size
 
-    def microbatches(self, batch: Batch, size: int | None = None) -> list[Any]:
+    def microbatches(self, batch: Batch, size: int | None = None) -> list[Batch]:
         """The batch in parts of at most ``size`` (default: that of the stages) samples, the last one smaller.
 
         Each of the :class:`~pure_loop.data.group.Batches` of a step is split by itself.

@@ -212,7 +212,7 @@ def _alike(some: FrozenDict[str, Tensor], others: FrozenDict[str, Tensor]) -> bo
     )
 
 
-def select(condition: Tensor, yes: Any, no: Any) -> Any:
+def select(condition: Tensor, yes: PyTree, no: PyTree) -> PyTree:
     """``yes`` where the condition holds, else ``no``; waits for the device only where plain leaves differ."""
     leaves, spec = optree.tree_flatten(no, namespace=NAMESPACE)
     others, other_spec = optree.tree_flatten(yes, namespace=NAMESPACE)
