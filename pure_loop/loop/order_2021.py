@@ -36,7 +36,7 @@ def script_of(state: State, fit: Fit) -> tuple[Script, Collection[Event] | None]
 def fit_2021(state: State, fit: Fit) -> Script:
     """Training as :func:`pure_loop.loop.training.fit` does it, in the order of 2021."""
     beginning = training.begin(state, fit)
-    state = None  # type: ignore[assignment]
+    del state
     state, stopwatch = yield from beginning
     if stopwatch is None:
         return (yield from training.end(state, fit))
@@ -45,7 +45,7 @@ def fit_2021(state: State, fit: Fit) -> Script:
         if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
             state = yield Event.EPOCH_START, state
         script, at = training.batches_of_epoch(state, fit, at, stopwatch), None
-        state = None  # type: ignore[assignment]
+        del state
         state, _ = yield from script
         state = training.next_epoch(state)
         ended = [Event.EPOCH_END, Event.FIT_END] if state.has_ended() else [Event.EPOCH_END]

@@ -119,7 +119,7 @@ def begin(state: State, fit: Fit) -> BeginScript:
 def fit(state: State, fit: Fit) -> Script:
     """Training, from a new State or from the boundary at which a State was kept."""
     beginning = begin(state, fit)
-    state = None  # type: ignore[assignment]
+    del state
     state, stopwatch = yield from beginning
     if stopwatch is None:
         return (yield from end(state, fit))
@@ -133,7 +133,7 @@ def fit(state: State, fit: Fit) -> Script:
         if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
             state = yield Event.EPOCH_START, state
         script, at = batches_of_epoch(state, fit, at, stopwatch), None
-        state = None  # type: ignore[assignment]  # that script alone has it, so that a step may write to it
+        del state  # that script alone has it, so that a step may write to it
         state, exhausted = yield from script
         if exhausted:
             state = current(next_epoch(state), fit, Event.EPOCH_END)
@@ -162,7 +162,7 @@ def batches_of_epoch(state: State, fit: Fit, at: Event | None, stopwatch: Stopwa
                     return state, True
                 state = yield Event.AFTER_DATALOADER, state
                 script = fit.strategy.batch(state, fit, samples, tokens, stopwatch.lap)
-                state = None  # type: ignore[assignment]
+                del state
                 state = yield from script
                 at = Event.BATCH_END
             if at is Event.BATCH_END:
