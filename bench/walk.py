@@ -47,7 +47,7 @@ class Walk:
 
     Attributes:
         calls: how many of each function, ``(place, name)``, in the order in which they are first called.
-        resumptions: how many of the calls go on with a generator that has begun.
+        resumptions: how many of the calls resume a generator.
     """
 
     calls: Counter[tuple[str, str]]

@@ -81,7 +81,8 @@ def _has_bits(tensor: Tensor) -> bool:
 def _bits_differ(a: Tensor, b: Tensor) -> bool | Tensor:
     if a.shape != b.shape:
         return True
-    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.numel():
+    views = [(tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg()) for tensor in (a, b)]
+    if views[0] == views[1] and a.numel():
         return False  # one memory
     if not a.is_cpu:
         return _differing_numbers(a, b).any()

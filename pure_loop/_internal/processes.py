@@ -1,7 +1,7 @@
 """This process among those that train together: its rank, and what a launcher says of it in the environment.
 
-``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``; whoever sets these by
-hand overrides every other launcher. ``srun`` sets the variables of a step, ``mpirun`` those of Open MPI or PMI. Those
+``torchrun`` sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``; set by hand, these
+override every other launcher. ``srun`` sets the variables of a step, ``mpirun`` those of Open MPI or PMI. Those
 of a Slurm job (``SLURM_NTASKS``, ``SLURM_PROCID``) say nothing: a batch script has them too, and is one process.
 
 A child that this process forks has the objects of its parent, and neither its threads nor its place: what a stream

@@ -1,4 +1,4 @@
-"""Pytrees: names of them for annotations, and registration of our types, once, for both engines.
+"""Pytrees: names of them for annotations, and registration of the library's types, once, for both engines.
 
 optree (namespace ``"pure_loop"``) and torch's own pytrees see the same children in the same
 order under the same names, so ``optree.tree_map`` and ``torch.func`` agree about every leaf.
@@ -17,7 +17,7 @@ __all__ = ["NAMESPACE", "Batch", "Outputs", "PyTree", "register"]
 
 NAMESPACE = "pure_loop"
 
-# What others make, and a loop passes on, has no type of its own.
+# Values that the loop passes on without looking into them have no type of their own.
 PyTree: TypeAlias = Any
 """Nested containers of leaves, such as an optimizer state, the memory of an algorithm or an accumulator."""
 Batch: TypeAlias = Any

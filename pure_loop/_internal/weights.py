@@ -18,8 +18,8 @@ __all__ = [
     "WEIGHTS_ARE",
     "Weights",
     "counted_loss",
-    "is_number",
     "has_numbers",
+    "is_number",
     "is_readable",
     "of_numbers",
     "power_of_two",
@@ -127,7 +127,7 @@ def has_numbers(tensor: Tensor) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether it has numbers, and they are at hand: a device is waited for."""
+    """Whether it has numbers that can be read without waiting for a device."""
     return tensor.device.type == "cpu" and has_numbers(tensor)
 
 

@@ -149,7 +149,7 @@ def mixing(
         name: the name of the algorithm.
         factory: the function that an error names.
         mix: ``(state, inputs, targets, partners, shares) -> (inputs, targets)`` at BEFORE_TRAIN_BATCH. Partners are
-            indices, (n,), and shares drawn numbers; the targets are a :class:`Mixed`, or others of the batch alone.
+            indices, (n,), and shares drawn numbers; the new targets are a :class:`Mixed`, or maps that are mixed.
         inputs_of: the inputs of a batch.
         alpha, probability: of the distribution of shares, and that there is one; numbers, or schedules.
         interpolate: ``"targets"``: the loss takes the mean of both as probabilities; ``"loss"``: it is taken for both.
@@ -233,8 +233,8 @@ def _mean_loss(first: Loss, second: Loss, weight: Tensor) -> Loss:
     """The mean of two losses: tensors, or mappings of the same names to tensors."""
 
     def mean(a: Tensor, b: Tensor) -> Tensor:
-        share = weight.to(a.dtype)
-        return (1 - share) * a + share * b
+        part = weight.to(a.dtype)
+        return (1 - part) * a + part * b
 
     if isinstance(first, Mapping):
         assert isinstance(second, Mapping)
@@ -272,8 +272,8 @@ def soft_targets(
                 f"{where}: {name} is {type(value).__name__}, not a tensor. Pick the tensor of class scores and "
                 f"that of their targets out of it in an algorithm of your own, which calls smooth_labels on them."
             )
-    unsmoothed = isinstance(smoothing, float | int) and not smoothing
-    if unsmoothed and targets.is_floating_point() and targets.shape == outputs.shape:
+    is_zero = isinstance(smoothing, float | int) and not smoothing
+    if is_zero and targets.is_floating_point() and targets.shape == outputs.shape:
         return targets
     axis = 1 if outputs.ndim > 1 else 0
     classes = outputs.shape[axis] if outputs.ndim else 1

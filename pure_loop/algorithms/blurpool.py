@@ -74,8 +74,8 @@ class _BlurConv(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """(n, in_channels, ...) to what the convolution gave before it was replaced, in shape and dtype."""
         if max(self.blur_stride) == 1:
-            convolved: Tensor = super().forward(blur(input, self.blur_stride, self.filtered))
-            return convolved
+            output: Tensor = super().forward(blur(input, self.blur_stride, self.filtered))
+            return output
         return blur(super().forward(input), self.blur_stride)
 
     def extra_repr(self) -> str:

@@ -65,15 +65,15 @@ def resized(
     tensor([[[[3]]]])
     """
     smooth = interpolation in ("bilinear", "bicubic")
-    integral = not images.is_floating_point()
+    has_integers = not images.is_floating_point()
     computed = functional.interpolate(
-        images.float() if integral and interpolation != "nearest" else images.double() if integral else images,
+        images.float() if has_integers and interpolation != "nearest" else images.double() if has_integers else images,
         size=(height, width),
         mode=interpolation,
         align_corners=False if smooth else None,
         antialias=antialias and smooth,
     )
-    if not integral:
+    if not has_integers:
         return computed
     if images.dtype is torch.uint8:
         computed = computed.clamp(0, 255)

@@ -106,7 +106,7 @@ def orthogonal_part(
 def _plus(
     tensors: Mapping[str, Tensor | None], terms: Mapping[str, Tensor | None], factor: Tensor
 ) -> FrozenDict[str, Tensor | None]:
-    """``tensors + factor * others``, name by name, in the dtypes of ``tensors``."""
+    """``tensors + factor * terms``, name by name, in the dtypes of ``tensors``."""
     present = {
         name: (tensor, term)
         for name, tensor in tensors.items()
@@ -179,7 +179,7 @@ def sam(
         assert state.grads is not None
         return stages.gradients(nearby(state, state.grads)) if m is None else _by_groups(state, stages, m, name, nearby)
 
-    def between(state: State, grads: Mapping[str, Tensor | None], share: Strength) -> State:
+    def with_part_before(state: State, grads: Mapping[str, Tensor | None], share: Strength) -> State:
         before = state.algorithm_state[name]
         length = global_norm({key: before[key] for key, grad in grads.items() if grad is not None})
         size = strength_at(share, state.timestamp) * global_norm(grads) / torch.where(length == 0, 1.0, length)
@@ -189,7 +189,7 @@ def sam(
         grads, timestamp = state.grads, state.timestamp
         assert grads is not None
         if timestamp.batch % interval:
-            return state if reuse is None else between(state, grads, reuse)
+            return state if reuse is None else with_part_before(state, grads, reuse)
         result = second(state, stages)
         sharp = result.grads
         assert sharp is not None

@@ -144,12 +144,12 @@ def selective_backprop(
                 inputs = with_part(
                     piece, input_key, functional.interpolate(images, scale_factor=scale, mode="bilinear")
                 )
-            evaluated = stages.validate(
+            validation = stages.validate(
                 state.replace(microbatch=inputs), label=name, batch=state.timestamp.batch, index=index
             )
             if per_sample_loss is not None:
                 with torch.no_grad():
-                    values = per_sample_loss(evaluated.outputs, piece)
+                    values = per_sample_loss(validation.outputs, piece)
                 if not isinstance(values, Tensor) or values.shape != (num_samples(piece),):
                     result = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
                     raise DataError(
@@ -159,9 +159,9 @@ def selective_backprop(
                     )
                 losses.append(values.detach())
                 continue
-            rows = zip(split(evaluated.outputs, 1), split(piece, 1), strict=True)
+            rows = zip(split(validation.outputs, 1), split(piece, 1), strict=True)
             losses += [
-                stages.validation_loss(evaluated.replace(outputs=outputs, microbatch=sample)).view(1)
+                stages.validation_loss(validation.replace(outputs=outputs, microbatch=sample)).view(1)
                 for outputs, sample in rows
             ]
         return torch.cat(losses)

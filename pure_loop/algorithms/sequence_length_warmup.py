@@ -93,24 +93,24 @@ def with_length(
 
     if keys is None:
         return map_tensors(changed, batch)
-    shortened = dict(batch)
-    missing = [key for key in keys if key not in shortened]
+    entries = dict(batch)
+    missing = [key for key in keys if key not in entries]
     if missing:
         raise DataError(
             f"sequence_length_warmup: a batch has no {missing[0]!r}, which keys= names; it has "
-            f"{sorted(map(str, shortened))}."
+            f"{sorted(map(str, entries))}."
         )
     for key in keys:
-        shortened[key] = changed(batch[key])
-    return type(batch)(shortened)
+        entries[key] = changed(batch[key])
+    return type(batch)(entries)
 
 
 def _places(mask: Tensor | None, count: int, full: int, length: int, device: torch.device) -> Tensor:
     """Which tokens stay, (count, length): the first ones, and the last of each sequence in the last place."""
     index = torch.arange(length, device=device).expand(count, length)
     # The last token that the mask shows, whether padding comes before or after.
-    visible = torch.ones((count, full), dtype=torch.bool, device=device) if mask is None else mask != 0
-    last = torch.where(visible, torch.arange(full, device=device), 0).amax(1)
+    is_token = torch.ones((count, full), dtype=torch.bool, device=device) if mask is None else mask != 0
+    last = torch.where(is_token, torch.arange(full, device=device), 0).amax(1)
     # Of a sequence that ends before the cut, the places stay.
     last = last.clamp(min=length - 1)
     return torch.cat([index[:, :-1], last.unsqueeze(1)], dim=1)

@@ -58,6 +58,7 @@ class FlopCounter:
 
 
 _TERA = 1e12
+# Dense, from the vendors' data sheets, where those of matrices of which half the elements are zero are twice as high.
 # By parts of the device's name: 16-bit floats with sums in float32 (of the V100 and T4, which have no bfloat16,
 # float16), TF32, and float32; in 1e12 a second. The first row fits whose parts are all in the name.
 _PEAKS: tuple[tuple[tuple[str, ...], float, float, float], ...] = (

@@ -161,7 +161,7 @@ class Compiler(Segments):
         return (yield Event.BATCH_END, current(with_fields(ended, **fields), fit, Event.BATCH_END))
 
     def feed(self, batches: Any) -> Any:
-        """Batches as :meth:`ahead` takes them."""
+        """Batches as :meth:`steps_ahead` takes them."""
         return Pushback(batches) if self.steps > 1 else batches
 
     def goes_on(self, fit: Fit) -> bool:
@@ -178,7 +178,7 @@ class Compiler(Segments):
             and _counted(fit)
         )
 
-    def ahead(self, state: State, fit: Fit, batches: Any, stopwatch: Stopwatch) -> State:
+    def steps_ahead(self, state: State, fit: Fit, batches: Any, stopwatch: Stopwatch) -> State:
         """Batches at which the loop has nothing to do, ``steps`` of them loaded, and then gone through, at a time.
 
         The batch after which an evaluator is due or training ends is left to the loop, and so is one that needs another
@@ -189,13 +189,13 @@ class Compiler(Segments):
         segment = self.segment("step", self._step)
         end = state.timestamp.max_duration
         assert end is not None
-        ahead = self.steps if fit.source.batches_stay and end.unit is not TimeUnit.SECOND else 1
+        count = self.steps if fit.source.batches_stay and end.unit is not TimeUnit.SECOND else 1
         while segment.repeats(state):
             before, now = state.previous_timestamp, state.timestamp
             calls: list[tuple[Env, PerBatch]] = []
             env: Env | None = None
             failed: Exception | None = None
-            while len(calls) < ahead:
+            while len(calls) < count:
                 try:
                     loaded = next(batches, END)
                     ready = train_batch(state, fit, loaded, stopwatch.lap, now.batch)
@@ -226,7 +226,7 @@ class Compiler(Segments):
             if failed is not None:
                 raise failed
             state = _timed(state, now, before)
-            if len(calls) < ahead:
+            if len(calls) < count:
                 break
         return state
 

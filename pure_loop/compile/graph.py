@@ -223,10 +223,12 @@ class _Function:
         if not self.connected:
             return results, written, None
         place_of = {id(fake): place for place, fake in enumerate(fakes)}
-        by = {place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        by |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
+        leaves_by_place = {
+            place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad
+        }
+        leaves_by_place |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
         with naming(tracing, "the backward", ("forward", None)):
-            return results, written, differentiate(tracing, results, _with_graphs(self.result), by)
+            return results, written, differentiate(tracing, results, _with_graphs(self.result), leaves_by_place)
 
     def _stand_ins(self, fakes: list[Tensor]) -> list[Any]:
         """What stands for each durable leaf."""

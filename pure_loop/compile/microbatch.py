@@ -62,11 +62,12 @@ def microbatch(
 
 @attrs.frozen
 class _Microbatch:
-    """The microbatch of this number.
+    """One microbatch of a batch.
 
     Attributes:
         segments: what is compiled, of this rank by itself: another rank may have a graph of its share of the batch.
         timestamps: of the State before the batch, and of the batch.
+        index: its number in the batch.
         last: whether no other microbatch follows in the batch.
     """
 
@@ -142,6 +143,7 @@ class _Microbatch:
         return state
 
     def _stage(self, name: Step, state: State) -> State:
+        # What runs eagerly exchanges nothing either: another rank may have a graph of its share of the batch.
         return _stage(self.segments.single, name, state, self.index, self.last)
 
     def _fields(self, steps: tuple[Step, ...], fields: tuple[str, ...]) -> tuple[str, ...]:

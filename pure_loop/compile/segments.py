@@ -47,10 +47,10 @@ class Segments:
         self, stages: LoopStages, observed: frozenset[Event], *, where_possible: bool, ownership: Ownership | None
     ) -> None:
         self.stages = stages
-        # A batch ends where ranks exchange something, and what follows begins anew.
+        # A segment ends where ranks exchange something, which is no part of a graph, and what follows begins anew.
         together = stages.engine.exchanges
-        exchanging = BEFORE_GRADIENTS | AROUND_MICROBATCH | _calling_stages(stages)
-        self.observed = observed | exchanging if together else observed
+        exchanges = BEFORE_GRADIENTS | AROUND_MICROBATCH | _calling_stages(stages)
+        self.observed = observed | exchanges if together else observed
         self.single = attrs.evolve(stages, engine=stages.engine.single_rank()) if together else stages
         self.eager: set[str] = set()
         if stages.engine.in_parts:

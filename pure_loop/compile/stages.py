@@ -173,8 +173,8 @@ class TracedStages(LoopStages):
 
     def code_of(self, state: State, stage: str) -> Code:
         # What is drawn there is refused, as in an update.
-        undrawn = stage in ("clip_grad", "validate", "validation loss")
-        return None if undrawn else LoopStages.code_of(self, state, stage)
+        has_no_draws = stage in ("clip_grad", "validate", "validation loss")
+        return None if has_no_draws else LoopStages.code_of(self, state, stage)
 
     def seeding(
         self, state: State, stage: str, index: int = 0, *, code: Code, seed: int | None = None

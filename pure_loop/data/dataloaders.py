@@ -132,9 +132,9 @@ class _Indexed(Source):
         certain = count is num_samples and _loaders.collates_by_default(self._loader)
         # What a library added to torch's collate for a class of its own leaves batches of other classes as they were,
         # which the first batch shows.
-        likely = count is num_samples and _loaders.collates_by_default(self._loader, extended=True)
+        expects_default = count is num_samples and _loaders.collates_by_default(self._loader, with_additions=True)
         # A collate may leave samples out or make several of one.
-        if not changed and (now == samples or not (likely or now < samples < following)):
+        if not changed and (now == samples or not (expects_default or now < samples < following)):
             return start
         refusal = partial(self._refuse_other_sizes, epoch, made, samples, now)
         if not certain and not self._counts_indices(epoch, sizes[0], count):

@@ -190,15 +190,15 @@ def draws_nothing(loader: DataLoader[Any]) -> bool:
     return torchs_own and _is_fixed(loader.dataset)
 
 
-def collates_by_default(loader: DataLoader[Any], *, extended: bool = False) -> bool:
+def collates_by_default(loader: DataLoader[Any], *, with_additions: bool = False) -> bool:
     """Whether torch puts samples together, which it does in new memory.
 
     Args:
         loader: any.
-        extended: whether code that was added to torch's collate for a class of samples counts as torch's.
+        with_additions: whether code that was added to torch's collate for a class of samples counts as torch's.
     """
     by_default = loader.collate_fn is default_collate and loader.batch_sampler is not None
-    return by_default and (extended or not _is_extended())
+    return by_default and (with_additions or not _is_extended())
 
 
 def _is_extended() -> bool:

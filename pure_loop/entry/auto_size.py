@@ -84,8 +84,8 @@ class AutoSize:
     def feed(self, batches: Feed) -> Feed:
         return self.strategy.feed(batches)
 
-    def ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
-        return self.strategy.ahead(state, fit, batches, stopwatch)
+    def steps_ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
+        return self.strategy.steps_ahead(state, fit, batches, stopwatch)
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
         if self.changes(state, fit):

@@ -105,8 +105,8 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
         with meeting.computing():
             event, state = _pair(next(script))
     except StopIteration as stop:
-        last: State = stop.value
-        return last
+        final_state: State = stop.value
+        return final_state
     state = with_first_memories(meeting.begin(event, state), algorithms)
     with closing(script):
         while True:
@@ -116,9 +116,9 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
                 with meeting.computing():
                     yielded = script.send(state)
             except StopIteration as stop:
-                last = stop.value
-                meeting.end(last)
-                return last
+                final_state = stop.value
+                meeting.end(final_state)
+                return final_state
             event, state = _pair(yielded)
 
 

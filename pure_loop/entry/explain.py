@@ -141,8 +141,8 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{stages.engine.ranks}, of which this is number {stages.engine.rank}; each has its part of a batch",
         )
     yield "duration", _words.duration(end)
-    if plan.settings.iteration_length is not None:
-        yield "iterations", f"of {_words.duration(plan.settings.iteration_length)}"
+    if settings.iteration_length is not None:
+        yield "iterations", f"of {_words.duration(settings.iteration_length)}"
     yield "optimizer", repr(stages.optimizer)
     yield "precision", stages.precision.name
     size = found_size(state) if stages.found is not None else stages.microbatch_size
@@ -178,8 +178,8 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "strict", "no State is compared with what it was: strict=False"
     if settings.verify is not None:
         yield "verify", f"{_words.how_often(Cadence(settings.verify))} one is computed twice, and compared bit by bit"
-    if plan.settings.order != "current":
-        yield "order", f"that of {plan.settings.order}"
+    if settings.order != "current":
+        yield "order", f"that of {settings.order}"
 
 
 def _donate(plan: Plan) -> str:

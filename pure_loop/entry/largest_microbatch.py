@@ -96,10 +96,10 @@ def largest_microbatch(
         "donate": False,
     }
     assembly = assemble(Settings.of(arguments_of_call(fit, (), {**arguments, **changes})))
-    halving = assembly.fit.strategy
-    assert isinstance(halving, AutoSize)
-    # In its place and not around it, or each batch would be tried by both.
-    strategy = LargestSize(assembly.fit.stages, halving.strategy.uncompiled)
+    auto_size = assembly.fit.strategy
+    assert isinstance(auto_size, AutoSize)
+    # In place of the strategy that halves: around it, both would try each batch.
+    strategy = LargestSize(assembly.fit.stages, auto_size.strategy.uncompiled)
     searching = attrs.evolve(assembly.fit, strategy=strategy)
     with closing(start(attrs.evolve(assembly, fit=searching))) as stream:
         size = next((found_size(state) for _, state in stream), None)

@@ -112,8 +112,8 @@ class Together:
             return device
         from pure_loop.distributed.engines import device_of_rank  # with it comes torch.distributed
 
-        own: torch.device | str | None = device_of_rank(device)
-        return own
+        rank_device: torch.device | str | None = device_of_rank(device)
+        return rank_device
 
     def engine(self, state: State) -> Engine:
         """The engine for this State.

@@ -180,8 +180,8 @@ def _recorder(settings: Settings) -> Recorder:
 
 def _beginning(settings: Settings, beginning: nn.Module | State, checkpoint: Checkpoint | None) -> tuple[State, bool]:
     """The State to start from, on its device and in its precision, and whether it is a fresh start."""
-    device = settings.parallel.device(settings.device)
-    state, fresh = first_state(beginning, seed_of(checkpoint, settings.seed), device)
+    seed = seed_of(checkpoint, settings.seed)
+    state, fresh = first_state(beginning, seed, settings.parallel.device(settings.device))
     if settings.deterministic:
         refuse_cublas(state.device)
     if settings.precision.float8:

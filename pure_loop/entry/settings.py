@@ -60,7 +60,7 @@ __all__ = [
 
 T = TypeVar("T")
 _CLOCK = "a function that returns seconds, such as time.monotonic"
-# In what either may be written.
+# Units in which a duration, and the length of an iteration, may be written.
 _DURATION_UNITS = tuple(unit for unit in TimeUnit if unit is not TimeUnit.DURATION)
 _ITERATION_UNITS = (TimeUnit.EPOCH, TimeUnit.TOKEN)
 

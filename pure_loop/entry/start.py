@@ -1,6 +1,6 @@
 """Where a call starts: the State that it begins or resumes from, and what it must not be.
 
-A State may come from a file of another run, so that the memory in it is compared with what the algorithms make.
+A State may come from a file of another run, so the memory in it is compared with what the algorithms make.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _moved(state: State, device: torch.device) -> State:
 def _map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     tree: PyTree = state  # a node by its registration
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
-    mapped = (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    result: PyTree = optree.tree_unflatten(structure, mapped)
+    new_leaves = (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    result: PyTree = optree.tree_unflatten(structure, new_leaves)
     assert isinstance(result, State)
     return result
 

@@ -115,7 +115,7 @@ class Tracker(FolderDestination, ABC):
         self._had = dict(content.get("sent", {}))
         self._sends = dict(self._had)
         # Before the run begins, so that a process that is killed then leaves its id to the next one.
-        self._run_file.write({"run_name": self.run_name, "id": run_id, "sent": self._had})
+        self._run_file.write({"run_name": self.run_name, "id": run_id, **({"sent": self._had} if self._had else {})})
         self.connect(run_id)
         self._is_connected = True
         kept = self._journal.open(start)
@@ -139,10 +139,11 @@ class Tracker(FolderDestination, ABC):
             return
         self._is_connected = False
         self.disconnect(failed=has_failed())
-        self._run_file.write({**self._run_file.read(), "sent": self._sends})
+        if self._sends:
+            self._run_file.write({**self._run_file.read(), "sent": self._sends})
         self._journal.close(finished=True)
 
-    def noted(self, entries: Sequence[Entry]) -> Iterator[Entry]:
+    def counted_entries(self, entries: Sequence[Entry]) -> Iterator[Entry]:
         """Entries one after the other; each counts as sent once the next one is asked for."""
         for entry in entries:
             yield entry

@@ -118,7 +118,7 @@ class CometMLLogger(Tracker):
         return {(name, value["step"]) for name in names for value in experiment.get_metrics(name)}
 
     def pass_on(self, entries: Sequence[Entry]) -> None:
-        for entry in self.noted(entries):
+        for entry in self.counted_entries(entries):
             with own_draws():
                 self._send(entry)
 

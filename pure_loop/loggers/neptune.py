@@ -120,7 +120,7 @@ class NeptuneLogger(Tracker):
         return steps
 
     def pass_on(self, entries: Sequence[Entry]) -> None:
-        for entry in self.noted(entries):
+        for entry in self.counted_entries(entries):
             with own_draws():
                 self._send(entry)
 

@@ -112,9 +112,9 @@ class Strategy(Protocol):
     def uncompiled(self) -> Strategy: ...
 
     def feed(self, batches: Feed) -> Feed:
-        """The batches of an epoch, as :meth:`ahead` takes them."""
+        """The batches of an epoch, as :meth:`steps_ahead` takes them."""
 
-    def ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
+    def steps_ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
         """The State after batches that are gone through at once, before the next one is loaded."""
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:

@@ -117,13 +117,13 @@ def drive(
             failed(error, event, state)
         raise
     finally:
-        if closing is not None:
-            forget = [] if ownership is None else [ownership.forget]
-            release = [] if state is None else [state.model.release]
-            try:
+        try:
+            if closing is not None:
+                forget = [] if ownership is None else [ownership.forget]
+                release = [] if state is None else [state.model.release]
                 call_all([script.close, *forget, *release, *closing], error, "while closing: ")
-            finally:
-                error = None  # its traceback refers to this frame
+        finally:
+            error = None  # its traceback refers to this frame
 
 
 def run_to_end(script: Generator[tuple[Event, State], State, Any], handlers: Handlers, stages: Any) -> Any:

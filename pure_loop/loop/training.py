@@ -44,7 +44,7 @@ class Eager:
     def feed(self, batches: Feed) -> Feed:
         return batches
 
-    def ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
+    def steps_ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
         return state
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
@@ -155,7 +155,7 @@ def batches_of_epoch(state: State, fit: Fit, at: Event | None, stopwatch: Stopwa
     with closing(fit.strategy.feed(data)) as batches:
         while True:
             if at not in INSIDE_EPOCH:
-                state = fit.strategy.ahead(state, fit, batches, stopwatch)
+                state = fit.strategy.steps_ahead(state, fit, batches, stopwatch)
                 state = yield Event.BEFORE_DATALOADER, state
                 state, samples, tokens = _load(state, fit, batches, stopwatch)
                 if samples is None:

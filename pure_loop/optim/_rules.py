@@ -161,7 +161,7 @@ class Rule:
         started = lists.get("started", [])
         alike = are_alike(values, gradients, *([] if fits else [values, *memories]))
         with torch.set_grad_enabled(False):
-            laid = [values, gradients, *memories] if alike else laid_out(names, values, gradients, memories)
+            tensor_lists = [values, gradients, *memories] if alike else laid_out(names, values, gradients, memories)
             # So far this rule has written to nothing, and from here on it refuses nothing.
             steps: list[Tensor] = []
             if step is not None:
@@ -171,8 +171,8 @@ class Rule:
             if alike and all(started):  # as most are
                 self.kernel(options, values, gradients, memories, steps)
                 return params, opt_state
-            self._run_by_kind(options, laid, steps, started)
-            for tensor, copied in zip(chain(values, *memories), chain(laid[0], *laid[2:]), strict=True):
+            self._run_by_kind(options, tensor_lists, steps, started)
+            for tensor, copied in zip(chain(values, *memories), chain(tensor_lists[0], *tensor_lists[2:]), strict=True):
                 if copied is not tensor:
                     tensor.copy_(copied)
         return params, _noted(opt_state, grads)

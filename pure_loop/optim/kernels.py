@@ -85,19 +85,19 @@ def laid_out(
         ArgumentError: a gradient doesn't fit its parameter.
         ResumeError: what is kept for a parameter doesn't.
     """
-    dense = [param if is_dense(param) else param.detach().clone() for param in params]
+    dense_params = [param if is_dense(param) else param.detach().clone() for param in params]
     gradients = [
         None if grad is None else match_layout(grad, param, f"the gradient of {name!r}")
-        for name, param, grad in zip(names, dense, grads, strict=True)
+        for name, param, grad in zip(names, dense_params, grads, strict=True)
     ]
-    laid_memories = [
+    dense_memories = [
         [
             match_layout(tensor, param, f"the optimizer state of {name!r} (from another model?)", ResumeError)
-            for name, param, tensor in zip(names, dense, memory, strict=True)
+            for name, param, tensor in zip(names, dense_params, memory, strict=True)
         ]
         for memory in memories
     ]
-    return [dense, gradients, *laid_memories]
+    return [dense_params, gradients, *dense_memories]
 
 
 _dtype, _device, _is_cpu = attrgetter("dtype"), attrgetter("device"), attrgetter("is_cpu")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,7 +31,7 @@ from pure_loop.precision import Precision
 from pure_loop.rehearsal.report import Place
 from pure_loop.state import State
 
-__all__ = ["Arguments", "Counting", "bare", "collectives", "has_group", "trace", "without_numbers"]
+__all__ = ["Arguments", "Counting", "bare", "collectives", "trace", "without_numbers"]
 
 # Those of ``fit``, by name.
 Arguments: TypeAlias = Mapping[str, Any]
@@ -179,9 +178,3 @@ def collectives(arguments: Arguments, batch: Batch, ranks: int) -> dict[str, tup
         after = counting.snapshot()
     counts, sizes = (last - first for last, first in zip(after, before, strict=True))
     return {name: (count, sizes[name]) for name, count in sorted(counts.items())}
-
-
-def has_group() -> bool:
-    """Whether this process has a process group already."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()

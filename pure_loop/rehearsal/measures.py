@@ -159,13 +159,13 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def memory_of(state: State, batch: Batch, saved: int | None) -> dict[str, int]:
+def memory_of(state: State, batch: Batch, activation_bytes: int | None) -> dict[str, int]:
     """The bytes of a run by what they hold.
 
     Args:
         state: after a step.
         batch: of training.
-        saved: what a forward keeps; None: not measured.
+        activation_bytes: what a forward keeps; None: not measured.
     """
     trained = [state.params[name] for name in state.model.trainable]
     sizes = {
@@ -176,7 +176,7 @@ def memory_of(state: State, batch: Batch, saved: int | None) -> dict[str, int]:
         "gradients": bytes_of(trained),
         "batch": bytes_of(list(tensors_in(batch))),
     }
-    return sizes if saved is None else {**sizes, "activations": saved}
+    return sizes if activation_bytes is None else {**sizes, "activations": activation_bytes}
 
 
 def memory_per_rank(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop._internal.devices import shapes_only
+from pure_loop._internal.processes import torch_distributed
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import in_bytes
 from pure_loop._internal.suggestions import arguments_of_call
@@ -31,7 +32,7 @@ from pure_loop.entry.layers import layer_table
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, RehearsalError
 from pure_loop.evaluator import BoundEvaluator
-from pure_loop.rehearsal.calls import Arguments, collectives, has_group, trace, without_numbers
+from pure_loop.rehearsal.calls import Arguments, collectives, trace, without_numbers
 from pure_loop.rehearsal.measures import Length, activations, memory_of, memory_per_rank, try_schedules
 from pure_loop.rehearsal.passes import Passes, first_batch, is_never
 from pure_loop.rehearsal.report import Phase, Place, Rehearsal
@@ -124,10 +125,10 @@ def rehearse(
             f"of its own, with world_size={running_ranks()}."
         )
     place = Place(fake=fake)
-    tried = without_numbers(arguments, place) if fake else arguments
+    call = without_numbers(arguments, place) if fake else arguments
     token = shapes_only.set(fake)
     try:
-        return _rehearsed(tried, place, sample, world_size, call_callbacks and not fake)
+        return _rehearsed(call, place, sample, world_size, call_callbacks and not fake)
     finally:
         shapes_only.reset(token)
 
@@ -140,8 +141,8 @@ def _rehearsed(
             assembly = assemble(Settings.of(arguments))
         except Exception as error:
             place.fail(error, "arguments of fit")
-            attached = [arguments[name] for name in ("callbacks", "loggers")]
-            _try_places([item for some in attached if isinstance(some, list | tuple) for item in some], place)
+            lists = [arguments[name] for name in ("callbacks", "loggers")]
+            _try_places([item for some in lists if isinstance(some, list | tuple) for item in some], place)
             raise _error(place) from error
         parallel = read_parallel(arguments["parallel"])
         phases = _Phases(assembly, place, Path(folder), sample, world_size, call_callbacks, parallel, arguments)
@@ -293,21 +294,21 @@ class _Phases:
                 after = passes.evaluate(start, evaluator, batch)
                 texts.append(f"{evaluator.label}: {', '.join(after.metrics.get(evaluator.label, ()))}")
         self.passed.append(Phase("evaluators", "; ".join(texts) or ("none tried" if self.missing else "none")))
-        complete = self.place.stops == stops and not self.missing
-        if not complete:
+        to_end = self.place.stops == stops and not self.missing
+        if not to_end:
             self.place.skip("callbacks, and what comes after the second step: an evaluator was not tried to its end.")
         stops = self.place.stops
         with self.place.collecting("training"):
-            passes.train(evaluators if complete else [], to_end=complete)
+            passes.train(evaluators if to_end else [], to_end=to_end)
         if self.place.stops == stops and passes.kept is None:
             self.place.skip("steps: training has ended at this State.")
         if self.place.stops > stops or passes.kept is None:
             return
         self.passed.append(Phase("two steps", "" if self.place.fake else _in_words(passes.losses)))
         loaded = passes.kept if self.place.fake else self._saved(passes.kept)
-        if complete and not self.scheduled:
+        if to_end and not self.scheduled:
             self.place.skip("the end of the run: a schedule fails there.")
-        elif complete:
+        elif to_end:
             self.place.note = " (at the end of the run)"
             with self.place.collecting("training"):
                 self.passed.append(Phase("end of the run", passes.finish(loaded, evaluators)))
@@ -337,14 +338,14 @@ class _Phases:
         return loaded
 
     def _report(self, passes: Passes, length: Length) -> Rehearsal:
-        saved, stages = None, self.assembly.fit.stages
+        activation_bytes, stages = None, self.assembly.fit.stages
         if passes.first is not None:
             try:
-                saved = activations(passes.first, stages)
+                activation_bytes = activations(passes.first, stages)
             except Exception as error:  # such as a forward with a transform of torch.func, which allows no such hooks
                 self.place.skip(f"memory of activations: it could not be measured ({type(error).__name__}: {error}).")
         state = passes.kept if passes.kept is not None else self.assembly.plan.state
-        memory = memory_of(state, passes.batch, saved)
+        memory = memory_of(state, passes.batch, activation_bytes)
         per_rank, exchanged = None, None
         if self.world_size is not None:
             sharded = self.parallel is not None and self.parallel.kind == "shard"
@@ -367,7 +368,7 @@ class _Phases:
         """The collectives of a step on so many ranks; None where they can't be counted, or nothing trains together."""
         if self.parallel is None or ranks == 1:
             return None
-        if self.place.fake or has_group():
+        if self.place.fake or torch_distributed() is not None:
             why = "fake=True" if self.place.fake else "this process has a process group"
             self.place.skip(f"collectives: {why}.")
             return None

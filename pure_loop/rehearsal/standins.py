@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
@@ -140,7 +140,8 @@ def _of_library(callback: Callback, where: Path) -> Callback:
     for name in _PLACES:
         if arguments.get(name) is not None:
             where.mkdir(parents=True, exist_ok=True)
-            arguments[name] = os.fspath(where if name == "folder" else where / Path(str(arguments[name])).name)
+            path = cast("str | os.PathLike[str]", arguments[name])
+            arguments[name] = os.fspath(where if name == "folder" else where / Path(path).name)
     if "signals" in signature.parameters:  # the handlers of the process stay as they are
         arguments["signals"] = ()
     if "overwrite" in signature.parameters:  # of the rehearsal's own files, which it writes where it begins and ends
@@ -250,8 +251,8 @@ def _forced(handler: Handler, event: Event, place: Place, later: tuple[Timestamp
             for timestamp in later:
                 moved = state.replace(timestamp=timestamp, previous_timestamp=state.timestamp)
                 if when(moved):
-                    moved_back = _moved_back(function(moved, *stages), state)
-                    return check_returned(moved_back, state, handler.algorithm, event)
+                    answer = _moved_back(function(moved, *stages), state)
+                    return check_returned(answer, state, handler.algorithm, event)
         place.skip(f"{phase}: its when= was False at the start, in the middle and at the end of the run.")
         return state
 

@@ -63,8 +63,10 @@ class Schedule(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "__call__" in vars(cls) and not hasattr(cls.__call__, "__wrapped__"):
-            type.__setattr__(cls, "__call__", _as_one_number(cls.__call__))
+        # Not by the attribute, which is no function of the class where it is a static method or one of the class.
+        method: Callable[[Schedule, Timestamp], float] | None = vars(cls).get("__call__")
+        if method is not None and not hasattr(method, "__wrapped__"):
+            type.__setattr__(cls, "__call__", _as_one_number(method))
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
@@ -89,14 +91,14 @@ class Schedule(ABC):
         return product((as_schedule(other), self))
 
 
-class Timed(Protocol):
+class HasTime(Protocol):
     """What changes over a time."""
 
     @property
     def time(self) -> Time: ...
 
 
-class Rising(Schedule):
+class WarmupSchedule(Schedule):
     """A schedule that rises from 0 over its field ``warmup``, if it has one."""
 
     __slots__ = ()
@@ -198,7 +200,7 @@ def as_warmup(value: str | int | Time | None) -> Time | None:
     return None if value is None else read_time(value, "warmup")
 
 
-def leaves_room(schedule: Timed, attribute: attrs.Attribute[Time | None], warmup: Time | None) -> None:
+def leaves_room(schedule: HasTime, attribute: attrs.Attribute[Time | None], warmup: Time | None) -> None:
     """
     Raises:
         ArgumentError: nothing is left of the time after the warmup.

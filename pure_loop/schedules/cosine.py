@@ -11,7 +11,7 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, Rising, as_time, as_warmup, leaves_room
+from pure_loop.schedules._base import LASTING, WarmupSchedule, as_time, as_warmup, leaves_room
 from pure_loop.schedules._time import between, warmed_up
 from pure_loop.time import Time, Timestamp
 
@@ -20,7 +20,7 @@ __all__ = ["cosine"]
 
 @checked
 @attrs.frozen
-class cosine(Rising):
+class cosine(WarmupSchedule):
     """A warmup from 0 to ``peak``, then half a cosine from ``peak`` to ``final``, which ``time`` reaches.
 
     With ``tau`` the part of the time from the end of the warmup to ``time`` that is over, the value is

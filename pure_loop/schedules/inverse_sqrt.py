@@ -11,7 +11,7 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, Rising, as_time
+from pure_loop.schedules._base import LASTING, WarmupSchedule, as_time
 from pure_loop.schedules._time import amount_of, finished
 from pure_loop.time import Time, Timestamp
 
@@ -20,7 +20,7 @@ __all__ = ["inverse_sqrt"]
 
 @checked
 @attrs.frozen
-class inverse_sqrt(Rising):
+class inverse_sqrt(WarmupSchedule):
     """From 0 to ``peak`` over ``warmup``, linearly, and ``peak sqrt(warmup / now)`` from there on.
 
     https://arxiv.org/abs/1706.03762, where ``peak`` is ``(d warmup)^-0.5`` for a model of width d.

@@ -10,7 +10,7 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Above, Number, checked
-from pure_loop.schedules._base import LASTING, Rising, as_time, as_warmup, leaves_room
+from pure_loop.schedules._base import LASTING, WarmupSchedule, as_time, as_warmup, leaves_room
 from pure_loop.schedules._time import between, warmed_up
 from pure_loop.time import Time, Timestamp
 
@@ -19,7 +19,7 @@ __all__ = ["polynomial"]
 
 @checked
 @attrs.frozen
-class polynomial(Rising):
+class polynomial(WarmupSchedule):
     """A warmup from 0 to ``peak``, then ``final + (peak - final) (1 - tau)^power``, with the times of :class:`cosine`.
 
     >>> schedule = polynomial("4ba", power=2)

@@ -11,7 +11,7 @@ import attrs
 
 from pure_loop.errors import ArgumentError
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, Rising, as_time
+from pure_loop.schedules._base import LASTING, WarmupSchedule, as_time
 from pure_loop.schedules._time import amount_of, between, finished, part_over
 from pure_loop.time import Time, Timestamp
 
@@ -20,7 +20,7 @@ __all__ = ["warmup_stable_decay"]
 
 @checked
 @attrs.frozen
-class warmup_stable_decay(Rising):
+class warmup_stable_decay(WarmupSchedule):
     """From 0 to ``peak`` over ``warmup``, then ``peak``, and to ``final`` over the last ``decay`` of ``time``; linear.
 
     https://arxiv.org/abs/2404.06395.

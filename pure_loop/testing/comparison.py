@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 from functools import cache
 from typing import Any, TypeAlias, cast
@@ -65,7 +66,7 @@ def apart(value: Any, wanted: Any) -> str:
     if not tensors or value.shape != wanted.shape or value.dtype != wanted.dtype:
         return f"{value!r} and {wanted!r}"
     a, b = value.detach().flatten(), wanted.detach().flatten()
-    index = next(index for index in range(a.numel()) if not same(a[index], b[index]))
+    index = bisect_left(range(a.numel()), True, key=lambda last: not same(a[: last + 1], b[: last + 1]))
     return f"number {index} is {a[index].item()!r}, and should be {b[index].item()!r}"
 
 

@@ -15,7 +15,7 @@ them by their types: ``from_type(pl.State)`` is ``states()``.
 
 from __future__ import annotations
 
-from pure_loop.entry import hypothesis as introduction
+from pure_loop.entry import hypothesis as entry_hypothesis
 from pure_loop.testing._batches import batches
 from pure_loop.testing._compositions import algorithms
 from pure_loop.testing._plans import plans
@@ -38,9 +38,9 @@ __all__ = [
 ]
 
 # Here also where Hypothesis loads no entry points (HYPOTHESIS_NO_PLUGINS), or finds none.
-introduction.register()
-introduction.register_types(Case, Problem)
-introduction.show(Case)
+entry_hypothesis.register()
+entry_hypothesis.register_types(Case, Problem)
+entry_hypothesis.show(Case)
 
 
 def __dir__() -> list[str]:

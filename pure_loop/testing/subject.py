@@ -22,13 +22,13 @@ __all__ = ["AlgorithmSubject", "Draw", "Problems", "Subject", "assigned", "drawn
 Problems: TypeAlias = Problem | str | Iterable[Problem | str] | None
 
 
-class CasesOfLaw(Protocol):
-    """A law, as far as a subject knows one."""
+class LawWithCases(Protocol):
+    """What a subject knows of a law: its cases."""
 
     def cases(self, problems: Problems, plans: SearchStrategy[Plan] | None) -> SearchStrategy[Case] | str: ...
 
 
-Draw: TypeAlias = Callable[[CasesOfLaw], SearchStrategy[Any] | str]
+Draw: TypeAlias = Callable[[LawWithCases], SearchStrategy[Any] | str]
 """Gives the strategy of the cases on which a law is tried, or a text that says why there are none."""
 
 

@@ -92,7 +92,7 @@ def _text(value: object) -> str:
 def diff_streams(
     a: Stream, b: Stream, tolerance: float, operations_from: float = math.inf, end: float = math.inf
 ) -> Divergence | None:
-    """The same of two streams, until ``end`` batches are finished; operations are recorded from a batch on."""
+    """:func:`diff` of two streams, until ``end`` batches are finished; operations are recorded from a batch on."""
     with ExitStack() as closing_both:
         # Each ends its stream, in both: they may hold files, workers and ranks.
         one_run, other_run = (

@@ -201,10 +201,10 @@ def _time_logger(restoring: ExitStack, recorder: Recorder, logger: Logger) -> No
 
 
 def _time_batches(restoring: ExitStack, recorder: Recorder, source: Source, name: str) -> None:
-    real, key = source.epoch, Key("data", name)
+    epoch_of, key = source.epoch, Key("data", name)
 
     def timed(epoch: int, start: int = 0, seen: int = 0) -> TimedBatches:
-        return TimedBatches.of(real(epoch, start, seen), key, recorder)
+        return TimedBatches.of(epoch_of(epoch, start, seen), key, recorder)
 
     set_method(restoring, source, "epoch", timed)
 
@@ -212,22 +212,22 @@ def _time_batches(restoring: ExitStack, recorder: Recorder, source: Source, name
 def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> None:
     """A compiled batch is a row: what algorithms and stages do is in its graphs."""
     key = Key("stage", "compiled step")
-    batch, ahead = recorder.timed_script(key, compiled.batch), recorder.timed(key, compiled.ahead)
+    batch, steps_ahead = recorder.timed_script(key, compiled.batch), recorder.timed(key, compiled.steps_ahead)
 
     def counted_batch(*args: object) -> Script:
         result = yield from batch(*args)
         recorder.count_batches()
         return result
 
-    def counted_ahead(state: State, *args: object) -> State:
+    def counted_steps(state: State, *args: object) -> State:
         before = state.timestamp.batch
-        result: State = ahead(state, *args)
+        result: State = steps_ahead(state, *args)
         if result.timestamp.batch > before:
             recorder.count_batches(result.timestamp.batch - before)
         return result
 
     set_method(restoring, compiled, "batch", counted_batch)
-    set_method(restoring, compiled, "ahead", counted_ahead)
+    set_method(restoring, compiled, "steps_ahead", counted_steps)
 
 
 def _timed_stages(cls: type[Stages], recorder: Recorder, *, ends_batches: bool) -> type:

@@ -17,7 +17,7 @@ from pure_loop.loggers._tracker import Tracker
 DATA = [(torch.ones(4, 2), torch.zeros(4, 1))] * 2
 
 
-class Noted(Tracker):
+class Notebook(Tracker):
     prefix, service, own_options = "noted", "noted.start", ("id",)
 
     def __init__(self, folder: Path, *, fails: bool = False) -> None:
@@ -33,13 +33,13 @@ class Noted(Tracker):
             raise OSError("no route to the service")
 
     def pass_on(self, entries: Sequence[Entry]) -> None:
-        self.names |= {entry.name for entry in self.noted(entries)}
+        self.names |= {entry.name for entry in self.counted_entries(entries)}
 
     def disconnect(self, *, failed: bool) -> None:
         pass
 
 
-def train(logger: Noted) -> None:
+def train(logger: Notebook) -> None:
     stream = pl.fit(
         nn.Linear(2, 1),
         DATA,
@@ -54,7 +54,7 @@ def train(logger: Noted) -> None:
 
 def test_a_run_that_could_not_begin_begins_with_its_id(tmp_path: Path) -> None:
     """A process that is killed while it connects leaves the id, too: it is on disk before."""
-    first, second = Noted(tmp_path, fails=True), Noted(tmp_path)
+    first, second = Notebook(tmp_path, fails=True), Notebook(tmp_path)
     with pytest.raises(OSError, match="no route"):
         train(first)
     train(second)

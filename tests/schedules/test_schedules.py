@@ -272,3 +272,18 @@ def test_only_a_constant_has_a_fixed_value() -> None:
     assert fixed_rate(s.constant(0.5)) == 0.5
     for schedule in (Growing(0.5), s.linear(1.0, 1.0, "4ba"), 2 * s.constant(0.5), s.constant(-1.0), lambda t: 0.5):
         assert fixed_rate(schedule) is None
+
+
+def test_a_schedule_may_be_called_by_a_static_method_or_one_of_the_class() -> None:
+    class Static(pl.schedules.Schedule):
+        @staticmethod
+        def __call__(timestamp: pl.Timestamp) -> float:  # type: ignore[override]
+            return 0.25
+
+    class OfClass(pl.schedules.Schedule):
+        @classmethod
+        def __call__(cls, timestamp: pl.Timestamp) -> float:  # type: ignore[override]
+            return 0.5
+
+    assert Static()(pl.Timestamp()) == 0.25
+    assert OfClass()(pl.Timestamp()) == 0.5

@@ -302,3 +302,26 @@ def test_what_init_replaces_is_let_go(order: str) -> None:
             assert replaced
             assert [tensor() for tensor in replaced] == [None] * len(replaced)
             break
+
+
+def test_a_batch_that_is_tried_first_keeps_nothing() -> None:
+    """With ``microbatch_size="auto"``, and no collector: what was computed for the trial is gone with it."""
+    first: list[weakref.ref[Tensor]] = []
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def note(state: pl.State) -> pl.State:
+        if not first:
+            assert state.grads is not None
+            first.extend(weakref.ref(gradient) for gradient in state.grads.values() if gradient is not None)
+        return state
+
+    gc.collect()
+    gc.disable()
+    try:
+        for event, _ in fit(microbatch_size="auto", model=mlp(), algorithms=[note], max_duration="2ba"):
+            if event is Event.BATCH_START:
+                assert first  # of the trial, which comes before
+                assert [gradient() for gradient in first] == [None] * len(first)
+                break
+    finally:
+        gc.enable()

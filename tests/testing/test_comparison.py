@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
 
 import pure_loop as pl
-from pure_loop.testing.comparison import Comparer, Keeper, Snapshot, close, differences
+from pure_loop.testing.comparison import Comparer, Keeper, Snapshot, apart, close, differences
 
 BUFFER = "state.buffers['running_mean']"
 
@@ -48,3 +50,20 @@ def test_nan_is_nan(dtype: torch.dtype) -> None:
     nan: Tensor = torch.tensor([float("nan"), 1.0]).to(dtype)
     assert differences({"nan": nan}, {"nan": nan.clone()}) == []
     assert len(differences({"nan": nan}, {"nan": torch.tensor([1.0, 1.0]).to(dtype)})) == 1
+
+
+def test_a_tensor_and_its_conjugate_in_one_memory_differ() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 1j])
+    assert pl.testing.differences({"a": tensor}, {"a": tensor.conj()})
+    assert not pl.testing.differences({"a": tensor.conj()}, {"a": tensor.conj().clone()})
+    assert pl.testing.differences({"a": tensor.imag}, {"a": tensor.conj().imag})
+
+
+def test_the_first_number_that_differs_of_many_is_found_at_once() -> None:
+    """By halves: one by one it would take seconds here, and minutes for the parameters of a model."""
+    value = torch.arange(300_000.0)
+    other = value.clone()
+    other[299_990:] += 1
+    begin = time.process_time()
+    assert apart(other, value) == "number 299990 is 299991.0, and should be 299990.0"
+    assert time.process_time() - begin < 1

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import pure_loop as pl
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.batch import num_samples
-from pure_loop.entry import hypothesis as introduction
+from pure_loop.entry import hypothesis as entry_hypothesis
 from pure_loop.order import Plan
 from pure_loop.testing._types import BY_TYPE
 from pure_loop.testing.strategies import batches, cases, plans
@@ -37,7 +37,7 @@ def test_every_type_is_found(kind: type) -> None:
 
 
 def test_every_type_that_hypothesis_is_told_of_has_a_strategy() -> None:
-    assert introduction._told == set(BY_TYPE)
+    assert entry_hypothesis._told == set(BY_TYPE)
 
 
 def test_types_are_found_in_annotations() -> None:
@@ -131,8 +131,8 @@ def test_generators_of_accelerators_take_part_once_they_are_used(monkeypatch: py
     """Two generators stand for accelerators: one in use before, one whose first use is in the test."""
     used, fresh = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
     awake = [used]
-    monkeypatch.setattr(introduction, "_initialized_accelerators", lambda: tuple(awake))
-    generators = introduction.TorchRandom()
+    monkeypatch.setattr(entry_hypothesis, "_initialized_accelerators", lambda: tuple(awake))
+    generators = entry_hypothesis.TorchRandom()
     before, kept = used.get_state(), generators.getstate()
     generators.seed(0)
     assert used.initial_seed() == torch.initial_seed() == 0

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
-from pure_loop.tools import diff as recorded
+from pure_loop.tools import diff as tool
 
 ROWS = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
 DATA = [(ROWS[start : start + 8], ROWS[start : start + 8, :3].argmax(1)) for start in range(0, 96, 8)]
@@ -53,8 +53,8 @@ def test_few_states_are_read_and_one_segment_runs(tmp_path: Path, monkeypatch: p
     a = record(tmp_path / "a", keep="1ba")
     folder, net, make = record(tmp_path / "b", keep="1ba", optimizer=changed_from(29))
     read, batches = [], []
-    load = recorded.load
-    monkeypatch.setattr(recorded, "load", lambda path, **options: (read.append(path), load(path, **options))[1])
+    load = tool.load
+    monkeypatch.setattr(tool, "load", lambda path, **options: (read.append(path), load(path, **options))[1])
 
     def counted(state: pl.State) -> Any:
         batches.append(state.timestamp.batch)

@@ -82,7 +82,7 @@ def algorithm_order(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Three algorithms record their calls."""
     trace: list[tuple[Event, str]] = []
 
-    def logged(name: str) -> Algorithm:
+    def recorder(name: str) -> Algorithm:
         def note(state: State) -> State:
             assert state.event is not None
             trace.append((state.event, name))
@@ -90,7 +90,7 @@ def algorithm_order(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
 
         return Algorithm(name, dict.fromkeys(Event, note))
 
-    events = [event for event, _ in case.run([logged(name) for name in "abc"], fit=fit)]
+    events = [event for event, _ in case.run([recorder(name) for name in "abc"], fit=fit)]
     wanted: list[tuple[Event, str]] = []
     for event in events:
         backwards = "AFTER" in event.name.split("_") and event is not Event.AFTER_DATALOADER

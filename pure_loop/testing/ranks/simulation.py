@@ -289,7 +289,7 @@ class _Simulation:
             before = requested[number]
             if collective != before.collective:
                 raise self._changed(rank, number, f"was {Collective(*collective)}")
-            if not all(map(same, value, before.given)):
+            if not all(same(*pair) for pair in zip(value, before.given, strict=True)):
                 raise self._changed(rank, number, "had other numbers in it")
         else:
             form = tuple([(tuple(item.shape), item.dtype) for item in wanted])
