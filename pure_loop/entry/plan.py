@@ -32,7 +32,8 @@ from pure_loop.observer import Observer, observers
 from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages
 from pure_loop.stages.engine import Engine
-from pure_loop.stages.ownership import Ownership, can_count
+from pure_loop.stages.ownership import Ownership
+from pure_loop.stages.references import can_count
 from pure_loop.stages.sizes import FoundSize
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State

@@ -20,7 +20,8 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.contract import check_returned
 from pure_loop.observer import Observer, refuse_return
 from pure_loop.random.guards import guard
-from pure_loop.stages.ownership import Ownership, Request, counting_doubt
+from pure_loop.stages.ownership import Ownership, Request
+from pure_loop.stages.references import counting_doubt
 from pure_loop.state import NOT_READY, POSITIONS, State, at_event, position_at, with_fields
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from torch import Tensor
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.tree_ops import unaliased
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
-from pure_loop.stages.ownership import Ownership, are_torchs, has_tensors, overwritten_by
+from pure_loop.stages.ownership import Ownership, overwritten_by
+from pure_loop.stages.references import are_torchs, has_tensors
 from pure_loop.state import State, lend, raw_opt_state, raw_params, with_fields
 
 if TYPE_CHECKING:

@@ -91,8 +91,8 @@ MUTABLE = {
     ("stages/nonfinite.py", "_ones"): _CACHE,
     ("random/numpy_state.py", "_spare"): "a cache: bit generators that are lent",
     ("stages/ownership.py", "Ownership"): "what is counted of a State that nothing keeps, on this interpreter",
-    ("stages/ownership.py", "_plans"): "a cache: what code does with what it is given",
-    ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
+    ("_internal/frames.py", "_plans"): "a cache: what code does with what it is given",
+    ("_internal/frames.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/digests.py", "_known"): "a cache: digests of frozen tensors",
     ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
     ("testing/wrong_algorithms.py", "WRONG_ALGORITHMS"): _DEFINED,
@@ -127,19 +127,11 @@ MUTABLE = {
 
 # R3. Frames, counts of references and bytecode are looked at in one module; the memory of a process in none.
 
-# The one file that counts references, and whose business frames are. The other looks are at no State's owners.
-OWNERSHIP = {
-    **{("stages/ownership.py", name): "what the body of a loop does" for name in ("_getframe", "f_locals", "dis")},
-    ("stages/ownership.py", "getrefcount"): "whether a State is kept",
-    ("loop/stream.py", "f_locals"): "the arguments of a generator that has not begun",
-    ("entry/deterministic.py", "f_locals"): "a traceback: which layer an error of torch comes from",
-    ("checkpoint/signals.py", "_getframe"): "a signal: what it interrupts",
-    ("data/source.py", "f_locals"): "a signal: whether it interrupts the loading of a batch",
+# The one file whose business frames are, and what else reads bytecode: (module, name).
+FRAMES = {
+    **{("_internal/frames.py", name): "the functions that others call" for name in ("_getframe", "f_locals", "dis")},
+    ("_internal/frames.py", "getrefcount"): "whether a State is kept",
     ("data/copies.py", "dis"): "which variables the functions of a user's dataset change",
-    ("compile/trace_guards.py", "_getframe"): "whether a comparison of numbers is a check of torch's own",
-    ("compile/trace_guards.py", "f_locals"): "whether a comparison of numbers is a check of torch's own",
-    ("testing/wrong_algorithms.py", "_getframe"): "an algorithm that the laws must refuse",
-    ("testing/wrong_algorithms.py", "f_locals"): "an algorithm that the laws must refuse",
 }
 CTYPES = {
     "_internal/torch_private.py": "the bytes of a tensor without numpy",
@@ -330,7 +322,7 @@ LOOKS = frozenset({"_getframe", "getrefcount", "f_locals", "currentframe", "dis"
 
 
 def test_one_module_looks_at_frames_counts_and_bytecode() -> None:
-    assert differences(names_in(modules(), LOOKS), OWNERSHIP) == []
+    assert differences(names_in(modules(), LOOKS), FRAMES) == []
 
 
 def test_no_module_reads_memory_by_its_address() -> None:
