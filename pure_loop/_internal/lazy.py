@@ -12,6 +12,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from pure_loop._internal.hints import hint
+from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import MissingExtraError
 
 __all__ = ["lazily", "require"]
@@ -58,9 +60,6 @@ def _instead(package: str, name: str) -> str:
     """What to write instead, for an error; "" for names that Python itself looks up."""
     if name.startswith("__"):
         return ""
-    from pure_loop._internal.hints import hint  # only on the way to an error
-    from pure_loop._internal.suggestions import nearest
-
     text = hint(package, name)
     if text is not None:
         return f": {text}"

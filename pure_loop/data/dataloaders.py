@@ -17,9 +17,9 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.torch_private import iterator_of_loader
 from pure_loop.data import samplers as _samplers
 from pure_loop.data import workers as _loaders
-from pure_loop.data.batch import num_samples
 from pure_loop.data.copies import Private, has_epochs
 from pure_loop.data.passes import Passes
+from pure_loop.data.samples import num_samples
 from pure_loop.data.source import (
     END,
     Batches,

@@ -79,7 +79,7 @@ class Share:
         split: ``(batch, size) -> list`` of batches of at most ``size`` samples.
 
     >>> import torch
-    >>> from pure_loop.data.batch import num_samples, split
+    >>> from pure_loop.data.samples import num_samples, split
     >>> Share(1, 3, num_samples, split).of(torch.arange(4))
     Part(batch=tensor([2, 3]), counts=True, samples=4, order=0)
     >>> Share(2, 3, num_samples, split).of(torch.arange(4))
