@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop._internal.torch_private import registered_pytrees
 from pure_loop.errors import DataError
 
 __all__ = [
-    *("HOW_TO_COUNT", "INDIVISIBLE", "Graphs", "Node", "describe", "is_array", "is_graphs", "is_texts", "leaves"),
-    *("map_tensors", "open_node", "size_of_unit", "tensors_in", "to_device"),
+    *("HOW_TO_COUNT", "INDIVISIBLE", "Graphs", "Node", "are_alike", "describe", "is_array", "is_graphs", "is_texts"),
+    *("leaves", "map_tensors", "open_node", "size_of_unit", "tensors_in", "to_device"),
 ]
 
 T = TypeVar("T")
@@ -289,3 +289,20 @@ def size_of_unit(value: object) -> int | None:
     """How many samples an object with a ``batch_size`` holds that is a ``torch.Size``; None of any other."""
     size = getattr(value, "batch_size", None) if hasattr(type(value), "__getitem__") else None
     return size[0] if isinstance(size, torch.Size) and size else None
+
+
+def are_alike(first: Batch, second: Batch) -> bool:
+    """Whether two batches are known to be equal."""
+    (leaves, structure), (others, of_second) = map(_flat, (first, second))
+    return structure == of_second and all(map(_equal, leaves, others))
+
+
+def _flat(batch: Batch) -> tuple[list[Any], optree.PyTreeSpec]:
+    return optree.tree_flatten(batch, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    equal = a == b
+    return bool(equal.all()) if hasattr(equal, "__array__") else bool(equal)

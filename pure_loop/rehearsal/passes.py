@@ -14,7 +14,8 @@ from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger
-from pure_loop.data.source import END, Batches, Source
+from pure_loop.data.group import END
+from pure_loop.data.source import Batches, Source
 from pure_loop.entry.assembly import Assembly
 from pure_loop.entry.deterministic import stream_of
 from pure_loop.errors import DataError

@@ -18,7 +18,7 @@ from pure_loop._internal.autograd import add_gradient, gradient_of, zero_unless
 from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.weights import Weights
 from pure_loop.data.batch import to_device
-from pure_loop.data.source import END
+from pure_loop.data.group import END
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import time_of_step
