@@ -37,7 +37,7 @@ from pure_loop._internal.torch_private import default_collate_functions, end_wor
 from pure_loop.data.group import END, grouped, steps
 from pure_loop.data.group import Batches as Group
 from pure_loop.errors import DataError, ResumeError
-from pure_loop.random.guards import runs_users_code
+from pure_loop.random.authors import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
 if TYPE_CHECKING:

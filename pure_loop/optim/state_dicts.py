@@ -13,8 +13,8 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim._in_torch import InTorch, TorchGroup, part_in_torch
-from pure_loop.optim.optimizer import Optimizer, OptState, Params, time_of_step
+from pure_loop.optim._in_torch import part_in_torch
+from pure_loop.optim.optimizer import InTorch, Optimizer, OptState, Params, TorchGroup, time_of_step
 from pure_loop.optim.resuming import refuse_other_memory
 from pure_loop.state import State
 
