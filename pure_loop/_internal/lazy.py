@@ -12,6 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from pure_loop._internal.records import set_class
 from pure_loop.errors import MissingExtraError
 
 __all__ = ["lazily", "require"]
@@ -37,8 +38,7 @@ def lazily(package: str, names: Mapping[str, str | None]) -> Callable[[str], Any
             # cloudpickle knows how to send plain modules to another process, and not their subclasses.
             return import_module, (self.__name__,)
 
-    module = sys.modules[package]
-    module.__class__ = Package
+    module = set_class(sys.modules[package], Package)
 
     def get(name: str) -> Any:
         try:

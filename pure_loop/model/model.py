@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import name_of
+from pure_loop._internal.records import set_class
 from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.frozendict import FrozenDict
@@ -494,7 +495,7 @@ def _no_module() -> None:
 def _rebuilt(skeleton: nn.Module, classes: dict[str, type], altered: Altered = UNALTERED) -> ModelDef:
     for name, parameter in skeleton.named_parameters():
         if name in classes:
-            parameter.__class__ = classes[name]
+            set_class(parameter, classes[name])
     return ModelDef(skeleton, altered)
 
 
