@@ -9,7 +9,7 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
@@ -690,7 +690,7 @@ def device_of(state: State) -> torch.device:
 
 def with_fields(state: S, /, **fields: object) -> S:
     """A State with these fields, by the names of slots: ``_grads``; nothing is converted or checked."""
-    cls: Hashable = state.__class__
+    cls: Any = type(state)
     copy: Callable[..., S] = copier(cls, *fields)
     return copy(state, *fields.values())
 
