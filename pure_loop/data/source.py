@@ -31,7 +31,7 @@ from pure_loop.data.copies import Private
 from pure_loop.data.group import END, Share, grouped, joined, steps
 from pure_loop.data.passes import Passes, iterator_made, shut
 from pure_loop.errors import DataError, ResumeError
-from pure_loop.random.guards import runs_users_code
+from pure_loop.random.authors import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
 __all__ = ["Batches", "Iterated", "Listed", "OneShot", "Source", "is_loading"]

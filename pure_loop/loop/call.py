@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from pure_loop._internal.pytree import Batch
+from pure_loop.callback import LastBoundary
 from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import BoundEvaluator
@@ -18,7 +19,7 @@ from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.time import Time
 
-__all__ = ["Feed", "Fit", "Graphs", "LastBoundary", "Stopwatch", "Strategy"]
+__all__ = ["Feed", "Fit", "Graphs", "Stopwatch", "Strategy"]
 
 
 # Of which a sum of many stays finite, and which are 30 million years.
@@ -60,21 +61,6 @@ class Stopwatch:
             )
         seconds, self.last = now - self.last, now
         return max(0.0, seconds)
-
-
-@attrs.define
-class LastBoundary:
-    """The State of the last boundary, for as long as no step writes to it.
-
-    Attributes:
-        state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
-            out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
-        evaluated: of evaluations since the last batch the States at EVAL_START, with the weights that were measured, by
-            the labels of their evaluators, the last one last: callbacks that save them put them here.
-    """
-
-    state: State | None = None
-    evaluated: dict[str, State] = attrs.field(factory=dict)
 
 
 class Feed(Protocol):

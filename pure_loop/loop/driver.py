@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from _thread import allocate_lock, start_new_thread
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import ref
@@ -12,13 +12,12 @@ import torch
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.processes import generation, here
-from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.hooks import Handler, Handlers, Observer, Observers, refuse_return
 from pure_loop.loop.contract import check_returned
-from pure_loop.observer import Observer, refuse_return
 from pure_loop.random.guards import guard
 from pure_loop.stages.ownership import Ownership, Request
 from pure_loop.stages.references import counting_doubt
@@ -28,10 +27,8 @@ if TYPE_CHECKING:
     from pure_loop.loop.strict import Strict
     from pure_loop.stages import Stages
 
-__all__ = ["Handlers", "Script", "apply", "drive", "run_to_end"]
+__all__ = ["Script", "apply", "drive", "run_to_end"]
 
-Handlers = Mapping[Event, tuple[Handler, ...]]
-Observers = Mapping[Event, tuple[Observer, ...]]
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
 
 _NOTHING: FrozenDict[Event, Any] = FrozenDict()

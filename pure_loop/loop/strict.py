@@ -24,7 +24,7 @@ from pure_loop.event import Event, events_between
 from pure_loop.state import State, raw_params, with_fields
 
 if TYPE_CHECKING:
-    from pure_loop.algorithm import Handler
+    from pure_loop.hooks import Handler
     from pure_loop.order import Checker
 
 __all__ = ["Strict"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor, nn
@@ -16,10 +16,19 @@ from pure_loop.model.buffers import UNALTERED, Altered, alterations, places_of, 
 from pure_loop.model.mirrored import Mirrored, mirror, stands_twice
 from pure_loop.model.tree import entries, places_at, set_mode, tensor_places
 
-if TYPE_CHECKING:
-    from pure_loop.model.model import ModelDef
-
 __all__ = ["Instance"]
+
+
+class Structure(Protocol):
+    """What an instance reads of a ``ModelDef``."""
+
+    skeleton: nn.Module
+    parameter_names: tuple[str, ...]
+    altered: Altered
+    modes: tuple[tuple[str, bool], ...]
+    buffer_places: dict[str, list[str]]
+
+    def copied(self) -> nn.Module: ...
 
 
 def _no_mapping(_: object = None) -> None:
@@ -42,7 +51,7 @@ class Instance:
         *("altered", "bound", "buffers", "module", "notes", "params", "places", "training"),
     )
 
-    def __init__(self, model: ModelDef) -> None:
+    def __init__(self, model: Structure) -> None:
         self.module = model.copied()
         self.notes: list[str] = []
         mirror(self.module, self.notes)
@@ -61,7 +70,7 @@ class Instance:
         self.training: bool | None = None
         self._modes = model.modes
 
-    def take_structure(self, model: ModelDef) -> None:
+    def take_structure(self, model: Structure) -> None:
         """Register the buffers of this structure, and no others."""
         came = self._came
         put_slots(self.module, {path: slot_of(came, path) for path in self.altered if path not in model.altered})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -15,64 +15,20 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim._rules import Rule
 from pure_loop.optim.kernels import FUSED_DEVICES
-from pure_loop.optim.optimizer import Optimizer, OptState, Params, options_in_step, rate_at
-
-if TYPE_CHECKING:
-    from pure_loop.optim._rules import Rule
-    from pure_loop.time import Timestamp
+from pure_loop.optim.optimizer import InTorch, Optimizer, OptState, Params, TorchGroup, options_in_step, rate_at
+from pure_loop.time import Timestamp
 
 __all__ = [
     "AdamInTorch",
-    "InTorch",
     "MuonInTorch",
     "RuleInTorch",
     "SGDInTorch",
-    "TorchGroup",
     "no_class",
     "part_in_torch",
     "refuse_other_options",
 ]
-
-
-@attrs.frozen(kw_only=True)
-class TorchGroup:
-    """One parameter group.
-
-    Attributes:
-        options: what the group holds besides its parameters.
-        memory: what is kept for each parameter, in their order; empty for one without a step.
-        rest: what the optimizer keeps for no parameter.
-    """
-
-    options: Mapping[str, Any]
-    memory: Mapping[str, Mapping[str, Any]]
-    rest: Mapping[Any, Any] = attrs.field(factory=dict)
-
-
-class InTorch(Protocol):
-    """An optimizer state as that of a class of torch."""
-
-    def cls(self) -> type[torch.optim.Optimizer]:
-        """The class."""
-
-    def names(self, params: Params) -> list[list[str]]:
-        """The parameters of each group, in their order."""
-
-    def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
-        """The groups. Their tensors may be those of ``opt_state``.
-
-        Raises:
-            ArgumentError: the class has no place for what this optimizer does or keeps.
-        """
-
-    def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState:
-        """The optimizer state. Its tensors may be those of the groups.
-
-        Raises:
-            ArgumentError: the groups were made with other options.
-            ResumeError: they hold something else, or other shapes.
-        """
 
 
 def part_in_torch(optimizer: Optimizer) -> InTorch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -21,6 +21,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.kernels import are_alike, check_state, in_order, laid_out
 from pure_loop.optim.optimizer import (
     Grads,
+    InTorch,
     Optimizer,
     OptState,
     Params,
@@ -31,9 +32,6 @@ from pure_loop.optim.optimizer import (
     rate_at,
 )
 from pure_loop.time import Timestamp
-
-if TYPE_CHECKING:
-    from pure_loop.optim._in_torch import RuleInTorch
 
 __all__ = ["Rule", "StepOptions", "add_multiple", "add_multiple_", "between", "decay_", "shrink_"]
 
@@ -71,7 +69,7 @@ class Rule:
     counts: bool = False
     marks_first: bool = False
     takes_found_inf: bool = False
-    in_torch: type[RuleInTorch] | None = None
+    in_torch: Callable[[Rule], InTorch] | None = None
     lr: RateFunction = attrs.field(init=False)
     options: FrozenDict[str, Any] = attrs.field(init=False)
     fixed: StepOptions | None = attrs.field(init=False)

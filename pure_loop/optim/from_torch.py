@@ -34,7 +34,7 @@ from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.kept import ATOMS, COMMON, Kept, overlap, range_of, tensors_in, unholdable
-from pure_loop.optim._in_torch import TorchGroup, refuse_other_options
+from pure_loop.optim._in_torch import refuse_other_options
 from pure_loop.optim.kernels import check_state, in_order, is_dense, match_layout
 from pure_loop.optim.optimizer import (
     Grads,
@@ -43,6 +43,7 @@ from pure_loop.optim.optimizer import (
     Params,
     RateFunction,
     ScaledTimestamp,
+    TorchGroup,
     as_schedule,
     rate_at,
 )
@@ -574,7 +575,7 @@ _OF_OTHERS = frozenset(
 
 @attrs.frozen
 class ClassInTorch:
-    """The state of :func:`from_torch` as that of its class (see :class:`~pure_loop.optim._in_torch.InTorch`)."""
+    """The state of :func:`from_torch` as that of its class (see :class:`~pure_loop.optim.optimizer.InTorch`)."""
 
     rule: _FromTorch
     lr: RateFunction
@@ -687,8 +688,9 @@ def _shared(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 def _in_order_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> FrozenDict[str, Any]:
     """``new`` with its keys in the order of ``old``, which itself is given where it has the same values."""
     if list(new) == list(old):
-        same = type(old) is FrozenDict and all(map(is_, new.values(), old.values()))
-        return old if same else FrozenDict(new)  # type: ignore[return-value]
+        if type(old) is FrozenDict and all(map(is_, new.values(), old.values())):
+            return old
+        return FrozenDict(new)
     keys = [*(key for key in old if key in new), *(key for key in new if key not in old)]
     return FrozenDict({key: new[key] for key in keys})
 

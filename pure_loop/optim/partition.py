@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim._in_torch import TorchGroup, part_in_torch
+from pure_loop.optim._in_torch import part_in_torch
 from pure_loop.optim.kernels import check_state, in_order
-from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
+from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params, TorchGroup
 from pure_loop.optim.resuming import made_by_another, refuse_other_memory
 
 if TYPE_CHECKING:

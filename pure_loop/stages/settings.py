@@ -23,7 +23,8 @@ from pure_loop.data.group import parts_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision, PrecisionName
-from pure_loop.random.guards import Place, guard, is_users, runs_users_code
+from pure_loop.random.authors import is_users, runs_users_code
+from pure_loop.random.guards import Place, guard
 from pure_loop.random.seeds import SeededHosts, derive, seeded
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.stages.own_draws import checked_draws

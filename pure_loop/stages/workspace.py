@@ -14,6 +14,7 @@ import optree
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop._internal.records import set_class
 from pure_loop._internal.tree_ops import unaliased
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.stages.ownership import Ownership, overwritten_by
@@ -121,8 +122,7 @@ def _overwritten(value: object, field: str, batch: int) -> Any:
     what = overwritten_by(field, batch)
     for name in value:  # which a view, an iterator or a method of it may read
         dict.__setitem__(value, name, OverwrittenValue(field, what))
-    value.__class__ = Overwritten
-    value.lent = field, what
+    set_class(value, Overwritten).lent = field, what
     return other
 
 
