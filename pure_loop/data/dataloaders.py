@@ -51,26 +51,20 @@ def kind(loader: object) -> type[Source] | None:
 class _Indexed(Source):
     """A DataLoader over a map-style dataset: what was seen is skipped by index, without loading it."""
 
-    def __init__(
-        self,
-        loader: Loader,
-        seed: int,
-        stream: str,
-        limit: int | None,
-        share: Share | None,
-        per_step: int = 1,
-    ) -> None:
-        super().__init__(loader, seed, stream, limit, share, per_step)
+    _loader: Loader
+
+    def _prepare(self) -> None:
+        loader = self._loader
         self._shares = loader.batch_sampler is not None  # or else an index stands for a whole batch
         self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._passes: Passes[Any] = Passes(
             lambda: Private(self._sampler, shared=(loader.dataset,), seeds=True),
             self._indices,
             limit=self._limit,
-            continues=limit is not None and self.loader_length is None,
+            continues=self._limit is not None and self.loader_length is None,
             independent=lambda copy: _loaders.guards_itself(copy.value),
-            stream=stream,
-            per_step=per_step,
+            stream=self._stream,
+            per_step=self._per_step,
         )
         self._free = _loaders.draws_nothing(loader)
         self._table = _loaders.is_table(loader)
@@ -84,8 +78,9 @@ class _Indexed(Source):
         loader, described = self._loader, super().described
         if not described:
             return described
+        dataset: Any = loader.dataset
         try:
-            samples = len(loader.dataset)
+            samples = len(dataset)
         except (TypeError, NotImplementedError, AttributeError):  # its sampler knows what there is
             samples = None
         return {
@@ -103,7 +98,7 @@ class _Indexed(Source):
     @property
     def repeats(self) -> bool:
         # Workers are started once an evaluation needs them.
-        return bool(self._loader.num_workers == 0)
+        return self._loader.num_workers == 0
 
     @property
     def batches_stay(self) -> bool:
@@ -245,16 +240,8 @@ class _Rebuilt(Iterated):
 
     _loader: Loader
 
-    def __init__(
-        self,
-        loader: Loader,
-        seed: int,
-        stream: str,
-        limit: int | None,
-        share: Share | None,
-        per_step: int = 1,
-    ) -> None:
-        super().__init__(loader, seed, stream, limit, share, per_step)
+    def _prepare(self) -> None:
+        loader = self._loader
         self._in_workers = _is_plain(loader) and loader.num_workers > 0
         self._tells_workers = self._in_workers and Private(loader.dataset, seeds=False).has_epochs
         # Persistent workers keep their copy of the dataset from pass to pass, unless set_epoch tells them the epoch.

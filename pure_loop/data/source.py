@@ -60,13 +60,15 @@ class Source(ABC):
             limit: the steps of an epoch, at most.
             per_step: how many batches of the loader are that of a step.
         """
-        self._share = share
-        self._per_step = per_step
-        self._loader = loader
+        self._loader, self._share, self._per_step = loader, share, per_step
         self._seed = derive(seed, stream)
         self._stream = stream
         # In batches of the loader, as is everything below but what says steps.
         self._limit = None if limit is None else limit * per_step
+        self._prepare()
+
+    def _prepare(self) -> None:  # noqa: B027  (most have nothing to prepare)
+        """Make what a source of this kind keeps."""
 
     @cached_property
     def length(self) -> int | None:
@@ -122,11 +124,10 @@ class Source(ABC):
         """
         length, limit = self.loader_length, self._limit
         start, seen = start * self._per_step, seen * self._per_step
-        stop = None if limit is None else max(limit - start, 0)
         # A batch beyond the length is asked for once, at the end.
         checked = length is not None and (limit is None or limit > length)
-        if length is not None and checked:
-            stop = max(length - start, 0)
+        end = length if checked else limit
+        stop = None if end is None else max(end - start, 0)
         with closing(self._batches(epoch, start, seen)) as value:
             share = None if self._shares else self._share
             batches: Iterator[Batch] = value if stop is None else islice(value, stop)
