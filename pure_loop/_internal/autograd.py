@@ -134,19 +134,19 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
+def refuse_strangers(loss: Tensor, parameters: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
     """Refuse a loss with a graph that goes where gradients would be lost without an error.
 
     Args:
         loss: what is about to be differentiated.
-        known: parameters that are no strangers; None: no parameter is.
+        parameters: those that are no strangers; None: no parameter is one.
         leaves: what it is differentiated by. Others with their memory are those of another forward.
 
     Raises:
         ModelError: it depends on a parameter that the model was not called with, or on a second forward, or goes
             through a reentrant checkpoint.
     """
-    family = None if known is None else set(map(id, known))
+    family = None if parameters is None else set(map(id, parameters))
     # On the meta device there is no memory.
     own = {leaf.data_ptr(): id(leaf) for leaf in leaves if _is_plain(leaf) and leaf.numel() and not leaf.is_meta}
     for node in graph_of(loss):

@@ -294,8 +294,8 @@ def size_of_unit(value: object) -> int | None:
 
 def are_alike(first: Batch, second: Batch) -> bool:
     """Whether two batches are known to be equal."""
-    (leaves, structure), (others, of_second) = map(_flat, (first, second))
-    return structure == of_second and all(map(_equal, leaves, others))
+    (of_first, structure), (of_second, structure_of_second) = map(_flat, (first, second))
+    return structure == structure_of_second and all(map(_equal, of_first, of_second))
 
 
 def _flat(batch: Batch) -> tuple[list[Any], optree.PyTreeSpec]:

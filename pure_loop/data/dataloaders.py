@@ -87,7 +87,7 @@ class _Indexed(Source):
             **described,
             "samples": samples,
             "batch_size": loader.batch_size,
-            "order": type(loader.sampler if loader.batch_sampler is None else loader.batch_sampler).__name__,
+            "order": type(self._sampler).__name__,
             "sampler": type(loader.sampler).__name__,
         }
 

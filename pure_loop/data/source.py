@@ -238,8 +238,8 @@ class _Unindexed(Source):
 
     def _take_made(self, epoch: int, start: int) -> tuple[int, Callable[[Batch], int]] | None:
         """How many samples were made of an epoch, and what counts them; None where training begins."""
-        made, self._made = self._made, None
-        return None if made is None or made[0] != (epoch, start) else made[1:]
+        resumed, self._made = self._made, None
+        return None if resumed is None or resumed[0] != (epoch, start) else resumed[1:]
 
 
 class Iterated(_Unindexed):
@@ -249,11 +249,11 @@ class Iterated(_Unindexed):
     _in_workers = False
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        made = self._take_made(epoch, start)
-        if made is None:
+        resumed = self._take_made(epoch, start)
+        if resumed is None:
             yield from self._passes.epoch(epoch, start, seen)
             return
-        samples, count = made
+        samples, count = resumed
         with closing(self._passes.epoch(epoch, 0, seen - start)) as batches:
             following = sum(map(count, islice(batches, start)))
             if following != samples:
@@ -369,14 +369,14 @@ class OneShot(_Unindexed):
                 f"{seen}; pass a new iterator that starts at the first batch, or a list or a DataLoader"
             )
         guard = self._guard_of([self._loader])
-        made = self._take_made(epoch, start)
+        resumed = self._take_made(epoch, start)
         samples = 0
         while True:
-            if made is not None and self._taken == seen:
-                if samples != made[0]:
+            if resumed is not None and self._taken == seen:
+                if samples != resumed[0]:
                     why = "An iterator has no indices by which samples could be skipped."
-                    raise self._refuse_other_sizes(epoch, start, made[0], samples, why)
-                made = None
+                    raise self._refuse_other_sizes(epoch, start, resumed[0], samples, why)
+                resumed = None
             with guard(derive(self._seed, "item", self._taken)):
                 batch = next(self._loader, END)
             if batch is END:
@@ -384,8 +384,8 @@ class OneShot(_Unindexed):
             self._taken += 1
             if self._taken > seen:
                 yield batch
-            elif made is not None and self._taken > seen - start:
-                samples += made[1](batch)
+            elif resumed is not None and self._taken > seen - start:
+                samples += resumed[1](batch)
         if steps(self._taken, self._per_step) * self._per_step < seen:  # the last step may have had fewer batches
             raise DataError(
                 f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "
