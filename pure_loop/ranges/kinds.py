@@ -133,28 +133,28 @@ class Number(Range):
 
 
 class Above(Number):
-    """A finite number above ``limit``."""
+    """A finite number above ``limit``; ``options`` are those of :class:`Number`."""
 
     def __init__(self, limit: float, *, below: float = math.inf, **options: Unpack[Options]) -> None:
         super().__init__(above=limit, below=below, **options)
 
 
 class AtLeast(Number):
-    """A finite number of at least ``limit``."""
+    """A finite number of at least ``limit``; ``options`` are those of :class:`Number`."""
 
     def __init__(self, limit: float, **options: Unpack[Options]) -> None:
         super().__init__(least=limit, **options)
 
 
 class Between(Number):
-    """A number in ``[least, below)``."""
+    """A number in ``[least, below)``; ``options`` are those of :class:`Number`."""
 
     def __init__(self, least: float, below: float, **options: Unpack[Options]) -> None:
         super().__init__(least=least, below=below, **options)
 
 
 class Within(Number):
-    """A number in ``[least, most]``."""
+    """A number in ``[least, most]``; ``options`` are those of :class:`Number`."""
 
     def __init__(self, least: float, most: float, **options: Unpack[Options]) -> None:
         options = {"wanted": f"a number from {least:g} to {most:g}", **options}
