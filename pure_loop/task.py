@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import accepts, name_of
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.reprs import call, changed_fields
-from pure_loop._internal.torch_losses import Implied, implied_by
-from pure_loop.data.batch import describe, num_samples, num_tokens, split
+from pure_loop._internal.weights import Implied, implied_by
+from pure_loop.data.batch import describe
 from pure_loop.data.group import parts_of
+from pure_loop.data.samples import num_samples, num_tokens, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.random.authors import is_users
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from pure_loop._internal.torch_private import (
-    backward_runs_in_threads,
-    graph_task,
-    is_transformed,
-    run_backward,
-)
+from pure_loop._internal.torch_private import graph_task, is_transformed, run_backward
 from pure_loop.errors import ModelError
 
 __all__ = ["add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
 
 
-def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Any, ...]:
+def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Tensor, ...]:
     """``torch.autograd.grad(loss, inputs, seed, allow_unused=True)`` of a scalar, without its checks of every input.
 
     Args:
@@ -31,14 +27,12 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
     >>> gradient_of(x * x, [x, y])
     (tensor(6.), None)
     """
-    if not (loss.is_cpu and inputs[0].is_cpu) and backward_runs_in_threads():
-        # The engine's device thread would keep a reference to the gradients, and the reference check would fail.
-        with torch.autograd.set_multithreading_enabled(False):
-            return gradient_of(loss, inputs, seed)
-    result: tuple[Any, ...] = run_backward(
-        (loss,), (scalar_like(loss, seed),), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-    )
-    return result
+    arguments = (loss,), (scalar_like(loss, seed),), False, False, tuple(inputs)
+    if loss.is_cpu and inputs[0].is_cpu:
+        return run_backward(*arguments, allow_unreachable=True, accumulate_grad=False)
+    # The engine's device thread would keep a reference to the gradients, and the reference check would fail.
+    with torch.autograd.set_multithreading_enabled(False):
+        return run_backward(*arguments, allow_unreachable=True, accumulate_grad=False)
 
 
 def scalar_like(loss: Tensor, number: Tensor | float) -> Tensor:
@@ -87,7 +81,7 @@ def add_gradient(
         return tuple(None if gradient is None else added(tensor, gradient) for tensor, gradient in gradients)
     tasks: list[int] = []
 
-    def adding(tensor: Tensor) -> Any:
+    def adding(tensor: Tensor) -> Callable[[Tensor], Tensor | None]:
         # What a hook returns replaces the gradient, which is freed then. A gradient that is taken by the same leaf
         # inside of this backward belongs to another task, and stays as it is.
         return lambda gradient: added(tensor, gradient) if task_of() == tasks[0] else None
@@ -102,15 +96,15 @@ def add_gradient(
             hook.remove()
 
 
-def graph_of(tensor: Tensor) -> Iterator[Any]:
+def graph_of(tensor: Tensor) -> Iterator[Node]:
     """The nodes of the graph that a tensor came from, each once.
 
     >>> x = torch.ones(1, requires_grad=True)
     >>> [type(node).__name__ for node in graph_of(2 * x)]
     ['MulBackward0', 'AccumulateGrad']
     """
-    seen: set[Any] = set()
-    open_nodes: list[Any] = [tensor.grad_fn]
+    seen: set[Node] = set()
+    open_nodes: list[Node | None] = [tensor.grad_fn]
     while open_nodes:
         node = open_nodes.pop()
         if node is None or node in seen:

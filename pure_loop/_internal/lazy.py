@@ -12,7 +12,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from pure_loop._internal.hints import hint
 from pure_loop._internal.records import set_class
+from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import MissingExtraError
 
 __all__ = ["lazily", "require"]
@@ -61,9 +63,6 @@ def _instead(package: str, name: str) -> str:
     """What to write instead, for an error; "" for names that Python itself looks up."""
     if name.startswith("__"):
         return ""
-    from pure_loop._internal.hints import hint  # only on the way to an error
-    from pure_loop._internal.suggestions import nearest
-
     text = hint(package, name)
     if text is not None:
         return f": {text}"

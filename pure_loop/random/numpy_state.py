@@ -9,12 +9,22 @@ which only ``get_state`` shows: it is read and written with nothing in the place
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
-__all__ = ["put_back", "set_aside"]
+__all__ = ["numpy_random", "put_back", "set_aside"]
 
 # Bit generators to lend; guards may stand inside one another, so there may be several.
 _spare: list[Any] = []
+
+
+def numpy_random() -> Any:
+    """The module ``numpy.random``; None where no code has imported NumPy, which is optional.
+
+    Reading it loads it if nothing has yet: code that runs soon may, and would find it seeded by the operating system.
+    """
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
 
 
 class _Nothing:

@@ -26,7 +26,7 @@ def checked_draws(guard: AbstractContextManager[None], stage: str, batch: int, d
         stage, batch: for errors.
         device: the one whose generator is seeded, besides the CPU's.
     """
-    from pure_loop._internal.profiling import calls_watched
+    from pure_loop._internal.frames import calls_watched
 
     with guard:
         own = _OwnDraws(device)

@@ -109,8 +109,8 @@ MUTABLE = {
     ("_internal/processes.py", "_forgetting"): "who is told of a fork",
     ("_internal/owned_files.py", "_held"): "the locks that this process holds",
     ("_internal/owned_files.py", "_turn"): "the lock of its threads, a new one in a fork",
-    ("data/source.py", "_iterators"): "iterators whose workers are of this process",
-    ("data/source.py", "_inherited"): "iterators whose workers are of its parent",
+    ("data/passes.py", "_iterators"): "iterators whose workers are of this process",
+    ("data/passes.py", "_inherited"): "iterators whose workers are of its parent",
     ("loop/stream.py", "_open"): "streams that have not ended",
     ("algorithms/alibi.py", "_active"): "the mode of a thread",
     ("compile/compilations.py", "_listening"): "who is told of what is compiled",
@@ -131,7 +131,7 @@ MUTABLE = {
 FRAMES = {
     **{("_internal/frames.py", name): "the functions that others call" for name in ("_getframe", "f_locals", "dis")},
     ("_internal/frames.py", "getrefcount"): "whether a State is kept",
-    ("data/copies.py", "dis"): "which variables the functions of a user's dataset change",
+    ("data/changes.py", "dis"): "which variables the functions of a user's dataset change",
 }
 CTYPES = {
     "_internal/torch_private.py": "the bytes of a tensor without numpy",
