@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md and docs/ anew: ``make docs``.
+"""Write the generated parts of README.md and docs/ anew: ``make docs``, and without outputs ``make tables``.
 
     python docs/generate.py            # write
     python docs/generate.py --check    # exit with 1 where something drifted
