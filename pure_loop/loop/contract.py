@@ -33,10 +33,11 @@ from pure_loop.state import (
 __all__ = ["check_returned"]
 
 
-def check_returned(new: Any, old: State, name: str, event: Event) -> State:
+def check_returned(returned: object, old: State, name: str, event: Event) -> State:
     """What an algorithm returned, with its events and mappings in order; or the error that says what is wrong."""
-    if type(new) is not type(old):
-        _refuse_type(new, type(old), name, event)
+    if type(returned) is not type(old):
+        _refuse_type(returned, type(old), name, event)
+    new = returned
     if new.event is not event:
         if new.event is not None:
             other = new.event.name if isinstance(new.event, Event) else repr(new.event)
@@ -56,11 +57,12 @@ def check_returned(new: Any, old: State, name: str, event: Event) -> State:
     if new.model is not old.model:
         if event is not Event.INIT:
             _refuse_field("model", name, event, "model surgery is done at INIT, with state.with_module(module)")
-        if not isinstance(new.model, ModelDef):
-            what = f"to a {type(new.model).__name__}"
+        model: object = new.model
+        if not isinstance(model, ModelDef):
+            what = f"to a {type(model).__name__}"
             _refuse_field(f"model {what}", name, event, "it is the structure alone; write state.with_module(module)")
         refuse_misfit(new)
-        return new  # type: ignore[no-any-return]
+        return new
     _refuse_ill_typed(new, old, name, event)
     _refuse_mistimed(new, old, name, event)
     if raw_params(new) is not raw_params(old):
@@ -81,7 +83,7 @@ def check_returned(new: Any, old: State, name: str, event: Event) -> State:
     if grads is not old._grads and grads is not None and grads is not NOT_READY:
         reference = FrozenDict((key, raw_params(old)[key]) for key in old.model.trainable)
         new = _same_tensors("grads", new, grads, reference, name, event)
-    return new  # type: ignore[no-any-return]
+    return new
 
 
 # What is needed to resume from these events.

@@ -688,8 +688,9 @@ def _shared(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 def _in_order_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> FrozenDict[str, Any]:
     """``new`` with its keys in the order of ``old``, which itself is given where it has the same values."""
     if list(new) == list(old):
-        same = type(old) is FrozenDict and all(map(is_, new.values(), old.values()))
-        return old if same else FrozenDict(new)  # type: ignore[return-value]
+        if type(old) is FrozenDict and all(map(is_, new.values(), old.values())):
+            return old
+        return FrozenDict(new)
     keys = [*(key for key in old if key in new), *(key for key in new if key not in old)]
     return FrozenDict({key: new[key] for key in keys})
 

@@ -254,7 +254,8 @@ def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
     """
     traced = getattr(timestamp, "rate", None)
     if traced is not None:  # a compiled step takes it as an input, because it is another one in each
-        return traced(where, lr)  # type: ignore[no-any-return]
+        rate: float = traced(where, lr)
+        return rate
     value: Any = lr(timestamp)
     if type(value) is not float and not isinstance(value, str | bytes):
         with suppress(TypeError, ValueError, RuntimeError):  # as tensors of several numbers say it

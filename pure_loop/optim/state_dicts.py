@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -165,10 +165,10 @@ def _served(state: Any, optimizer: Any) -> tuple[Optimizer, Params, Any]:
 
 
 def _parts(optimizer: Optimizer, params: Params) -> dict[str, tuple[Optimizer, Params]]:
-    split = getattr(optimizer.in_torch, "split", None)
+    split: Callable[[Params], dict[str, tuple[Optimizer, Params]]] | None = getattr(optimizer.in_torch, "split", None)
     if split is None:
         raise ArgumentError(f"{optimizer.name} has no parts; only pl.optim.partition has.")
-    return split(params)  # type: ignore[no-any-return]
+    return split(params)
 
 
 def _loaded(optimizer: Optimizer, params: Params, every: list[str], state_dict: Any) -> OptState:

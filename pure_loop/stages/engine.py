@@ -22,8 +22,7 @@ from pure_loop.data.source import END
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import time_of_step
-from pure_loop.stages.ownership import LARGE
-from pure_loop.stages.references import are_unaliased
+from pure_loop.stages.references import LARGE, are_unaliased
 from pure_loop.state import Loss, State, raw_opt_state, raw_params
 
 if TYPE_CHECKING:

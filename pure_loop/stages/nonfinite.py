@@ -18,7 +18,8 @@ __all__ = ["find_nonfinite", "gradients_nonfinite", "real_numbers", "total_loss"
 
 def total_loss(loss: Any) -> Tensor:
     """The loss that is differentiated: the tensor itself, or ``total`` of a dict."""
-    return loss["total"] if isinstance(loss, dict) else loss  # type: ignore[no-any-return]
+    total: Tensor = loss["total"] if isinstance(loss, dict) else loss
+    return total
 
 
 _dtype = attrgetter("dtype")

@@ -28,10 +28,18 @@ from pure_loop._internal.tree_ops import clone_all
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict, Overwritten
 from pure_loop.model.parameters import are_marked
-from pure_loop.stages.references import Tensors, are_unaliased, count_in, counting_doubt, expected_uses, is_private
+from pure_loop.stages.references import (
+    LARGE,
+    Tensors,
+    are_unaliased,
+    count_in,
+    counting_doubt,
+    expected_uses,
+    is_private,
+)
 from pure_loop.state import State, raw_opt_state, raw_params
 
-__all__ = ["LARGE", "Ownership", "Request", "overwritten_by"]
+__all__ = ["Ownership", "Request", "overwritten_by"]
 
 
 class Request(Enum):
@@ -342,8 +350,6 @@ _OF_LOADING, _AFTER_BATCH = Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT
 _OF_GRAPHS: frozenset[Event | Request] = frozenset({Request.COUNT_REFERENCES, Event.BATCH_START})
 # After these, gradients are added to, divided or clipped, or those of the batch before are of no use any more.
 _OF_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD})
-# Numbers in gradients from which a check of references is cheaper than a copy.
-LARGE = 2**18
 _SLOTS: dict[str, Any] = {name: vars(State)[f"_{name}"] for name in ("params", "opt_state", "grads")}
 
 

@@ -25,9 +25,13 @@ from pure_loop._internal.tree_ops import are_sharded, local_tensor
 from pure_loop.frozendict import FrozenDict
 
 __all__ = [
-    *("Tensors", "are_torchs", "are_unaliased", "can_count", "count_in", "counting_doubt", "expected_uses"),
+    *("LARGE", "Tensors", "are_torchs", "are_unaliased", "can_count", "count_in", "counting_doubt", "expected_uses"),
     *("has_tensors", "is_private", "storages_are_unshared", "was_sent"),
 ]
+
+
+# Numbers in gradients from which a look at references is cheaper than a copy.
+LARGE = 2**18
 
 
 class Tensors:

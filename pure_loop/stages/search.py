@@ -174,7 +174,7 @@ def _origin_in_backward(state: State, stages: StageSettings) -> Origin | None:
     module = state.module(training=True)
     with torch.enable_grad():
         for _, _, loss in _again(module, state, stages):
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
             origin = origin_in_gradients({name: parameter.grad for name, parameter in module.named_parameters()})
             if origin is not None:
                 return origin
