@@ -352,8 +352,8 @@ class State(Record):
         (1, 8, 0)
         """
         samples, tokens = check_integer("samples", samples, least=0), check_integer("tokens", tokens, least=0)
-        now = self.timestamp.next_batch(samples, tokens, check_number("seconds", seconds, least=0))
-        return self.replace(timestamp=now, previous_timestamp=self.timestamp)
+        timestamp = self.timestamp.next_batch(samples, tokens, check_number("seconds", seconds, least=0))
+        return self.replace(timestamp=timestamp, previous_timestamp=self.timestamp)
 
     def has_ended(self) -> bool:
         """Whether training ends at this boundary: an algorithm stopped it, or ``max_duration`` is reached.
@@ -626,8 +626,8 @@ def sort_by_model(state: S, before: ModelDef | None = None) -> S:
     """
     state = _in_order(state)
     wanted, were = order_of(state.model), None if before is None else order_of(before)
-    kept = state.algorithm_state if were is None else reordered(state.algorithm_state, wanted, were)
-    return with_fields(state, opt_state=reordered(raw_opt_state(state), wanted, were), algorithm_state=kept)
+    memories = state.algorithm_state if were is None else reordered(state.algorithm_state, wanted, were)
+    return with_fields(state, opt_state=reordered(raw_opt_state(state), wanted, were), algorithm_state=memories)
 
 
 _ENDS = events_between(Event.BATCH_END, Event.EPOCH_CHECKPOINT)

@@ -48,18 +48,18 @@ class Stopwatch:
         """The seconds since the last lap; 0 where the clock was set back."""
         value: Any = self._clock()
         try:
-            now = float(value)
+            time = float(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentTypeError(
                 f"clock returned {value!r:.60} of type {type(value).__name__}: fit(clock=...) is a function that "
                 "returns seconds as a float, such as time.monotonic."
             ) from error
-        if not abs(now) < _MOST_SECONDS:
+        if not abs(time) < _MOST_SECONDS:
             raise ArgumentError(
-                f"clock returned {now}: fit(clock=...) is a function that returns seconds as a finite float below "
+                f"clock returned {time}: fit(clock=...) is a function that returns seconds as a finite float below "
                 f"{_MOST_SECONDS:g}, such as time.monotonic."
             )
-        seconds, self.last = now - self.last, now
+        seconds, self.last = time - self.last, time
         return max(0.0, seconds)
 
 

@@ -207,11 +207,11 @@ def apply(
                         "pl.drive(script, stages=...)."
                     )
                 arguments = (state, stages) if handler.takes_stages else (state,)
-                new = _called(handler.function, arguments, state, path, stages)
+                result = _called(handler.function, arguments, state, path, stages)
                 if strict is not None:
                     strict.take_back(state, f"algorithm {handler.algorithm!r}", event)
-                if new is not state:
-                    state = check_returned(new, state, handler.algorithm, event)
+                if result is not state:
+                    state = check_returned(result, state, handler.algorithm, event)
     except BaseException as error:
         _record_failure(event, state, f"algorithm {handler.algorithm!r}", observers, error)
         raise

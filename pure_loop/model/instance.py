@@ -204,23 +204,23 @@ class Instance:
             self._assigned |= assigned
 
     def _refuse_other_submodules(self) -> None:
-        now = dict(self.module.named_modules())
-        known = set(map(id, self._submodules))
-        new = [(name, module) for name, module in now.items() if id(module) not in known]
-        for name, module in new:
+        modules = dict(self.module.named_modules())
+        ids = set(map(id, self._submodules))
+        additions = [(name, module) for name, module in modules.items() if id(module) not in ids]
+        for name, module in additions:
             if any(True for _ in (*module.parameters(), *module.buffers())):
                 raise ModelError(
                     f"the forward put a {type(module).__name__} in the model, as {name!r}, whose parameters and "
                     "buffers are in neither the optimizer nor a State: create it in __init__ (for a lazy module call "
                     "the model on one batch before training)."
                 )
-        removed = [name for name, _ in self._came.named_modules() if name not in now]
+        removed = [name for name, _ in self._came.named_modules() if name not in modules]
         if removed:
             raise ModelError(
                 f"the forward removed the submodule {removed[0]!r}, of which a State holds the structure: leave it "
                 "where it is, and don't call it."
             )
-        self._submodules += [module for _, module in new]
+        self._submodules += [module for _, module in additions]
 
     def _refuse_other_parameters(self) -> None:
         places = {(id(tensors), key): name for name, tensors, key in self._parameters}
@@ -228,9 +228,9 @@ class Instance:
         for name, tensors, key, tensor in entries(self.module, "_parameters"):
             if tensor is None:
                 continue
-            known = places.pop((id(tensors), key), None)
-            if known is None or (bound is not None and tensor is not bound[known]):
-                what = "created the parameter" if known is None else "replaced the parameter"
+            place = places.pop((id(tensors), key), None)
+            if place is None or (bound is not None and tensor is not bound[place]):
+                what = "created the parameter" if place is None else "replaced the parameter"
                 raise ModelError(
                     f"the forward {what} {name!r}, which is in neither the optimizer nor a State: create it in "
                     "__init__ (for a lazy module call the model on one batch before training); a tensor that is "

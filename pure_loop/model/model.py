@@ -180,12 +180,12 @@ class ModelDef:
         """This structure after forwards have altered buffers; it shares everything else, private modules included."""
         if altered == self.altered:
             return self
-        other = object.__new__(ModelDef)
+        result = object.__new__(ModelDef)
         for name in _SHARED:
-            setattr(other, name, getattr(self, name))
-        other._alter(altered)
-        self._registered.update(other.buffer_names)
-        return other
+            setattr(result, name, getattr(self, name))
+        result._alter(altered)
+        self._registered.update(result.buffer_names)
+        return result
 
     def fitting(self, buffers: Mapping[str, Tensor]) -> ModelDef:
         """This structure with the buffers of these names, which forwards have registered; itself, if it has them."""

@@ -53,7 +53,9 @@ def no_class(name: str) -> ArgumentError:
 _NOT_COMPARED = frozenset({"lr", "foreach", "fused", "capturable", "differentiable"})
 
 
-def refuse_other_options(where: str, options: Mapping[str, Any], given: Mapping[str, Any], skip: Iterable[str]) -> None:
+def refuse_other_options(
+    where: str, options: Mapping[str, Any], written: Mapping[str, Any], skip: Iterable[str]
+) -> None:
     """
     Args:
         where: the optimizer, for the error.
@@ -65,10 +67,10 @@ def refuse_other_options(where: str, options: Mapping[str, Any], given: Mapping[
         ArgumentError: an option has another value.
     """
     for key, value in options.items():
-        if key in _NOT_COMPARED or key in skip or key not in given or _plain(given[key]) == _plain(value):
+        if key in _NOT_COMPARED or key in skip or key not in written or _plain(written[key]) == _plain(value):
             continue
         raise ArgumentError(
-            f"the state dict was made with {key}={given[key]!r}, and {where} has {key}={value!r}: load it with an "
+            f"the state dict was made with {key}={written[key]!r}, and {where} has {key}={value!r}: load it with an "
             "optimizer that has the same options. fit may be given other ones then."
         )
 
@@ -150,9 +152,11 @@ def _like(value: Any, param: Tensor, name: str, key: str) -> Tensor | None:
     if value is None:
         return None
     if not isinstance(value, Tensor) or value.shape != param.shape or value.dtype != param.dtype:
-        shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        description = (
+            f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        )
         raise ResumeError(
-            f"the state dict holds {shown} as {key} of parameter {name!r}, which is {tuple(param.shape)} "
+            f"the state dict holds {description} as {key} of parameter {name!r}, which is {tuple(param.shape)} "
             f"{param.dtype}: it is another model's, or lists its parameters in another order. Name them, "
             "state_dict['param_groups'][0]['param_names'] = [...], as torch.optim does that is given "
             "model.named_parameters()."
@@ -201,23 +205,23 @@ class AdamInTorch(RuleInTorch):
         memory: dict[str, dict[str, Any]] = {}
         for name, param in params.items():
             count = step - opt_state["skipped"][name]
-            kept = {key: opt_state[key][name] for key in self.rule.memories}
+            memories = {key: opt_state[key][name] for key in self.rule.memories}
             # Where there was no step, the class makes its state in the first one.
             started = bool(count > 0)
-            memory[name] = {"step": count.to(param.device if fused else "cpu"), **kept} if started else {}
+            memory[name] = {"step": count.to(param.device if fused else "cpu"), **memories} if started else {}
         return [TorchGroup(options=options, memory=memory)]
 
     def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState:
         (group,) = groups
         self.refuse_other_options(group)
-        kept = self.memory(group, params, self.rule.memories, counts=True)
+        memories = self.memory(group, params, self.rule.memories, counts=True)
         steps = {name: _count(memory["step"], name) if memory else 0 for name, memory in group.memory.items()}
         most = max(steps.values(), default=0)
         device = next(iter(params.values())).device if params else None
         return FrozenDict(
             step=torch.full((), float(most), dtype=torch.float32, device=device),
             skipped=FrozenDict((name, most - steps[name]) for name in params),
-            **{key: _zeros(values, params) for key, values in kept.items()},
+            **{key: _zeros(values, params) for key, values in memories.items()},
         )
 
 
@@ -274,5 +278,5 @@ class MuonInTorch(RuleInTorch):
         ratio = group.options.get("adjust_lr_fn") or "original"  # which is torch's word for None
         group = attrs.evolve(group, options={**group.options, "adjust_lr_fn": ratio})
         self.refuse_other_options(group)
-        kept = self.memory(group, params, ("momentum_buffer",), counts=False)
-        return FrozenDict({key: _zeros(values, params) for key, values in kept.items()})
+        memories = self.memory(group, params, ("momentum_buffer",), counts=False)
+        return FrozenDict({key: _zeros(values, params) for key, values in memories.items()})

@@ -192,10 +192,10 @@ class Rule:
                 first = bool(started) and not started[index]
                 kinds.setdefault((param.device, param.dtype, first), []).append(index)
         for (device, dtype, first), used in kinds.items():
-            tensors = [[each[index] for index in used] for each in lists]
+            tensors = [[listed[index] for index in used] for listed in lists]
             if dtype.is_complex:
                 # Elementwise in the real and the imaginary part, as torch.optim treats complex parameters.
-                tensors = [list(map(torch.view_as_real, each)) for each in tensors]
+                tensors = [list(map(torch.view_as_real, listed)) for listed in tensors]
             counts = [steps[index].to(device) for index in used] if steps else []
             self.kernel({**options, "first": first}, tensors[0], tensors[1], tensors[2:], counts)
 

@@ -173,9 +173,9 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
         refuse_no_schedule(f"{where}: lr", lr)
         return lr  # type: ignore[return-value]
     if not is_number(lr):
-        shown = repr(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
+        text = repr(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
         raise ArgumentTypeError(
-            f"{where}: lr must be a number, got {shown} of type {type(lr).__name__}; write {where}(lr=3e-4), or a "
+            f"{where}: lr must be a number, got {text} of type {type(lr).__name__}; write {where}(lr=3e-4), or a "
             f'function of the timestamp: {where}(lr=pl.schedules.cosine("3ep", peak=3e-4))'
         )
     from pure_loop.schedules import constant  # not before it is needed: importing pure_loop is to be quick

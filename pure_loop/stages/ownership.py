@@ -210,7 +210,10 @@ class Ownership:
         if yielded is state:
             yielded = None
         if yielded is not None:
-            shares = [one is other is not None for one, other in zip(_mappings(yielded), _mappings(state), strict=True)]
+            shares = [
+                mapping is shared is not None
+                for mapping, shared in zip(_mappings(yielded), _mappings(state), strict=True)
+            ]
         counts = _counts(state, shares, yielded, scripts)
         if self.measures:
             Ownership.expected = tuple(map(min, counts, Ownership.expected or counts))
@@ -298,10 +301,10 @@ class Ownership:
         if getweakrefcount(leaves) > 1 + bound:  # that of the stream, and of the module
             return False
         # Their memory is that of the parameters.
-        places, found = self._instance.places if bound else {}, list(map(leaves.get, names))
-        uses = zip(map(count, found), map(tensor_uses, found), map(getweakrefcount, found), strict=True)
-        variables, *others = expected["alone"][:3]
-        return list(uses) == [(variables + places.get(name, 0), *others) for name in names]
+        places, tensors = self._instance.places if bound else {}, list(map(leaves.get, names))
+        uses = zip(map(count, tensors), map(tensor_uses, tensors), map(getweakrefcount, tensors), strict=True)
+        variables, *counts = expected["alone"][:3]
+        return list(uses) == [(variables + places.get(name, 0), *counts) for name in names]
 
     def take(self, state: State, *fields: str) -> bool:
         """Whether these fields may be written to; the State has them no more then."""
@@ -337,9 +340,9 @@ class Ownership:
             are_private: whether only the graph, the State that it is called with, and the one that it is passed, refer
                 to them; takes them out of both.
         """
-        shown, granted, observed = self._last(), self._granted() is not None, self.observed
+        yielded, granted, observed = self._last(), self._granted() is not None, self.observed
         self._granted, self._last, self.observed = _nothing, _nothing, False
-        if not observed or (granted and are_private is not None and are_private(shown)):
+        if not observed or (granted and are_private is not None and are_private(yielded)):
             return tensors
         return clone_all(tensors)
 
