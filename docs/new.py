@@ -226,13 +226,13 @@ def NAME(name: Annotated[str, Name()] = "NAME") -> Metric:
 
     >>> import torch
     >>> metric = NAME()
-    >>> metric.compute(metric.update(metric.init(), torch.tensor([1.0, 3.0]), (None, torch.zeros(2))))
-    tensor(2.)
+    >>> metric.compute(metric.update(metric.init(), torch.eye(2), (None, torch.tensor([0, 0]))))
+    tensor(0.5000)
     """
 
     def error(outputs: Any, batch: Any) -> Tensor:
-        difference: Tensor = (outputs - batch[1]).abs()
-        return difference
+        is_wrong: Tensor = outputs.argmax(dim=1) != batch[1]
+        return is_wrong.float()
 
     return mean(error, name)
 '''
@@ -248,11 +248,11 @@ from pure_loop.metrics import NAME
 
 def test_NAME_does_not_depend_on_how_samples_are_batched() -> None:
     metric = NAME()
-    outputs, targets = torch.tensor([1.0, 3.0, 8.0]), torch.zeros(3)
+    outputs, targets = torch.eye(4), torch.zeros(4, dtype=torch.int64)
     accumulator = metric.init()
-    for part in (slice(0, 1), slice(1, 3)):
+    for part in (slice(0, 1), slice(1, 4)):
         accumulator = metric.update(accumulator, outputs[part], (None, targets[part]))
-    assert metric.compute(accumulator) == 4.0
+    assert metric.compute(accumulator) == 0.75
 '''
 
 _OPTIMIZER = '''"""TITLE: one sentence.
