@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from pure_loop._internal.torch_private import graph_task, is_transformed, run_backward
 from pure_loop.errors import ModelError
@@ -86,14 +87,19 @@ def add_gradient(
         # inside of this backward belongs to another task, and stays as it is.
         return lambda gradient: added(tensor, gradient) if task_of() == tasks[0] else None
 
-    hooks: list[Any] = [loss.register_hook(lambda _: tasks.append(task_of()))]  # type: ignore[no-untyped-call]
+    hooks = [_hook(loss, lambda _: tasks.append(task_of()))]
     try:
         for leaf, tensor in zip(inputs, total, strict=True):
-            hooks.append(leaf.register_hook(adding(tensor)))  # type: ignore[no-untyped-call]
+            hooks.append(_hook(leaf, adding(tensor)))
         return gradient_of(loss, inputs, seed)
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _hook(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    register: Callable[[Callable[[Tensor], Tensor | None]], RemovableHandle] = tensor.register_hook
+    return register(function)
 
 
 def graph_of(tensor: Tensor) -> Iterator[Node]:
@@ -129,7 +135,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
-    """Refuse a loss whose graph goes where gradients would be lost without an error.
+    """Refuse a loss with a graph that goes where gradients would be lost without an error.
 
     Args:
         loss: what is about to be differentiated.
@@ -151,7 +157,7 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: 
                 "would lose them here: write use_reentrant=False, as PyTorch recommends."
             )
         stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
-        # Of a parameter too, whose class is another one: its address is read through a tensor of torch's own.
+        # Of a parameter too, which is of another class: its address is read through a tensor of torch's own.
         place = None if stranger is None else stranger.detach()
         if own and place is not None and _is_plain(place) and own.get(place.data_ptr(), id(stranger)) != id(stranger):
             raise ModelError(

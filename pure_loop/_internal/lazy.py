@@ -37,7 +37,7 @@ def lazily(
     class Package(ModuleType):
         """Importing ``optim/sgd.py`` would put the module where the function of that name belongs."""
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             named_alike = name in functions and isinstance(value, ModuleType)
             super().__setattr__(name, getattr(value, name) if named_alike else value)
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def teaching(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, whose errors about the names and the number of its arguments say what to write."""
+    """The function, with errors about the names and the number of its arguments that say what to write."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -31,7 +31,7 @@ def teaching(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-def refuse_misfit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def refuse_misfit(function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """
     Raises:
         ArgumentTypeError: the function has no such arguments, or lacks one.
@@ -45,7 +45,9 @@ def refuse_misfit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: M
         raise ArgumentTypeError(" ".join(sentences)) from None
 
 
-def arguments_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of_call(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, Any]:
     """The arguments of a call by name, defaults included.
 
     Raises:
@@ -57,11 +59,11 @@ def arguments_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwarg
     return dict(bound.arguments)
 
 
-# Packages whose members are written with the package's name; those of others are pl.NAME.
+# Members of these packages are written with the package's name; those of others are pl.NAME.
 _NAMED_PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "optim", "schedules")
 
 
-def _place(function: Callable[..., Any]) -> str:
+def _place(function: Callable[..., object]) -> str:
     """What is written before the function's name."""
     package, _, rest = function.__module__.partition(".")
     if package != "pure_loop":
@@ -81,8 +83,8 @@ def _said(
     place: str,
     name: str,
     parameters: Mapping[str, inspect.Parameter],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> list[str]:
     by_place = [
         parameter.name for parameter in parameters.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
@@ -110,10 +112,10 @@ def _said(
         if parameter.default is parameter.empty and parameter.name not in value
     ]
     if lacking:
-        whole = [*by_place, *(item for item in lacking if item not in by_place)]
+        needed = [*by_place, *(item for item in lacking if item not in by_place)]
         sentences.append(
             f"{name} {'also ' if sentences else ''}needs {' and '.join(lacking)}: "
-            f"{place}{name}({', '.join(map(_example, whole))}{', ...' if name == 'fit' else ''})."
+            f"{place}{name}({', '.join(map(_example, needed))}{', ...' if name == 'fit' else ''})."
         )
     return sentences
 
@@ -121,9 +123,9 @@ def _said(
 def _how_many(by_place: list[str]) -> str:
     if not by_place:
         return "no argument without its name"
-    one = len(by_place) == 1
-    names = "its name" if one else "their names"
-    return f"{len(by_place)} argument{'' if one else 's'} without {names}, {' and '.join(by_place)}"
+    single = len(by_place) == 1
+    names = "its name" if single else "their names"
+    return f"{len(by_place)} argument{'' if single else 's'} without {names}, {' and '.join(by_place)}"
 
 
 def _named_next(parameters: Mapping[str, inspect.Parameter]) -> str:
@@ -136,7 +138,7 @@ def _example(name: str) -> str:
 
 
 def _advice(
-    name: str, unknown: str, value: Any, parameters: Mapping[str, inspect.Parameter], call: str
+    name: str, unknown: str, value: object, parameters: Mapping[str, inspect.Parameter], call: str
 ) -> tuple[str, str]:
     """What to write for an argument that there is not, and for which one it stands; "" for none."""
     number = value if is_number(value) else "..."

@@ -143,7 +143,7 @@ DispatchMode: type[Any] = _dispatch_mode()
 
 
 def without_compiler(mode: type[Any]) -> type[Any]:
-    """The same class of modes, whose first operation does not import torch's compiler, which takes seconds.
+    """A class of modes without an import of torch's compiler, which takes seconds, at its first operation.
 
     torch hides the code of a mode from its compiler by a wrapper that imports it. Where no other code has imported it,
     nothing is compiled, and there is nothing to hide from.
@@ -523,7 +523,7 @@ def fill_buckets(reducer: object) -> bool:
 
 @contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
-    """Inside the ``with`` this process is the first of so many ranks, in a process group whose others answer nothing.
+    """Inside the ``with`` this process is the first of so many ranks, in a process group in which no other answers.
 
     Raises:
         RuntimeError: this torch has no such group; noted in :data:`missing`.

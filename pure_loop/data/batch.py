@@ -58,6 +58,7 @@ class Array(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> object: ...
+    def tobytes(self) -> bytes: ...
 
 
 class Movable(Protocol):
@@ -212,7 +213,7 @@ def open_node(value: Any) -> Node | None:
 
 def _mapping_like(value: Mapping[object, object], keys: Sequence[object], children: Sequence[object]) -> object:
     items = dict(zip(keys, children, strict=True))
-    if isinstance(value, UserDict):  # whose subclasses may be made in other ways, and have attributes besides
+    if isinstance(value, UserDict):  # its subclasses may be made in other ways, and have attributes besides
         result = copy.copy(value)
         result.data = items
         return result

@@ -1,6 +1,6 @@
 """What a pass over samplers, loaders and streams may change: attributes, free variables, generators, containers.
 
-That is asked of objects, whose state is compared before and after a pass, and of their code, which is read and not run.
+The state of objects is compared before and after a pass. Their code is read and not run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONTAINERS = frozenset((list, set, deque, *MAPPINGS))
 SIMPLE = frozenset((int, float, bool, str, bytes, type(None)))
 # How many items of a container are looked into: a list of a million pairs of a file name and a label is common.
 _SEARCHED = 1000
-# Large, or functions, whose free variables are looked at instead.
+# Large, or functions: of those the free variables are looked at.
 _NO_PARTS = (type, FunctionType, torch.Tensor, torch.nn.Module)
 
 
@@ -86,7 +86,7 @@ def is_stream_of(loader: DataLoader[Any]) -> bool:
 
 
 def keeps_passes(value: Any) -> bool:
-    """Whether this is a loader whose workers go on with their copies of a stream, where a pass can't be seen."""
+    """Whether the workers of a loader go on with their copies of a stream, where a pass can't be seen."""
     return is_of_torch(value, "DataLoader") and value.persistent_workers and is_stream_of(value)
 
 

@@ -63,7 +63,7 @@ _UNCOPYABLE = (TypeError, NotImplementedError, copy.Error)
 
 @attrs.define(eq=False)
 class _Record:
-    """One object that was copied attribute by attribute, or a function whose free variables were copied."""
+    """One object that was copied attribute by attribute, or a function of which the free variables were copied."""
 
     original: object
     copied: Any
@@ -74,7 +74,7 @@ class _Record:
 
 
 class Private(Generic[T]):
-    """A copy of an object, whose iteration writes nothing that is seen from the original.
+    """A copy of an object, which can be iterated over without a change of the original.
 
     Copied are the object, the samplers, loaders, iterables and plain records in its attributes, containers, tensors of
     one element and generators, and the functions and containers that hold one of these, at any depth; of a sampler
@@ -175,7 +175,7 @@ class Private(Generic[T]):
         return keeps_passes(part) or writes_attributes(type(part), "__iter__", "__next__", "_get_iterator")
 
     def keeps(self, batches: Iterator[object] | None) -> bool:
-        """Whether an iterator is that of a loader whose workers stay, and is used again."""
+        """Whether an iterator is used again: its loader's workers stay."""
         return any(
             is_of_torch(part, "DataLoader") and iterator_of_loader(part) is batches is not None for part in self.parts
         )

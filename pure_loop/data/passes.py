@@ -31,7 +31,7 @@ class _Walk(Generic[T]):
         passes: how many have ended.
         items: the pass that the next epoch continues.
         taken: the items taken, of all passes.
-        cut_short: what ``taken`` was when a pass ended whose last step had fewer items.
+        cut_short: what ``taken`` was when a pass ended with a step of fewer items.
     """
 
     copy: Private[Any]

@@ -5,7 +5,7 @@ many as it has sequences, and an object with a ``batch_size`` that is a ``torch.
 these, and a batch of graphs (torch_geometric's ``Batch``) as many as it has graphs. 0-d tensors, numbers, strings and
 None belong to the batch as a whole.
 
-A list inside a batch of n samples is either a container, whose items are parts of the batch, or data, one item a
+A list inside a batch of n samples is either a container of parts of the batch, or data, one item a
 sample:
 
 * n strings are data, in a tuple, too.
@@ -242,7 +242,7 @@ def _fits(value: object, n: int) -> bool:
         return rows == n
     if isinstance(value, (Tensor, *INDIVISIBLE)) or is_array(value) or is_texts(value):
         return True
-    if type(value) in (list, tuple) and len(value) == n:
+    if (type(value) is list or type(value) is tuple) and len(value) == n:
         return True
     node = open_node(value)
     return node is not None and all(_fits(child, n) for child in node.children)
@@ -250,7 +250,7 @@ def _fits(value: object, n: int) -> bool:
 
 def _lists(value: object, top: bool = True) -> Iterator[Sequence[object]]:
     """The lists and tuples in a batch, itself left out, that are in no other one."""
-    if not top and type(value) in (list, tuple):
+    if not top and (type(value) is list or type(value) is tuple):
         if not is_texts(value):
             yield value
         return

@@ -47,7 +47,7 @@ __all__ = [
 
 
 class Refillable:
-    """A loader over one order of indices after another, whose workers may live through all of them.
+    """A loader over one order of indices after another; its workers may live through all of them.
 
     Args:
         loader: the user's, over a map-style dataset.
@@ -139,7 +139,7 @@ class Passing(IterableDataset[object]):
 
 
 def passing(loader: DataLoader[object], seed: int, number: int, stays: bool) -> dict[str, object]:
-    """What to change in a loader over an iterable dataset whose workers are told the number of the pass."""
+    """What to change in a loader over an iterable dataset to tell workers the number of the pass."""
     return {
         "dataset": Passing(loader.dataset, seed, number, stays),
         "worker_init_fn": partial(_enter_worker, loader.worker_init_fn),
@@ -161,7 +161,7 @@ def rebuilt(loader: DataLoader[object], seed: int, changes: Mapping[str, object]
 
 
 def adapted(loader: DataLoader[object], seed: int, changes: Mapping[str, object]) -> DataLoader[object]:
-    """The same of a loader that is a copy already."""
+    """:func:`rebuilt`, of a loader that is a copy already."""
     vars(loader).update(
         generator=torch.Generator().manual_seed(seed),
         in_order=True,  # Batches in the order in which workers happen to finish can't be had twice.
