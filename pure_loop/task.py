@@ -60,7 +60,7 @@ class Task:
         loss: ``(outputs, batch) -> loss``, a scalar tensor that is a mean over the batch, or a dict of
             such tensors with the key ``total``; None calls the module's own ``loss(outputs, batch)``.
         validate: ``(model, batch) -> outputs`` in evaluation and prediction; default: ``forward``.
-        weight: ``(batch) -> number``: the weight of a microbatch, whose loss is a mean: for a mean over tokens, the
+        weight: ``(batch) -> number``: the weight of a microbatch if its loss is a mean: for a mean over tokens, the
             number of tokens that have a target. A Python number, or a tensor of shape (). Default: if ``loss=`` of
             ``fit`` is one of torch's, what it divides by (targets that are not ignored, each with its class weight; or
             elements), while losses with ``reduction="sum"`` are added; else the number of samples. A microbatch of
@@ -135,7 +135,7 @@ class Task:
 
     @property
     def loss_in_words(self) -> str:
-        """Whose the loss is, for errors."""
+        """What computes the loss, for errors."""
         if self.loss is None:
             return "the model's loss(outputs, batch)"
         if isinstance(self.loss, OnTargets):

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    *("alone_on_rank", "are_sharded", "bytes_of", "clone_all", "from_local", "full_tensor", "have_same_sharding"),
-    *("in_transform", "is_sharded", "local_tensor", "map_local", "norms", "on_mesh", "placements_of", "shard_like"),
-    *("sum_over_shards", "unaliased"),
+    *("alone_on_rank", "are_sharded", "box_of", "bytes_of", "clone_all", "empty_sharded", "from_local", "full_tensor"),
+    *("have_same_sharding", "in_transform", "is_sharded", "local_tensor", "map_local", "norms", "on_mesh"),
+    *("placements_of", "reshaped_shard", "shard_like", "sum_over_shards", "unaliased"),
 ]
 
 alone_on_rank: ContextVar[str] = ContextVar("alone_on_rank", default="")
@@ -118,11 +118,33 @@ def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
         )
     if not is_sharded(tensor) or is_sharded(whole):
         return whole
-    from torch.distributed.tensor import distribute_tensor  # already imported where tensors are sharded
-
-    parts = distribute_tensor(whole.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None)
     # A view of it would keep the whole of it.
-    return from_local(parts, local_tensor(parts).clone())
+    sharded: Tensor = from_local(tensor, box_of(whole.detach(), tensor).clone())
+    return sharded
+
+
+def box_of(whole: Tensor, tensor: Any) -> Tensor:
+    """The view of a whole tensor that this rank would hold of it, were it sharded as ``tensor`` is."""
+    (box,) = tensor.__create_chunk_list__()
+    for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
+    return whole
+
+
+def reshaped_shard(tensor: Any, shard: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of another shape and dtype that is sharded as ``tensor`` is, with this local shard."""
+    stride = torch.empty(shape, device="meta").stride()
+    sharded: Tensor = type(tensor).from_local(
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return sharded
+
+
+def empty_sharded(shape: Sequence[int], dtype: torch.dtype, tensor: Any) -> Tensor:
+    """A tensor to be filled, sharded as ``tensor`` is and on its device."""
+    from torch.distributed.tensor import empty  # already imported where tensors are sharded
+
+    return empty(*shape, dtype=dtype, device_mesh=tensor.device_mesh, placements=tensor.placements)
 
 
 def on_mesh(tensor: DTensor, mesh: DeviceMesh) -> DTensor:

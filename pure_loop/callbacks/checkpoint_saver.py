@@ -13,7 +13,7 @@ from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._scored import Scored
 from pure_loop.checkpoint.background import Background, snapshot, streams_of
-from pure_loop.checkpoint.base import refuse_no_base
+from pure_loop.checkpoint.digests import refuse_no_base
 from pure_loop.checkpoint.document import write_document
 from pure_loop.checkpoint.early_end import REQUEUE, TimeLimit, read_limit, warn_on_terminal
 from pure_loop.checkpoint.files import SHARDED, SUFFIX, in_parts, write_state

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import accepts, name_of
 from pure_loop._internal.suggestions import nearest
-from pure_loop.checkpoint.base import BaseTensor, verified_base
+from pure_loop.checkpoint.digests import BaseTensor, verified_base
 from pure_loop.checkpoint.document import Document, Shaped
 from pure_loop.checkpoint.weights import all_names, saved_weights, with_buffers_of, with_weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError

@@ -28,7 +28,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop.checkpoint.base import Base, read_base, take_out_base
+from pure_loop.checkpoint.digests import Base, read_base, take_out_base
 from pure_loop.checkpoint.parsing import first_names, parse, shortened
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, named, registered
 from pure_loop.checkpoint.validation import (

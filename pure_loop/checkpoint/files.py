@@ -13,9 +13,9 @@ from pure_loop._internal.devices import read_device
 from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.base import refuse_no_base
 from pure_loop.checkpoint.checkpoint import NOT_RENAMED, NOT_STRICT, Checkpoint, Rename, Selection
 from pure_loop.checkpoint.container import size_of
+from pure_loop.checkpoint.digests import refuse_no_base
 from pure_loop.checkpoint.document import METADATA_KEY, WEIGHTS_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded_folder
 from pure_loop.checkpoint.paths import PathLike

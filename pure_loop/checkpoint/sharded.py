@@ -27,13 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from pure_loop._internal.tree_ops import is_sharded, local_tensor
+from pure_loop._internal.tree_ops import empty_sharded, is_sharded, local_tensor
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.checkpoint import ALL, Checkpoint, Selection
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.document import METADATA_KEY, write_document
 from pure_loop.checkpoint.index import INDEX, INDEX_KEY, PART_KEY, Chunk, File, Index, Stored, chunk_name, leftovers
-from pure_loop.checkpoint.parts import empty_like_parts
 from pure_loop.checkpoint.paths import join
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import ArgumentError, CheckpointError, CheckpointWriteError
@@ -321,4 +320,4 @@ def _template(stored: Stored, like: Any) -> Any:
     """A tensor to be filled: a part, on the device of ``like``, of what was in parts, or a whole one."""
     if like is None or not stored.part:
         return torch.empty(stored.shape, dtype=stored.dtype)
-    return empty_like_parts(stored.shape, stored.dtype, like)
+    return empty_sharded(stored.shape, stored.dtype, like)

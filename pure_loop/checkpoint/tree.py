@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.registry import named, register, register_subclasses, registered
-from pure_loop._internal.tree_ops import is_sharded
+from pure_loop._internal.tree_ops import is_sharded, local_tensor, reshaped_shard
 from pure_loop.checkpoint.container import CODES, are_counts, raw
 from pure_loop.checkpoint.parsing import MOST_DIGITS, decoded, refuse_collisions, shortened
-from pure_loop.checkpoint.parts import as_bytes, contiguous_parts, from_bytes
 from pure_loop.checkpoint.validation import refuse_unregistered
 from pure_loop.errors import ArgumentTypeError, CheckpointError
 from pure_loop.event import Event
@@ -139,12 +138,14 @@ class Writer:
         return self._named(name, plain, tensor, described)
 
     def _part(self, tensor: Any, path: tuple[str, ...]) -> Any:
-        name, parts = self._free_name(path), contiguous_parts(tensor)
+        name, shape = self._free_name(path), list(tensor.shape)
+        shard = local_tensor(tensor).detach().resolve_conj().resolve_neg().contiguous()
         described: dict[str, Any] = {"tensor": name}
         if tensor.dtype not in CODES:
-            described |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-            parts = as_bytes(parts)
-        return self._named(name, parts, tensor, described)
+            described |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
+            shard = raw(shard)
+            shape = [*shape, *shard.shape[tensor.ndim :]]
+        return self._named(name, reshaped_shard(tensor, shard, shape), tensor, described)
 
     def _named(self, name: str, plain: Tensor, tensor: Tensor, described: dict[str, Any]) -> Any:
         self.tensors[name] = plain
@@ -279,7 +280,9 @@ class Reader:
             result = self._tensors[name]
             if is_sharded(result):
                 if "dtype" in described:
-                    result = from_bytes(result, _dtype(described["dtype"]), _counts(described["shape"]))
+                    shard, shape = local_tensor(result), _counts(described["shape"])
+                    numbers = shard.flatten().view(_dtype(described["dtype"])).reshape(shard.shape[: len(shape)])
+                    result = reshaped_shard(result, numbers, shape)
                 self._made[name] = described, result
                 return result
             if "dtype" in described:

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.tree_ops import full_tensor, is_sharded
+from pure_loop._internal.tree_ops import box_of, from_local, full_tensor, is_sharded, local_tensor
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.base import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.container import CODES, raw
+from pure_loop.checkpoint.digests import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.document import WEIGHTS_KEY, Document, apart, describe_weights
 from pure_loop.checkpoint.parsing import first_names
-from pure_loop.checkpoint.parts import split_like
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.tree import Reader
 from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
@@ -178,7 +177,9 @@ def _refuse_untied(model: str, first: str, tensor: Tensor, second: str, other: T
 def _as(like: Tensor, tensor: Tensor) -> Tensor:
     if not is_sharded(like):
         return tensor.to(like)
-    return split_like(tensor, like)  # type: ignore[no-any-return]
+    shard = box_of(tensor, like).to(local_tensor(like), copy=True, memory_format=torch.contiguous_format)
+    sharded: Tensor = from_local(like, shard)
+    return sharded
 
 
 def _kind(tensor: Tensor) -> str:
