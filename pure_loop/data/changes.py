@@ -80,7 +80,7 @@ def is_of_torch(value: object, *names: str) -> bool:
     return torch_data is not None and isinstance(value, tuple(getattr(torch_data, name) for name in names))
 
 
-def is_stream_of(loader: DataLoader[Any]) -> bool:
+def is_stream_of(loader: DataLoader[object]) -> bool:
     """Whether a loader is over an iterable dataset."""
     return is_of_torch(loader.dataset, "IterableDataset")
 

@@ -229,15 +229,15 @@ class _Indexed(Source):
             size, batch = len(self._share.of_indices([0] * size).batch), batch.batch
         return count(batch) == size
 
-    def _indices(self, sampler: Private[Iterable[object]], number: int) -> Iterator[Any]:
+    def _indices(self, sampler: Private[Iterable[object]], number: int) -> Iterator[object]:
         limit = None if self._passes.continues else self._limit
         return _loaders.indices_of_pass(sampler, derive(self._seed, number, "order"), number, limit)
 
-    def _load_share(self, order: Iterator[Any], epoch: int, start: int, share: Share) -> Batches:
+    def _load_share(self, order: Iterator[Sequence[object]], epoch: int, start: int, share: Share) -> Batches:
         """This rank's samples alone. Positions, and so seeds, count whole batches."""
         parts: deque[Part] = deque()  # of what is being loaded: workers are asked ahead
 
-        def mine() -> Iterator[Any]:
+        def mine() -> Iterator[Sequence[object]]:
             for indices in order:
                 part = share.of_indices(indices)
                 parts.append(part)
@@ -260,7 +260,7 @@ class _Indexed(Source):
         keep = self._loader.persistent_workers and not self._pool_is_busy
         pool = self._pool if keep else None
         pool = pool or _loaders.Refillable(self._loader, derive(self._seed, epoch, "workers"), not self._free, keep)
-        batches: Any = None
+        batches: Iterator[Batch] | None = None
         intact = False
         try:
             if keep:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from types import ModuleType
 from typing import Any
 
 __all__ = ["numpy_random", "put_back", "set_aside"]
@@ -18,13 +19,16 @@ __all__ = ["numpy_random", "put_back", "set_aside"]
 _spare: list[object] = []
 
 
-def numpy_random() -> Any:
+def numpy_random() -> ModuleType | None:
     """The module ``numpy.random``; None where no code has imported NumPy, which is optional.
 
     Reading it loads it if nothing has yet: code that runs soon may, and would find it seeded by the operating system.
     """
     numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random
+    if numpy is None:
+        return None
+    module: ModuleType = numpy.random
+    return module
 
 
 class _Nothing:
@@ -34,7 +38,7 @@ class _Nothing:
         self.state: object = {"bit_generator": "MT19937", "state": None}
 
 
-def set_aside(numpy: Any) -> tuple[Any, ...]:
+def set_aside(numpy: ModuleType) -> tuple[Any, ...]:
     """Put another bit generator in the global one's place, and return what :func:`put_back` needs."""
     if not _can_exchange(numpy):
         return (None, numpy.get_state())
@@ -45,7 +49,7 @@ def set_aside(numpy: Any) -> tuple[Any, ...]:
     return (own, pair, lent)
 
 
-def put_back(numpy: Any, state: tuple[Any, ...]) -> None:
+def put_back(numpy: ModuleType, state: tuple[Any, ...]) -> None:
     if state[0] is None:
         numpy.set_state(state[1])
         return
@@ -56,7 +60,7 @@ def put_back(numpy: Any, state: tuple[Any, ...]) -> None:
     _spare.append(lent)
 
 
-def _can_exchange(numpy: Any) -> bool:
+def _can_exchange(numpy: ModuleType) -> bool:
     return hasattr(numpy, "set_bit_generator") and hasattr(numpy.mtrand._rand, "_bit_generator")
 
 

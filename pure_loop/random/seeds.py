@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from hashlib import blake2b
 from operator import index
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -303,7 +303,7 @@ class seeded_apart(seeded_all):  # noqa: N801 - as above
         super().__exit__(kind, error, trace)
 
 
-def _reseed_hosts(seed: int, numpy: Any) -> None:
+def _reseed_hosts(seed: int, numpy: ModuleType | None) -> None:
     _python.seed(seed)
     if numpy is not None:
         numpy.seed(seed & 0xFFFFFFFF)
