@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 __all__ = ["Table", "is_scalar", "losses", "recordable", "recordable_metrics"]
 
 
-def is_scalar(value: object) -> bool:
+def is_scalar(value: object) -> TypeGuard[Tensor | float]:
     """Whether a logger can plot it: a real number, or a tensor that holds one."""
     return value.numel() == 1 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, Real)
 

@@ -11,18 +11,17 @@ import hashlib
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import attrs
 import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop._internal.tree_ops import are_sharded, full_tensor
 from pure_loop.checkpoint.container import CODES, DTYPES, is_shape, pieces_of
-from pure_loop.checkpoint.parsing import shortened
 from pure_loop.checkpoint.tree import Writer
+from pure_loop.checkpoint.validation import Json, shortened
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.state import State
 
@@ -77,7 +76,7 @@ def _condensed(tensor: Tensor) -> list[Tensor]:
     return [words.sum(0).view(torch.uint8), words.sum(1).view(torch.uint8), flat[length:]]
 
 
-def digest_of_batch(batch: Any) -> str:
+def digest_of_batch(batch: Batch) -> str:
     """A checksum of the tensors of a batch, in their order."""
     leaves = optree.tree_leaves(batch, namespace=NAMESPACE)
     return _checksum(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -119,7 +118,7 @@ class BaseTensor:
     shape: tuple[int, ...]
     digest: str
 
-    def described(self) -> list[Any]:
+    def described(self) -> list[object]:
         return [CODES[self.dtype], list(self.shape), self.digest]
 
 
@@ -145,18 +144,18 @@ def refuse_no_base(state: State) -> None:
         )
 
 
-def take_out_base(state: State, described: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, BaseTensor]:
+def take_out_base(state: State, keys: Mapping[str, str], tensors: dict[str, Tensor]) -> dict[str, BaseTensor]:
     """Take the frozen parameters out of the tensors to be written.
 
     Args:
         state: what is written.
-        described: its parameters as JSON, by name.
-        tensors: by the names that the JSON refers to.
+        keys: by the names of its parameters, their names in the file.
+        tensors: by those names.
     """
-    trained = {described[name]["tensor"] for name in state.model.trainable}
+    trained = {keys[name] for name in state.model.trainable}
     result: dict[str, BaseTensor] = {}
     for name, tensor in state.params.items():
-        key = described[name]["tensor"]
+        key = keys[name]
         if key in trained or key in result:
             continue
         plain = tensors.pop(key)
@@ -164,7 +163,7 @@ def take_out_base(state: State, described: Mapping[str, Any], tensors: dict[str,
     return result
 
 
-def read_base(value: Any) -> dict[str, BaseTensor]:
+def read_base(value: Json) -> dict[str, BaseTensor]:
     """
     Raises:
         ValueError: the JSON describes no tensors.
