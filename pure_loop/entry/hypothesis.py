@@ -104,7 +104,7 @@ def _later(registered: type) -> Callable[[Any], SearchStrategy[Any]]:
             # Something of a base class is wanted, such as Hashable: this library has nothing to do with that.
             return NotImplemented
         # By its name: the kit imports this module.
-        return import_module("pure_loop.testing._types").BY_TYPE[registered](requested)
+        return import_module("pure_loop.testing.strategies").BY_TYPE[registered](requested)
 
     return resolve
 

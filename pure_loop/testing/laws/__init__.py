@@ -13,13 +13,14 @@ from pure_loop.testing.laws.calls import memory, purity, structure
 from pure_loop.testing.laws.composition import algorithm_order, composition
 from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_invariance, observer_invariance
 from pure_loop.testing.laws.ranks import rank_agreement, world_size
-from pure_loop.testing.laws.resumption import checkpoint, resumption
 from pure_loop.testing.laws.runs import (
+    checkpoint,
     closing,
     compile_equality,
     determinism,
     donate_equality,
     order,
+    resumption,
     value,
     watch_equality,
 )
