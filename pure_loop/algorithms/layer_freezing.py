@@ -53,7 +53,7 @@ def freezable(module: nn.Module, layers: Callable[[str], int] | None = None) -> 
     """The names of parameters and buffers, layer by layer.
 
     Args:
-        module: whose layers they are.
+        module: the one with the layers.
         layers: ``name -> number`` of the layer of a parameter or buffer, from 0; None: each submodule that has
             parameters of its own is a layer, in the order in which the module defines them.
 

@@ -124,7 +124,7 @@ def layer_table(state: State, task: Task, batch: Batch, depth: int = 2) -> Layer
 
     Args:
         state: with the model.
-        task: whose ``forward`` is called.
+        task: its ``forward`` is called.
         batch: what it is called with; its tensors are not read. None: there is none, and nothing is run.
         depth: how deep modules inside modules are listed.
 
@@ -170,7 +170,7 @@ def _run(module: nn.Module, task: Task, batch: Batch, calls: Calls) -> str:
 
     Args:
         module: a copy of the model on the meta device.
-        task: whose forward is called.
+        task: its forward is called.
         batch: on any device.
         calls: the shapes and the operations of each module, by its name.
     """

@@ -298,7 +298,7 @@ def _begun(metric: Any) -> Any:
     own.reset()
     for module in own.modules():
         if isinstance(module, package.MetricCollection):
-            # Metrics whose states are equal after the first update would share them from then on.
+            # Metrics with states that are equal after the first update would share them from then on.
             module._enable_compute_groups = module._groups_checked = False
         elif isinstance(module, package.Metric):
             module.distributed_available_fn = _not_distributed  # ranks are merged by the engine

@@ -46,8 +46,8 @@ class Schedule(ABC):
     """A callable ``Timestamp -> float`` that multiplies with numbers and other schedules.
 
     Attributes:
-        fixed_value: the value, where it is the same at every timestamp; None: it may change. An optimizer whose rate is
-            fixed needs not ask for it in each step.
+        fixed_value: the value, where it is the same at every timestamp; None: it may change. An optimizer of a
+            fixed rate needs not ask for it in each step.
 
     >>> from pure_loop.schedules import linear
     >>> halved = 0.5 * linear(1.0, 0.0, "4ba")

@@ -27,7 +27,7 @@ def scaled(schedule: S, ratio: Annotated[float, Above(0)], *, warmup: bool = Fal
 
     Raises:
         ArgumentError: a ratio that is not above 0.
-        ArgumentTypeError: a function of the user's own, whose times are not known.
+        ArgumentTypeError: a function of the user's own, with times that are not known.
 
     >>> from pure_loop.schedules import cosine
     >>> scaled(cosine("100ba", peak=0.1, warmup="10ba"), 0.5)

@@ -345,7 +345,7 @@ def _duration(
 
 @st.composite
 def plans_with(draw: st.DrawFn, events: frozenset[Event]) -> Plan:
-    """Plans whose runs have at least one of these events; each is one that some run of ``fit`` has."""
+    """Plans of runs with at least one of these events; each is one that some run of ``fit`` has."""
     plan = draw(plans())
     if not events.isdisjoint(expected(plan)):
         return plan

@@ -29,7 +29,7 @@ from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
 
 __all__ = ["Trial", "check_algorithm", "check_callback", "check_loop", "check_script", "not_none"]
 
-# Laws whose violation means that the process was changed, not only a State.
+# If one of these laws is violated, the process was changed, and not only a State.
 _ABOUT_PROCESS = ("purity", "memory", "value", "determinism", "closing")
 _NONE = Outcome("", "", "not run")
 
@@ -303,7 +303,7 @@ def check_script(
     Args:
         make_script: makes the generator from the State at which it starts or resumes.
         start: the first State; or a function that makes it from a seed, and is tried with several seeds.
-        boundaries: events from whose States the script can resume.
+        boundaries: events at which there is a State that the script can resume from.
         stages: the stages for algorithms that take them.
         expected_failures: names of laws that it doesn't keep, each with the reason. Strict: if such a law holds, the
             check fails.

@@ -152,7 +152,7 @@ class Report:
         subject: the name of the algorithm, callback or script that was checked.
         outcomes: one for each law, in the order in which they were tried.
         fired: number of calls of each handler, by algorithm and event.
-        never: algorithms and events whose handlers never ran.
+        never: algorithms and events of handlers that never ran.
         problem: a failure apart from the laws, such as an algorithm that never ran; empty if there is none.
     """
 

@@ -73,7 +73,7 @@ def problems(
 
     Args:
         among: problems, or names of built-in ones; None: all built-in problems.
-        separable: True for problems whose loss is the mean over samples that don't influence each other, False for
+        separable: True for problems with a loss that is the mean over samples independent of each other, False for
             the others.
         images: True for problems with images, False for the others.
 
@@ -200,8 +200,8 @@ def states(
 
     Args:
         cases: what to run; None: :func:`cases`.
-        at: an event, or several, at one of which the State is yielded; None: any. Of ``cases``, those whose run has no
-            such event are discarded; if ``cases`` is None, every run drawn has one.
+        at: an event, or several, at one of which the State is yielded; None: any. Of ``cases``, those of a run without
+            such an event are discarded; if ``cases`` is None, every run drawn has one.
         algorithms: algorithms of the run: a strategy, or algorithms; ``()`` for none. None: :func:`algorithms` that
             work on the problem.
 

@@ -93,7 +93,7 @@ def ablate(
         model_or_state: what to fork: a model, or a State that a run has yielded at a boundary.
         train_dataloader: as in :func:`pure_loop.fit`; not an iterator, which a fork would use up.
         algorithms: those of the run, compositions taken apart. An algorithm that changes the model at INIT can be left
-            out of the training of a model, and not of that of a State, whose model is changed already.
+            out of the training of a model, and not of that of a State, in which the model is changed already.
         steps: how long a fork is trained: ``"200ba"``, ``"1ep"``.
         metric: the name of an evaluator and of its metric, as ``"val/loss"``; or ``"train/loss"``: the mean of the loss
             over the batches of a fork.

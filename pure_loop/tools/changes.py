@@ -82,7 +82,7 @@ def _changes(all_steps: Iterable[Step]) -> Iterator[Change]:
 
 @attrs.frozen(repr=False)
 class Blame:
-    """Who changed the leaves of a run; a terminal or a notebook shows it as a table.
+    """What changed the leaves of a run; a terminal or a notebook shows it as a table.
 
     Attributes:
         leaf: of which leaf; None: of all.
@@ -136,7 +136,7 @@ def _number(norm: float | None) -> str:
 
 @teaching
 def blame(stream: Stream, leaf: str | None = None, *, strict: bool | None = None) -> Blame:
-    """Run a stream to its end, and say who changed a leaf of the State, when, in order.
+    """Run a stream to its end, and say what changed a leaf of the State, when, in order.
 
     Args:
         stream: what ``pl.fit(...)`` returned, not begun and not compiled.

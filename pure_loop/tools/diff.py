@@ -282,7 +282,7 @@ def diff(
 
     Args:
         a, b: what ``pl.fit(...)`` returned, not begun and not compiled; or a recorded run.
-        tolerance: for runs on other devices: leaves whose difference is at most this, relative to the larger norm, are
+        tolerance: for runs on other devices: leaves with a difference of at most this, relative to the larger norm, are
             equal; 0: bit for bit.
         operations: name the operation of torch, too, that first returned other numbers: checksums of all of them are
             compared, which is slow. Of recorded runs that is the batch alone, in a second run of it. Kernels that

@@ -196,16 +196,16 @@ def inspect(state: State, data: Any = None, *, gradients: bool = True, **setting
 
     The loss of a sample is that of its row of the outputs. Row i of the outputs is taken to be that of sample i. Where
     a tensor in the outputs has no row for each sample (a loss of shape (), a time dimension that is the first), or the
-    outputs are of a class that is no pytree, each sample has a forward of its own, whose dropout masks are not those
-    of the step; ``Inspection.alone`` says so.
+    outputs are of a class that is no pytree, each sample has a forward of its own, with other dropout masks than
+    the step; ``Inspection.alone`` says so.
 
     Args:
         state: from inside a batch, up to its AFTER_TRAIN_BATCH, such as the first of :func:`pure_loop.rewind` at
             ``"batch_start"``. Gradients of parameters are those of the State at AFTER_TRAIN_BATCH, and computed at
             other events.
         data: the ``train_dataloader`` of the run, for the indices of samples in its dataset; they are known where it
-            is a ``DataLoader`` whose sampler gives the indices of a batch, and no algorithm moved its rows. Or, of a
-            State of a boundary, a batch.
+            is a ``DataLoader`` with a sampler that gives the indices of a batch, and no algorithm moved its rows. Or, of
+            a State of a boundary, a batch.
         gradients: compute the norm of the gradient of each sample. That is one backward through the whole microbatch
             for each, so the time grows with the square of its samples; False leaves it out.
         **settings: the other arguments of :func:`pure_loop.fit`, as the run had them; used are ``loss``, ``task``,

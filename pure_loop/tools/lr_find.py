@@ -106,7 +106,7 @@ def lr_find(*args: object, **kwargs: object) -> RangeTest:
     Raises:
         ArgumentTypeError: an argument that ``fit`` doesn't have, or that it lacks; one of another type.
         ArgumentError: ``lowest`` is not above 0 or not below ``highest``; fewer than 10 steps; data that is an
-            iterator, which the test would use up; an optimizer whose learning rate can't be set.
+            iterator, which the test would use up; an optimizer with a learning rate that can't be set.
         NonFiniteError: the loss of the first batch, before any step, is NaN or infinite.
 
     >>> import torch, pure_loop as pl
@@ -136,7 +136,7 @@ def lr_find(*args: object, **kwargs: object) -> RangeTest:
     arguments |= _LEFT_OUT
     arguments["donate"] = wanted.donate if wanted.donate is False else "auto"  # the State stays
     arguments["optimizer"] = sweep.optimizer(wanted.optimizer, first)
-    # A batch more than there are rates, whose loss is that of the last one.
+    # A batch more than there are rates: its loss is that of the last one.
     arguments["max_duration"] = f"{first + sweep.steps + 1}ba"
     assembly = assemble(Settings.of(arguments))
     # Algorithms have been bound with the evaluators that they watch.

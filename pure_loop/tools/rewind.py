@@ -56,18 +56,18 @@ def rewind(
     Args:
         folder: of the :class:`pure_loop.callbacks.FlightRecorder`.
         when: ``"3417ba"``: so many batches are finished at the event, as in ``state.timestamp.batch``; ``"2ep"``; a
-            timestamp; ``"spike"``: the batch whose loss rises most over the median of the up to 9 before it;
-            ``"worst"``: the first whose loss is not finite, or else the highest loss among outliers, which are above
-            that median by a tenth of it and by ten times the median change of a loss in the up to 30 batches before;
-            ``"nonfinite"``: the first whose loss is not finite, or in which the run ended. Spikes and outliers are
-            looked for after the first tenth of the run, because losses begin high.
+            timestamp; ``"spike"``: the batch with the loss that rises most over the median of the up to 9 before it;
+            ``"worst"``: the first with a loss that is not finite, or else the highest loss among outliers, which are
+            above that median by a tenth of it and by ten times the median change of a loss in the up to 30 batches
+            before; ``"nonfinite"``: the first with a loss that is not finite, or in which the run ended. Spikes and
+            outliers are looked for after the first tenth of the run, because losses begin high.
         event: such as ``"after_loss"``.
         model, train_dataloader: as the run had them; a State that is kept replaces the model's values.
         occurrence: which of several such events of a batch, from 0: one for each microbatch.
         **settings: the other arguments of :func:`pure_loop.fit`, as the run had them.
 
     Returns:
-        A stream whose first pair is the event. Its method ``plot("spike.png")`` draws the recorded losses around it.
+        A stream that begins with the event. Its method ``plot("spike.png")`` draws the recorded losses around it.
 
     Raises:
         ArgumentError: an event that the batch does not have, a batch beyond the end, nothing kept before it; from the

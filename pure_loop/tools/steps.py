@@ -156,7 +156,7 @@ def steps(
 
 
 def refuse_stepless(stream: object, function: str) -> Parts:
-    """The parts of a stream whose steps can be looked at; raises as :func:`steps` does."""
+    """The parts of a stream that has steps to look at; raises as :func:`steps` does."""
     parts = Parts.of(stream, function)
     if parts.fit.strategy.graphs is not None:
         raise ArgumentError(
@@ -196,7 +196,7 @@ def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> G
 
 
 def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, handler: Handler) -> Handler:
-    """A handler whose States are noted, but for those of calls inside another algorithm, which keeps what it wants."""
+    """A handler, with its States noted but for those of calls inside another algorithm, which keeps what it wants."""
 
     def call(state: State, *stages: object) -> Any:
         if not depth[0] and not noted:

@@ -64,7 +64,7 @@ Answer = tuple[Found | None, tuple[bool, bool]]
 
 
 def verification_error(answers: Sequence[Answer], now: Timestamp, rank: int) -> VerificationError:
-    """The error of a batch whose runs differ, the same on all ranks.
+    """The error of a batch with runs that differ, the same on all ranks.
 
     Args:
         answers: by rank; one of them at least has a difference.

@@ -52,7 +52,7 @@ class Recorder:
 
 
 def recorded(handlers: Handlers, recorder: Recorder) -> dict[Event, tuple[Handler, ...]]:
-    """Handlers whose States the recorder is given, but for those of calls inside another handler."""
+    """Handlers that hand their States to the recorder, but for those of calls inside another handler."""
     return {event: tuple(_recorded(event, handler, recorder) for handler in some) for event, some in handlers.items()}
 
 
@@ -95,7 +95,7 @@ class _Comparison:
     found: Found | None = None
     _index: int = 0
     _equal: Collection[Pair] = ()
-    # The pairs are of its leaves, whose addresses would be those of others without it.
+    # The pairs are of its leaves; without it, their addresses would be those of others.
     _last: State | None = None
 
     def take(self, event: Event, by: str, state: State) -> None:
@@ -174,7 +174,7 @@ class Verified(Eager):
         return first
 
     def _noted(self, script: Script, take: Take) -> Generator[tuple[Event, State], State, Outcome]:
-        """A batch's script up to its BATCH_END, whose States, and those that its algorithms return, are taken."""
+        """A batch's script up to its BATCH_END; its States, and those that its algorithms return, are taken."""
         answer: Any = None
         self._recorder.take = take
         try:

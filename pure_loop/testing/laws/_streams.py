@@ -79,7 +79,7 @@ def leaf_violation(what: str, state: State, difference: Difference) -> LawViolat
 
 
 def same_stream(value: Pairs, wanted: Pairs, what: str) -> None:
-    """Refuse a stream whose events or States are not equal to those of ``wanted``.
+    """Refuse a stream with events or States that are not equal to those of ``wanted``.
 
     Raises:
         LawViolation: names the first event, or the first leaf of a State, that differs.

@@ -229,7 +229,7 @@ def _equal(call: Call, first: object, second: object) -> None:
 
 
 def _readable(result: object) -> Any:
-    """A State whose gradients can be compared: during a call, gradients that are not complete are a marker."""
+    """A State with gradients that can be compared: during a call, a marker stands for those that are not complete."""
     if isinstance(result, State) and result._grads is NOT_READY:
         return result.replace(grads=None)
     return result

@@ -54,7 +54,7 @@ def microbatch_invariance(subject: AlgorithmSubject, case: Case, fit: Fit) -> No
 
 
 def _exactly(case: Case, fit: Fit) -> None:
-    """Compares gradients number by number, on a problem whose parameters stay integers."""
+    """Compares gradients number by number, on a problem of parameters that stay integers."""
 
     def gradients(size: int | None) -> list[State]:
         optimizer = optim.sgd(lr=0.0)

@@ -68,7 +68,7 @@ class Scripted(Subject):
     Args:
         make_script: makes the generator from the State at which it starts or resumes.
         start: the first State; or a function that makes it from a seed, and is tried with several seeds.
-        boundaries: events from whose States the script can resume.
+        boundaries: events at which there is a State that the script can resume from.
         stages: the stages for algorithms that take them.
 
     Raises:

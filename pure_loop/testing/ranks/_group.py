@@ -26,7 +26,7 @@ __all__ = ["Exchange", "Group", "Left"]
 
 
 class Left(BaseException):
-    """Leaves a program at a collective whose result is not known yet. ``except Exception`` doesn't catch it."""
+    """Leaves a program at a collective without a result that is known yet. ``except Exception`` doesn't catch it."""
 
 
 class Options(Protocol):

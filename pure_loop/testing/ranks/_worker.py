@@ -68,7 +68,7 @@ class _Worker:
             folder: the working directory that the program is loaded and called in; None: the pool's folder of files.
             payload: the program, pickled.
         """
-        # Written in C, it also ends a process whose interpreter is stuck while no other process is left to kill it.
+        # Written in C, it also ends a process that is stuck in its interpreter while no other one is left to kill it.
         faulthandler.dump_traceback_later(self._patience, exit=True)
         doing = "could not load the program:"
         try:

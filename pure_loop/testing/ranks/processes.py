@@ -302,7 +302,7 @@ class _Team:
         """
         self.at_rest = False
         if self._apart:
-            # Separately: a rank whose program fails at once would leave while others are still connecting.
+            # Separately: a rank would leave at once, if its program fails, while others are still connecting.
             self._rounds += 1
             store = os.path.join(self._directory, str(self._rounds))
             self._raise_failure(self._ask(("meet", store), _START), _START)
