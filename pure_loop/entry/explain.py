@@ -238,8 +238,8 @@ def _model(state: State) -> str:
 
 def _data(loader: object, length: int | None, per_step: int) -> str:
     epochs = "epochs of unknown length" if length is None else f"{_count(length, 'batch', 'batches')} an epoch"
-    each = "" if per_step == 1 else f", each of {per_step:,} of the dataloader"
-    return f"{type(loader).__name__}, {epochs}{each}"
+    sizes = "" if per_step == 1 else f", each of {per_step:,} of the dataloader"
+    return f"{type(loader).__name__}, {epochs}{sizes}"
 
 
 def _count(value: int, singular: str, plural: str) -> str:

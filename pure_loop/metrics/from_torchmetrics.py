@@ -70,7 +70,7 @@ def from_torchmetrics(
         if function is not None and not callable(function):
             raise ArgumentTypeError(f"from_torchmetrics: {what}={function!r} is not a function.")
     _refuse_others(metric)
-    made = type(metric).__name__
+    class_name = type(metric).__name__
     own = _Own.of(metric)
 
     def update(states: States, outputs_of_model: Any, batch: Any) -> States:
@@ -84,7 +84,7 @@ def from_torchmetrics(
     with seeded_all(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a trial on a few random numbers
         tried = _try(metric, own)
-    return Metric(name or made, dict, update, compute, merge=own.merged if own.are_mergeable(tried) else None)
+    return Metric(name or class_name, dict, update, compute, merge=own.merged if own.are_mergeable(tried) else None)
 
 
 def _refuse_others(metric: Any) -> None:
@@ -126,13 +126,13 @@ class _Own:
         metric: the copy.
         declared: the names of the states that each module in it declares, by its place.
         first: all other attributes and buffers, by the places of modules and their names.
-        kept: the same, to be compared with.
+        compared: the same, to be compared with.
     """
 
     metric: Any
     declared: dict[str, tuple[str, ...]]
     first: dict[str, dict[str, Any]]
-    kept: dict[str, Kept]
+    compared: dict[str, Kept]
 
     @classmethod
     def of(cls, metric: Any) -> _Own:
@@ -169,9 +169,9 @@ class _Own:
                     f"update() declares the state {again[0]} again, which sets it back: declare it in __init__, or "
                     "note in an attribute that it is declared, self.is_ready = True."
                 )
-            others = _others(module, names)
+            undeclared = _others(module, names)
             # What differed once is carried from then on, whatever it is.
-            carried = {name: value for name, value in others.items() if _key(place, name) in states}
+            carried = {name: value for name, value in undeclared.items() if _key(place, name) in states}
             for name, value in (carried | self._changed(place, module, clean, but=carried)).items():
                 wrong = next(unholdable(value, _key(place, name), set()), None)
                 if wrong is not None:
@@ -193,8 +193,8 @@ class _Own:
         value = self.metric.compute()
         for place, module in self._modules():
             changed = self._changed(place, module, clean)
-            given = {name: states[_key(place, name)] for name in changed if _key(place, name) in states}
-            same = given.keys() - Kept.of(given, ()).changed({name: changed[name] for name in given}, ())
+            carried = {name: states[_key(place, name)] for name in changed if _key(place, name) in states}
+            same = carried.keys() - Kept.of(carried, ()).changed({name: changed[name] for name in carried}, ())
             names = [_key(place, name) for name in changed if name not in same]
             if names:
                 raise self.refusal(
@@ -204,22 +204,22 @@ class _Own:
                 )
         return value
 
-    def merged(self, one: States, other: States) -> States:
+    def merged(self, a: States, b: States) -> States:
         """The states of two parts of the data.
 
         Raises:
             ArgumentError: one of them isn't declared, so that nothing says how.
         """
-        if not one or not other:
-            return one or other
+        if not a or not b:
+            return a or b
         merges = self._merges()
-        undeclared = [key for key in (*one, *other) if key not in merges]  # of which no trial was made
+        undeclared = [key for key in (*a, *b) if key not in merges]  # of which no trial was made
         if undeclared:
             raise self.refusal(
                 f"{undeclared[0]} is not declared as a state, so that nothing says how those of several ranks are put "
                 'together: self.add_state(..., dist_reduce_fx="sum").'
             )
-        return {key: merges[key](value, other[key]) for key, value in one.items()}
+        return {key: merges[key](value, b[key]) for key, value in a.items()}
 
     def are_mergeable(self, states: States) -> bool:
         """Whether it is known of all states how two of them are put together."""
@@ -253,8 +253,8 @@ class _Own:
                     del states_of[name]  # declared by an update
             buffers = dict(module.named_buffers(recurse=False))
             for name, value in first.items():
-                new = _copied(states.get(_key(place, name), value))
-                setattr(module, name, new.to(buffers[name].device) if name in buffers else new)
+                copied = _copied(states.get(_key(place, name), value))
+                setattr(module, name, copied.to(buffers[name].device) if name in buffers else copied)
             if states and _COUNT not in first and _COUNT in vars(module):
                 module._update_count = 1  # which torchmetrics reads to warn where there was none
             # It writes to its tensors, so it is given copies.
@@ -275,15 +275,15 @@ class _Own:
 
     def _changed(self, place: str, module: Any, clean: Clean, but: Container[str] = ()) -> dict[str, Any]:
         """The attributes and buffers that are not what they were at first."""
-        others = _others(module, self.declared.get(place, ()))
-        known = clean[place]
+        undeclared = _others(module, self.declared.get(place, ()))
+        written = clean[place]
         # Without comparing numbers of tensors to which nothing was written, for which a device would be waited for.
         suspects = {
             name: value
-            for name, value in others.items()
-            if name not in but and not (name in known and known[name] == (id(value), _version(value)))
+            for name, value in undeclared.items()
+            if name not in but and not (name in written and written[name] == (id(value), _version(value)))
         }
-        return {name: suspects[name] for name in self.kept[place].changed(suspects, ())}
+        return {name: suspects[name] for name in self.compared[place].changed(suspects, ())}
 
     def refusal(self, reason: str) -> ArgumentError:
         return ArgumentError(f"from_torchmetrics({type(self.metric).__name__}): {reason}")
@@ -352,12 +352,12 @@ def _merge_of(reduction: Any, value: Any) -> Callable[[Any, Any], Any] | None:
     return _together if isinstance(value, list) else _MERGES.get(getattr(reduction, "__name__", ""))
 
 
-def _together(one: Any, other: Any) -> Any:
-    return [*one, *other] if isinstance(one, list) else torch.cat([one, other])
+def _together(a: Any, b: Any) -> Any:
+    return [*a, *b] if isinstance(a, list) else torch.cat([a, b])
 
 
-def _sum(one: Tensor, other: Tensor) -> Tensor:
-    return one + other
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    return a + b
 
 
 def _try(metric: Any, own: _Own) -> States:

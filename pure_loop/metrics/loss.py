@@ -53,8 +53,8 @@ def loss(name: Annotated[str, Name()] = "loss") -> Metric:
         mean = quotient((total, weight))
         return mean.to(total.dtype) if isinstance(mean, Tensor) and isinstance(total, Tensor) else mean
 
-    def merge(one: Sum, other: Sum) -> Sum:
-        total = one[0] + other[0]
-        return total, None if one[1] is None or other[1] is None else one[1] + other[1]
+    def merge(a: Sum, b: Sum) -> Sum:
+        total = a[0] + b[0]
+        return total, None if a[1] is None or b[1] is None else a[1] + b[1]
 
     return Metric(name, lambda: (0.0, 0.0), update, compute, of_loss=True, merge=merge)

@@ -212,8 +212,8 @@ def _automaton(order: Order) -> Automaton:
     automaton = Automaton(trees, [stream for stream in _STREAMS if stream in trees])
     # Going on: FIT_START, and then whatever comes after the boundary at which the State was kept.
     iterations = {event for event in Event if event.name.startswith("ITERATION")}
-    kept = set(automaton.at(frozenset(BOUNDARIES - {Event.AFTER_LOAD} | iterations)))
-    automaton.add(Event.FIT_START, set().union(*(automaton.follow[position] for position in kept)))
+    resumable = set(automaton.at(frozenset(BOUNDARIES - {Event.AFTER_LOAD} | iterations)))
+    automaton.add(Event.FIT_START, set().union(*(automaton.follow[position] for position in resumable)))
     return automaton
 
 

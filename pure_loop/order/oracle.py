@@ -303,8 +303,8 @@ class _Run:
     def known_length(self) -> int | None:
         """The batches of an epoch, where that is known before the loader is exhausted."""
         loader = math.ceil(len(self.plan.batches) / self.plan.batches_per_step) if self.plan.sized else None
-        known = [length for length in (loader, self.plan.batches_per_epoch) if length is not None]
-        return min(known, default=None)
+        lengths = [length for length in (loader, self.plan.batches_per_epoch) if length is not None]
+        return min(lengths, default=None)
 
     def batch(self, parts: tuple[int, ...]) -> _Counts:
         samples = sum(parts)

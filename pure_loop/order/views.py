@@ -91,7 +91,7 @@ def _nodes(automaton: Automaton) -> dict[int, str]:
         if isinstance(label, Event):
             nodes[position] = label.name
         elif label is not None:
-            before = {automaton.labels[other] for other, after in enumerate(automaton.follow) if position in after}
+            before = {automaton.labels[earlier] for earlier, after in enumerate(automaton.follow) if position in after}
             nodes[position] = f"{label}_{places.setdefault(frozenset(before), len(places) + 1)}"
     return nodes
 

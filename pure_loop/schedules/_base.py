@@ -84,11 +84,11 @@ class Schedule(ABC):
         """The time over which it rises at first, where a run ends before that is over; None: there is none."""
         return None
 
-    def __mul__(self, other: Callable[[Timestamp], float] | float) -> product:
-        return product((self, as_schedule(other)))
+    def __mul__(self, factor: Callable[[Timestamp], float] | float) -> product:
+        return product((self, as_schedule(factor)))
 
-    def __rmul__(self, other: Callable[[Timestamp], float] | float) -> product:
-        return product((as_schedule(other), self))
+    def __rmul__(self, factor: Callable[[Timestamp], float] | float) -> product:
+        return product((as_schedule(factor), self))
 
 
 class HasTime(Protocol):

@@ -54,8 +54,8 @@ def _scaled(value: object, ratio: float, warmup: bool) -> object:
     if not isinstance(value, Schedule):
         return value
     rises = "time" if type(value).__name__ == "warmup" else "warmup"
-    made = object.__new__(type(value))
+    result = object.__new__(type(value))
     for name in field_names(value):
         field = getattr(value, name)
-        object.__setattr__(made, name, _scaled(field, ratio, warmup) if warmup or name != rises else field)
-    return made
+        object.__setattr__(result, name, _scaled(field, ratio, warmup) if warmup or name != rises else field)
+    return result

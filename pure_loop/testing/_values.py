@@ -181,16 +181,16 @@ def timestamps(*, plans: st.SearchStrategy[Plan] | None = None) -> st.SearchStra
 
 @st.composite
 def _timestamps(draw: st.DrawFn, plans: st.SearchStrategy[Plan]) -> Timestamp:
-    now = draw(st.sampled_from(list(timestamps_of(draw(plans)))))
-    return now if draw(st.booleans()) else now.replace(max_duration=None, batches_per_epoch=None)
+    timestamp = draw(st.sampled_from(list(timestamps_of(draw(plans)))))
+    return timestamp if draw(st.booleans()) else timestamp.replace(max_duration=None, batches_per_epoch=None)
 
 
 def timestamps_of(plan: Plan) -> Iterator[Timestamp]:
     """The timestamps that a run of a plan has, from the first to the last."""
     lengths = [len(plan.batches)] if plan.sized else []
     lengths += [] if plan.batches_per_epoch is None else [plan.batches_per_epoch]
-    now = Timestamp(max_duration=plan.max_duration, batches_per_epoch=min(lengths, default=None))
-    yield now
+    timestamp = Timestamp(max_duration=plan.max_duration, batches_per_epoch=min(lengths, default=None))
+    yield timestamp
     goes_on = not plan.sized and plan.batches_per_epoch is not None
     sizes = itertools.cycle(plan.batches)
     for event in expected(plan):
@@ -198,14 +198,14 @@ def timestamps_of(plan: Plan) -> Iterator[Timestamp]:
             sizes = itertools.cycle(plan.batches)
         elif event is Event.BATCH_END:
             samples = next(sizes)
-            now = now.next_batch(samples, samples * plan.tokens_per_sample, plan.seconds_per_batch)
-            yield now
+            timestamp = timestamp.next_batch(samples, samples * plan.tokens_per_sample, plan.seconds_per_batch)
+            yield timestamp
         elif event is Event.EPOCH_END:
-            now = now.next_epoch()
-            yield now
+            timestamp = timestamp.next_epoch()
+            yield timestamp
         elif event is Event.ITERATION_END:
-            now = now.next_iteration()
-            yield now
+            timestamp = timestamp.next_iteration()
+            yield timestamp
 
 
 def event_streams(

@@ -59,9 +59,9 @@ class Trial:
     _outcomes: dict[str, Outcome] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        known = set(self.names)
-        self.expected_failures = _reasons("expected_failures", self.expected_failures, known)
-        self.skip = _reasons("skip", self.skip, known)
+        names = set(self.names)
+        self.expected_failures = _reasons("expected_failures", self.expected_failures, names)
+        self.skip = _reasons("skip", self.skip, names)
         both = self.expected_failures.keys() & self.skip.keys()
         if both:
             raise ArgumentError(
@@ -157,11 +157,11 @@ class Trial:
 
     def _tolerant(self, name: str) -> bool:
         """Whether errors of a run are expected, because ``order`` is expected to fail or skipped."""
-        known = {**(self.expected_failures or {}), **(self.skip or {})}
-        return name != "order" and "order" in known
+        reasons = {**(self.expected_failures or {}), **(self.skip or {})}
+        return name != "order" and "order" in reasons
 
 
-def _reasons(argument: str, value: Mapping[str, str] | None, known: set[str]) -> dict[str, str]:
+def _reasons(argument: str, value: Mapping[str, str] | None, names: set[str]) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -170,8 +170,8 @@ def _reasons(argument: str, value: Mapping[str, str] | None, known: set[str]) ->
             f'{argument}={{"microbatch_invariance": "uses batch statistics"}}.'
         )
     for name, reason in value.items():
-        if name not in known:
-            raise ArgumentError(f"{argument}: there is no law {name!r}. There are {', '.join(sorted(known))}.")
+        if name not in names:
+            raise ArgumentError(f"{argument}: there is no law {name!r}. There are {', '.join(sorted(names))}.")
         if not isinstance(reason, str) or not reason.strip():
             raise ArgumentError(f"{argument}[{name!r}]={reason!r}: write the reason, as a text.")
     return dict(value)

@@ -139,13 +139,13 @@ def differences(
 
 
 def _differences(value: object, wanted: object, name: str, without: frozenset[str]) -> Iterator[Difference]:
-    one, other = _leaves(value), _leaves(wanted)
-    for path in dict.fromkeys([*one, *other]):
+    leaves, wanted_leaves = _leaves(value), _leaves(wanted)
+    for path in dict.fromkeys([*leaves, *wanted_leaves]):
         if path and (path[0] in without or is_wall_clock(path)):
             continue
-        a, b = one.get(path, _MISSING), other.get(path, _MISSING)
+        a, b = leaves.get(path, _MISSING), wanted_leaves.get(path, _MISSING)
         if not same(a, b):
-            yield Difference(_code(value if path in one else wanted, path, name), a, b)
+            yield Difference(_code(value if path in leaves else wanted, path, name), a, b)
 
 
 def close(value: object, wanted: object, *, tolerance: float, name: str = "state") -> Difference | None:
@@ -223,9 +223,9 @@ def _counts(timestamp: Timestamp) -> list[Any]:
 
 
 def _same_trees(a: Any, b: Any) -> bool:
-    leaves, spec = optree.tree_flatten(a, namespace=NAMESPACE)
-    others, other = optree.tree_flatten(b, namespace=NAMESPACE)
-    return spec == other and all(map(same, leaves, others))
+    leaves_a, spec_a = optree.tree_flatten(a, namespace=NAMESPACE)
+    leaves_b, spec_b = optree.tree_flatten(b, namespace=NAMESPACE)
+    return spec_a == spec_b and all(map(same, leaves_a, leaves_b))
 
 
 class Snapshot:
@@ -252,10 +252,10 @@ class Snapshot:
 
     def changed(self) -> Difference | None:
         """The first leaf that is not what it was; ``given`` is what it is now, ``wanted`` what it was."""
-        now = _values(self.state)
-        if len(now) != len(self._leaves):
-            return Difference("the number of leaves of the state", len(now), len(self._leaves))
-        for index, (leaf, (before, value, required, hooks)) in enumerate(zip(now, self._leaves, strict=True)):
+        leaves = _values(self.state)
+        if len(leaves) != len(self._leaves):
+            return Difference("the number of leaves of the state", len(leaves), len(self._leaves))
+        for index, (leaf, (before, value, required, hooks)) in enumerate(zip(leaves, self._leaves, strict=True)):
             if value is None:
                 if leaf is not before and not same(leaf, before):
                     return Difference(self._name(index), leaf, before)
@@ -312,11 +312,11 @@ class Keeper:
 
     def keep(self, state: State) -> None:
         """Remember what it is now."""
-        kept = state if self._states else _without_tensors(state)
+        holder = state if self._states else _without_tensors(state)
         for index, leaf in enumerate(_values(state)):
             if isinstance(leaf, Tensor) and id(leaf) not in self._tensors:
                 # Held, so that no other tensor gets its id.
-                self._tensors[id(leaf)] = leaf, leaf.detach().clone(), kept, index
+                self._tensors[id(leaf)] = leaf, leaf.detach().clone(), holder, index
 
     def changed(self) -> tuple[State, Difference] | None:
         """The first State that has a tensor which is not what it was, and the leaf."""

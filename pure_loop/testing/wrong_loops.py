@@ -130,8 +130,8 @@ def evaluates_the_weights_of_training() -> Fit:
         return after
 
     def validate(self: Stages, state: State, **numbers: object) -> State:
-        shown = state.replace(params=trained[0].params) if trained else state
-        result: State = real_validate(self, shown, **numbers)
+        evaluated = state.replace(params=trained[0].params) if trained else state
+        result: State = real_validate(self, evaluated, **numbers)
         return result.replace(params=state.params)
 
     return while_patched((Stages, "update", update), (Stages, "validate", validate))

@@ -58,8 +58,8 @@ class Ablation:
         return [(name, value, value - self.everything) for name, value in {**forks, "none": self.nothing}.items()]
 
     def __repr__(self) -> str:
-        shown = [(name, f"{value:.6g}", "" if name == "all" else f"{more:+.4g}") for name, value, more in self.rows()]
-        lines = [("algorithms", self.metric, "difference"), *shown]
+        cells = [(name, f"{value:.6g}", "" if name == "all" else f"{more:+.4g}") for name, value, more in self.rows()]
+        lines = [("algorithms", self.metric, "difference"), *cells]
         widths = [max(len(line[column]) for line in lines) for column in range(3)]
         text = "\n".join(
             f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {more:>{widths[2]}}".rstrip() for name, value, more in lines
@@ -148,7 +148,7 @@ def ablate(
         return _metric_of(state, metric, losses)
 
     everything = value_of(list(members.values()))
-    without = {name: value_of([member for other, member in members.items() if other != name]) for name in members}
+    without = {name: value_of([member for label, member in members.items() if label != name]) for name in members}
     nothing = value_of([]) if len(members) > 1 else next(iter(without.values()))
     first = begun.timestamp.batch if isinstance(begun, State) else 0
     return Ablation(metric, str(time), first, everything, without, nothing)
@@ -188,8 +188,8 @@ def _stop_after(time: Time) -> Algorithm:
         return state.timestamp
 
     def stop(state: State) -> State:
-        begun, now = state.algorithm_state["ablate"], state.timestamp
-        over = now.get(time.unit) - begun.get(time.unit) >= time.value
+        begun, timestamp = state.algorithm_state["ablate"], state.timestamp
+        over = timestamp.get(time.unit) - begun.get(time.unit) >= time.value
         return state.replace(stop=True) if over else state
 
     return Algorithm("ablate", {(Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT): stop}, init=begin)

@@ -204,8 +204,8 @@ def inspect(state: State, data: Any = None, *, gradients: bool = True, **setting
             ``"batch_start"``. Gradients of parameters are those of the State at AFTER_TRAIN_BATCH, and computed at
             other events.
         data: the ``train_dataloader`` of the run, for the indices of samples in its dataset; they are known where it
-            is a ``DataLoader`` with a sampler that gives the indices of a batch, and no algorithm moved its rows. Or, of
-            a State of a boundary, a batch.
+            is a ``DataLoader`` of a sampler that gives indices of a batch, and no algorithm moved its rows. Or, of a
+            State of a boundary, a batch.
         gradients: compute the norm of the gradient of each sample. That is one backward through the whole microbatch
             for each, so the time grows with the square of its samples; False leaves it out.
         **settings: the other arguments of :func:`pure_loop.fit`, as the run had them; used are ``loss``, ``task``,
@@ -357,19 +357,19 @@ class _Replay:
         # Before AFTER_TRAIN_BATCH gradients are sums of some microbatches, and scaled.
         complete = state.event is Event.AFTER_TRAIN_BATCH and isinstance(state._grads, Mapping)
         grads: Mapping[str, Any] = state._grads if complete else self._gradients()
-        new: Mapping[str, Tensor] | None = None
+        after: Mapping[str, Tensor] | None = None
         if optimizer is not None and state.opt_state is not None:
             served = state.model.served_by(optimizer)
             drawing = self.stages.seeding(state, "update", code="users" if served.draws else None)
             with torch.no_grad(), drawing:
                 updated = self.stages.engine.update(served, state.replace(grads=grads), trained)
-            new, _ = in_order(served, updated, trained)
+            after, _ = in_order(served, updated, trained)
         return [
             ParameterRow(
                 name,
                 norm_of(tensor),
                 0.0 if grads.get(name) is None else norm_of(grads[name]),
-                None if new is None else norm_of(new[name].detach().double() - tensor.detach().double()),
+                None if after is None else norm_of(after[name].detach().double() - tensor.detach().double()),
             )
             for name, tensor in trained.items()
         ]

@@ -263,10 +263,10 @@ class _AtRate(ScaledTimestamp):
     def rate(self, where: str, lr: RateFunction) -> float:
         if lr is self.main or lr == self.main:
             return self.value
-        one, main = rate_at(where, lr, self.timestamp), rate_at(where, self.main, self.timestamp)
+        asking, main = rate_at(where, lr, self.timestamp), rate_at(where, self.main, self.timestamp)
         if main == 0:
             raise ArgumentError(
                 f"lr_find: the optimizers of a partition keep the ratio of their learning rates, and that of the first "
                 f"one is 0 at batch {self.timestamp.batch}: give constant rates for the test."
             )
-        return self.value * one / main
+        return self.value * asking / main

@@ -240,7 +240,7 @@ def _timed_stages(cls: type[Stages], recorder: Recorder, *, ends_batches: bool) 
         return Key("stage", f"{state.evaluator} loss")
 
     methods: dict[str, object] = {
-        name: recorder.timed(Key("stage", shown), getattr(cls, name)) for name, shown in _STAGES.items()
+        name: recorder.timed(Key("stage", label), getattr(cls, name)) for name, label in _STAGES.items()
     }
     methods["validate"] = recorder.timed(of_evaluator, cls.validate)
     methods["validation_loss"] = recorder.timed(of_loss, cls.validation_loss)

@@ -137,8 +137,8 @@ class Rewound(Stream):
         axes.plot(
             broken, [max(finite, default=0.0)] * len(broken), "x", color="C3", label="not finite" if broken else ""
         )
-        kept = [batch for batch in self._flight.kept if first <= batch <= last]
-        axes.plot(kept, [min(finite, default=0.0)] * len(kept), "|", color="0.5", markersize=8, label="kept State")
+        saved = [batch for batch in self._flight.kept if first <= batch <= last]
+        axes.plot(saved, [min(finite, default=0.0)] * len(saved), "|", color="0.5", markersize=8, label="kept State")
         axes.axvline(self._batch, color="C3", alpha=0.4, linewidth=4, label=f"batch {self._batch}")
         axes.set(xlabel="batch", ylabel="loss")
         axes.grid(alpha=0.3)
@@ -162,7 +162,7 @@ def _nearest(flight: Flight, batch: int, event: Event) -> int:
     # A State of FIT_START is from before all events of the first batches, and another from after its own BATCH_END.
     begins = batch in flight.starts and batch == min(flight.kept)
     last = batch if event in _INSIDE or event is Event.FIT_START or begins else batch - 1
-    before = [kept for kept in flight.kept if kept <= last]
+    before = [number for number in flight.kept if number <= last]
     if not before:
         raise ArgumentError(
             f"rewind: no State is kept before {event.name} of batch {batch}; there are those after "
@@ -240,17 +240,17 @@ class _Checking(Callback):
 
     def _refusal(self, line: Line, what: str, state: State) -> str:
         facts = self._flight.facts
-        now = {**facts_of(state), **self._settings}
-        others = [
+        current = {**facts_of(state), **self._settings}
+        changed = [
             f"{name} is {value!r}, and was {facts[name]!r}"
-            for name, value in now.items()
+            for name, value in current.items()
             if name in facts and facts[name] != value
         ]
-        known = (
-            "; ".join(others)
+        reason = (
+            "; ".join(changed)
             or "what the journal records (versions, model, seed, settings, length of the data) is the same"
         )
         return (
-            f"batch {line.batch - 1} is not that of the recorded run: {what}. {known[0].upper()}{known[1:]}. Look for "
-            "other data, in another order, other settings, or code that has changed since."
+            f"batch {line.batch - 1} is not that of the recorded run: {what}. {reason[0].upper()}{reason[1:]}. Look "
+            "for other data, in another order, other settings, or code that has changed since."
         )

@@ -259,11 +259,11 @@ def _gradient_norm(loss: Tensor, module: nn.Module) -> float:
 def _leaves(outputs: Outputs) -> Iterator[object]:
     """The leaves of a pytree, whichever engine knows its classes."""
     for leaf in optree.tree_leaves(outputs, namespace=NAMESPACE):
-        known = registered_pytrees.get(type(leaf))
-        if known is None:
+        pytree = registered_pytrees.get(type(leaf))
+        if pytree is None:
             yield leaf
         else:
-            for child in known.flatten_fn(leaf)[0]:
+            for child in pytree.flatten_fn(leaf)[0]:
                 yield from _leaves(child)
 
 

@@ -244,9 +244,9 @@ def commutation_matrix(
         )
     pairs: dict[tuple[str, str], Commutation | None] = {}
     for a, b in combinations(makers, 2):
-        one, other = (AlgorithmSubject(makers[name]).make() for name in (a, b))
-        claimed = {claim for algorithm in one for claim in algorithm.claims}
-        if any(claimed & algorithm.claims for algorithm in other):
+        first, second = (AlgorithmSubject(makers[name]).make() for name in (a, b))
+        claimed = {claim for algorithm in first for claim in algorithm.claims}
+        if any(claimed & algorithm.claims for algorithm in second):
             pairs[a, b] = None  # fit refuses both
         else:
             pairs[a, b] = commutation(makers[a], makers[b], problems=problems, max_examples=max_examples)

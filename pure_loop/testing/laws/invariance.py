@@ -39,16 +39,16 @@ def microbatch_invariance(subject: AlgorithmSubject, case: Case, fit: Fit) -> No
         _exactly(case, fit)
     # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
     case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
-    whole = _at_batches(case.run(subject.make(), fit=fit, microbatch_size=None))
+    unsplit = _at_batches(case.run(subject.make(), fit=fit, microbatch_size=None))
     for size in sorted({case.plan.microbatch_size or 1, 1, max(case.plan.batches) - 1} - {0}):
         split = _at_batches(case.run(subject.make(), fit=fit, microbatch_size=size))
-        if len(split) != len(whole):
+        if len(split) != len(unsplit):
             raise LawViolation(
-                f"in microbatches of {size} there were {len(split)} steps, in whole batches {len(whole)}."
+                f"in microbatches of {size} there were {len(split)} steps, in whole batches {len(unsplit)}."
             )
-        for value, wanted in zip(split, whole, strict=True):
+        for value, wanted in zip(split, unsplit, strict=True):
             _close(value, wanted, size)
-        for value, wanted in zip(split, whole, strict=True):
+        for value, wanted in zip(split, unsplit, strict=True):
             if value.event is Event.BATCH_END:
                 _close_algorithm_state(subject, value, wanted, size)
 
@@ -61,9 +61,9 @@ def _exactly(case: Case, fit: Fit) -> None:
         stream = case.stream(fit=fit, microbatch_size=size, optimizer=optimizer, clip_grad=None, precision="fp32")
         return [state for event, state in stream if event is Event.AFTER_TRAIN_BATCH]
 
-    whole = gradients(None)
+    unsplit = gradients(None)
     for size in range(1, max(case.plan.batches) + 1):
-        for value, wanted in zip(gradients(size), whole, strict=True):
+        for value, wanted in zip(gradients(size), unsplit, strict=True):
             # Not by bits: a sum of zeros has another sign in another order.
             difference = close(value.grads, wanted.grads, tolerance=0.0, name="state.grads")
             if difference is not None:

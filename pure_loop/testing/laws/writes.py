@@ -338,10 +338,10 @@ class _Watcher:
         result = torch.autograd.grad(loss, inputs, torch.full_like(loss, share), retain_graph=True, allow_unused=True)
         before = _read(state, "grads")
         if before is None:
-            now: dict[str, Tensor | None] = dict(zip(names, result, strict=True))
+            totals: dict[str, Tensor | None] = dict(zip(names, result, strict=True))
         else:
-            now = {name: _sum(before[name], gradient) for name, gradient in zip(names, result, strict=True)}
-        return {name: now.get(name) for name in state.model.trainable}
+            totals = {name: _sum(before[name], gradient) for name, gradient in zip(names, result, strict=True)}
+        return {name: totals.get(name) for name in state.model.trainable}
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -191,7 +191,7 @@ class _Asked:
     """One call of a collective: its kind, its inputs, and the shapes and dtypes of its outputs."""
 
     collective: tuple[Any, ...]
-    given: Tensors
+    inputs: Tensors
     wanted: tuple[tuple[Any, ...], ...]
 
 
@@ -289,7 +289,7 @@ class _Simulation:
             before = requested[number]
             if collective != before.collective:
                 raise self._changed(rank, number, f"was {Collective(*collective)}")
-            if not all(same(*pair) for pair in zip(value, before.given, strict=True)):
+            if not all(same(*pair) for pair in zip(value, before.inputs, strict=True)):
                 raise self._changed(rank, number, "had other numbers in it")
         else:
             form = tuple([(tuple(item.shape), item.dtype) for item in wanted])
@@ -306,7 +306,9 @@ class _Simulation:
             CollectiveError: not all ranks call the same.
         """
         requested = [self._asked[rank][number] if number < len(self._asked[rank]) else None for rank in self._ranks]
-        if any(each is None and rank not in self._ended for rank, each in zip(self._ranks, requested, strict=True)):
+        if any(
+            request is None and rank not in self._ended for rank, request in zip(self._ranks, requested, strict=True)
+        ):
             return
         together = [item for item in requested if item is not None]
         if not together:
@@ -316,7 +318,7 @@ class _Simulation:
         uneven = kind in ("all_to_all", "all_to_all_single")
         if len(together) < len(requested) or len({item.collective[: 1 if uneven else None] for item in together}) > 1:
             raise self._disagreement(number)
-        results = outcome(kind, op, root, [item.given for item in together])
+        results = outcome(kind, op, root, [item.inputs for item in together])
         if uneven:
             for rank, parts in zip(self._ranks, results, strict=True):
                 for source, (part, wanted) in enumerate(zip(parts, together[rank].wanted, strict=True)):
@@ -340,10 +342,10 @@ class _Simulation:
             "processes these would wait for ever, or mix up their numbers."
         )
 
-    def _changed(self, rank: int, number: int, now: str) -> CollectiveError:
+    def _changed(self, rank: int, number: int, change: str) -> CollectiveError:
         before = Collective(*self._asked[rank][number].collective)
         return CollectiveError(
             f"rank {rank} of {len(self._ranks)} behaves differently when it runs again: its collective number "
-            f"{number + 1} was {before}, and on the next run it {now}. A simulated program runs several times: create "
-            "what it changes (models, lists, generators) inside it, and read no clock."
+            f"{number + 1} was {before}, and on the next run it {change}. A simulated program runs several times: "
+            "create what it changes (models, lists, generators) inside it, and read no clock."
         )
