@@ -183,7 +183,7 @@ NOTES: Mapping[Event, str] = {
 }
 """What is worth knowing at an event."""
 
-_REASONS: Mapping[tuple[Event, Event], str] = {
+_REASONS: Mapping[tuple[object, ...], str] = {
     (Event.FIT_START, Event.FIT_END): "max_duration already reached",
     (Event.BEFORE_DATALOADER, Event.EPOCH_END): "loader exhausted",
     (Event.BATCH_CHECKPOINT, Event.EPOCH_END): "max_duration reached on the last batch",
