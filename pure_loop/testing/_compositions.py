@@ -75,7 +75,7 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
     return st.sampled_from(declared.typical or tuple(_all(declared)))
 
 
-def _all(declared: object) -> Iterator[Any]:
+def _all(declared: object) -> Iterator[object]:
     if isinstance(declared, Flag):
         yield from (False, True)
     elif isinstance(declared, OneOf):
@@ -108,16 +108,15 @@ def _factories() -> dict[str, Callable[..., Algorithm]]:
     return {name: getattr(library, name) for name in sorted(names, key=lambda name: _needs(name) or "")}
 
 
+def _declared(name: str, variable: str, default: T) -> T:
+    """What the module of an algorithm says in a variable."""
+    value: T = getattr(sys.modules[f"{library.__name__}.{name}"], variable, default)
+    return value
+
+
 def _needs(name: str) -> str | None:
     """What an algorithm needs of a problem, as its module says, such as classes or attention; None: nothing."""
-    needed: str | None = getattr(sys.modules[f"{library.__name__}.{name}"], "SERVES", None)
-    return needed
-
-
-def _expected_failures(name: str) -> dict[str, str]:
-    """The laws that an algorithm can't keep, as its module says, with the reasons."""
-    failures: dict[str, str] = getattr(sys.modules[f"{library.__name__}.{name}"], "EXPECTED_FAILURES", {})
-    return failures
+    return _declared(name, "SERVES", None)
 
 
 ALGORITHMS = _factories()
@@ -126,7 +125,7 @@ ALGORITHMS = _factories()
 # Drawn only where they are named: those that make another model of it, as twice there would be nothing to change, and
 # those that can't keep each law.
 _ONLY_NAMED = frozenset(
-    name for name in ALGORITHMS if _needs(name) not in (None, "classes") or _expected_failures(name)
+    name for name in ALGORITHMS if _needs(name) not in (None, "classes") or _declared(name, "EXPECTED_FAILURES", {})
 )
 
 
@@ -200,8 +199,7 @@ def _algorithms(names: tuple[str, ...], min_size: int, max_size: int) -> st.Sear
 
 def _claims(name: str) -> frozenset[str]:
     """What an algorithm of the library claims, as its module says."""
-    claimed: frozenset[str] = getattr(sys.modules[f"{library.__name__}.{name}"], "CLAIMS", frozenset())
-    return claimed
+    return _declared(name, "CLAIMS", frozenset())
 
 
 def _are_compatible(names: Sequence[str]) -> bool:

@@ -88,9 +88,9 @@ def _bytes(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _put_back_numpy(state: Any) -> None:
+def _put_back_numpy(state: dict[str, Any] | None) -> None:
     if state is not None:
-        numpy: Any = sys.modules["numpy"]
+        numpy = sys.modules["numpy"]
         key = numpy.frombuffer(state["state"]["key"], dtype=numpy.uint32)
         numpy.random.set_state({**state, "state": {**state["state"], "key": key}})
 
@@ -116,7 +116,7 @@ def _cuda() -> list[torch.Tensor]:
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
-def _numpy_random() -> Any:
+def _numpy_random() -> dict[str, Any] | None:
     if "numpy" not in sys.modules:
         return None
     state = sys.modules["numpy"].random.get_state(legacy=False)
@@ -180,7 +180,7 @@ def unchanged() -> Iterator[None]:
 @contextmanager
 def reseeded(seed: int) -> Iterator[None]:
     """Seeds the global random generators of torch, Python and NumPy, and restores them on exit."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     before = torch.get_rng_state(), _cuda(), random.getstate(), numpy and numpy.random.get_state()
     torch.default_generator.manual_seed(seed)
     if before[1]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_flag, check_integer, check_number
+from pure_loop._internal.pytree import Batch
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, Order, Plan, expected
@@ -29,17 +29,17 @@ DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16)
 _ALL_DTYPES = (*DTYPES, torch.float16, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 _LEAVES = ("tensor", "texts", "whole")
-_CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
+_CONTAINERS: dict[str, Callable[[Sequence[object]], Batch]] = {
     "tuple": tuple,
     "dict": lambda items: dict(zip(("inputs", "targets", "mask"), items, strict=False)),
     "list": list,
 }
-_WHOLE: tuple[Callable[[], Any], ...] = (lambda: None, lambda: 0.5, lambda: "text", lambda: torch.tensor(1.0))
+_WHOLE: tuple[Callable[[], object], ...] = (lambda: None, lambda: 0.5, lambda: "text", lambda: torch.tensor(1.0))
 
 
 def batches(
     *, min_samples: int = 1, max_samples: int = 6, dtypes: Sequence[torch.dtype] = DTYPES, nested: bool = True
-) -> st.SearchStrategy[Any]:
+) -> st.SearchStrategy[Batch]:
     """Batches of the shapes that a task counts and splits.
 
     Pairs of tensors, ``(inputs, targets)``; tensors alone; tuples, lists and dicts, nested too, of tensors and of what
@@ -68,18 +68,18 @@ def batches(
 
 
 @st.composite
-def _batches(draw: st.DrawFn, least: int, most: int, dtypes: Sequence[torch.dtype], nested: bool) -> Any:
+def _batches(draw: st.DrawFn, least: int, most: int, dtypes: Sequence[torch.dtype], nested: bool) -> Batch:
     samples = draw(st.integers(least, most))
 
     def tensor() -> Tensor:
         shape = (samples, *draw(st.lists(st.integers(1, 3), max_size=2)))
         return _filled(shape, draw(st.sampled_from(dtypes)), draw(st.integers(0, 99)))
 
-    def container(kind: str, depth: int, first: Callable[[], object]) -> Any:
+    def container(kind: str, depth: int, first: Callable[[], object]) -> Batch:
         more = draw(st.sampled_from((1, 2, 0)))
         return _CONTAINERS[kind]([first(), *(node(depth) for _ in range(more))])
 
-    def node(depth: int) -> Any:
+    def node(depth: int) -> object:
         kind = draw(st.sampled_from((*_LEAVES, *_CONTAINERS) if depth else _LEAVES))
         if kind == "tensor":
             return tensor()
@@ -135,9 +135,9 @@ def times(
     return st.one_of([_times(unit, low, high) for unit in chosen])
 
 
-def _bound(name: str, value: Any) -> float:
+def _bound(name: str, value: float) -> float:
     check_number(name, value, where="times", least=0)
-    return value  # type: ignore[no-any-return]  # an int stays one: it may be more than a float holds
+    return value  # an int stays one: it may be more than a float holds
 
 
 def _times(unit: TimeUnit, low: float, high: float | None) -> st.SearchStrategy[Time]:

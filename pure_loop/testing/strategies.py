@@ -16,8 +16,8 @@ them by their types: ``from_type(pl.State)`` is ``states()``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import torch
 from hypothesis import assume
@@ -61,6 +61,8 @@ __all__ = [
     "times",
     "timestamps",
 ]
+
+T = TypeVar("T")
 
 
 def problems(
@@ -163,7 +165,7 @@ def cases(
     return _cases(plans, problems, settings)
 
 
-def _listed(name: str, value: object, example: str) -> Sequence[Any]:
+def _listed(name: str, value: Sequence[T], example: str) -> Sequence[T]:
     if not isinstance(value, list | tuple):
         raise ArgumentTypeError(f"cases: {name} is a list, got {value!r}; write cases({name}={example}).")
     if not value:
@@ -176,7 +178,7 @@ def _cases(
     draw: st.DrawFn,
     plans: st.SearchStrategy[Plan],
     problems: st.SearchStrategy[Problem],
-    settings: dict[str, st.SearchStrategy[Any]],
+    settings: Mapping[str, st.SearchStrategy[Any]],
 ) -> Case:
     drawn = {name: draw(strategy) for name, strategy in settings.items()}
     return Case(plan=draw(plans), problem=draw(problems), **drawn)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -17,11 +18,13 @@ import attrs
 import torch
 from torch import nn
 
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.weights import Weights
-from pure_loop.algorithm import Composition, compose
+from pure_loop.algorithm import AlgorithmLike, Composition, compose
 from pure_loop.checkpoint import load
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import driver
 from pure_loop.loop import evaluation as _evaluation
 from pure_loop.loop import training as loop
@@ -36,6 +39,7 @@ from pure_loop.testing.case import Fit
 
 __all__ = ["WRONG_LOOPS"]
 
+Tensors: TypeAlias = FrozenDict[str, torch.Tensor]
 Factory: TypeAlias = Callable[[], Fit]
 Function: TypeAlias = Callable[..., Any]
 
@@ -200,7 +204,7 @@ def overwrites_what_was_read() -> Fit:
 def lends_its_buffers_to_batchnorm() -> Fit:
     from pure_loop.model.instance import Instance
 
-    def bind(self: Any, params: Any, buffers: Any, training: bool) -> None:
+    def bind(self: Instance, params: Tensors, buffers: Tensors, training: bool) -> None:
         real(self, params, buffers, training)
         for name, tensors, key in self.buffers:
             tensors[key] = buffers[name]
@@ -246,7 +250,7 @@ def takes_the_mean_of_means() -> Fit:
 def trains_the_first_microbatch_twice() -> Fit:
     real = Stages.microbatches
 
-    def microbatches(self: Stages, batch: object, size: int | None = None) -> list[Any]:
+    def microbatches(self: Stages, batch: Batch, size: int | None = None) -> list[Batch]:
         pieces = real(self, batch, size)
         alike = size is None and len(pieces) > 1 and len(pieces[-1][0]) == len(pieces[0][0])
         return [*pieces[:-1], pieces[0]] if alike else pieces
@@ -293,7 +297,7 @@ def callbacks_shift_the_seed() -> Fit:
 
 
 @wrong_fit("composition")
-def composes_backwards(*args: object, algorithms: Any = (), **kwargs: object) -> Pairs:
+def composes_backwards(*args: object, algorithms: Sequence[AlgorithmLike] = (), **kwargs: object) -> Pairs:
     flipped = [compose(*reversed(item.members)) if isinstance(item, Composition) else item for item in algorithms]
     return fit(*args, algorithms=flipped, **kwargs)
 
@@ -312,7 +316,7 @@ def forgets_the_optimizer_state(start: nn.Module | State, *args: object, **kwarg
 
 
 @wrong_fit("checkpoint")
-def loads_the_weights_alone(module: Any, data: object, load_path: Any = None, **kwargs: object) -> Pairs:
+def loads_the_weights_alone(module: nn.Module, data: object, load_path: Path | None = None, **kwargs: object) -> Pairs:
     """It leaves the optimizer state, and the position of the run, in the file."""
     return fit(module if load_path is None else load(load_path, model=module, weights_only=True), data, **kwargs)
 

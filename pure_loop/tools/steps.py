@@ -7,15 +7,13 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from inspect import GEN_CREATED, getgeneratorstate
-from typing import Any, cast
+from typing import Any
 
 import attrs
-import optree
 import torch
 from torch import Tensor
 
 from pure_loop._internal.closing import closing
-from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger
@@ -26,6 +24,7 @@ from pure_loop.loop.stream import Stream, arguments_of
 from pure_loop.observer import Observer
 from pure_loop.state import State
 from pure_loop.verify.leaves import LOOP, distance, leaves_of
+from pure_loop.verify.leaves import copied as copied_tensors
 
 __all__ = [
     "LOOP",
@@ -202,7 +201,7 @@ def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, hand
         if not depth[0] and not noted:
             noted.append(Step(event, LOOP.get(event, "loop"), False, state))
         if copied and not depth[0]:
-            noted[-1] = attrs.evolve(noted[-1], state=_copy(noted[-1].state))
+            noted[-1] = attrs.evolve(noted[-1], state=copied_tensors(noted[-1].state))
         depth[0] += 1
         try:
             result = handler.function(state, *stages)
@@ -213,14 +212,6 @@ def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, hand
         return result
 
     return attrs.evolve(handler, function=call)
-
-
-def _copy(state: State) -> State:
-    tree: PyTree = state
-    copies = optree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
-    )
-    return cast("State", copies)
 
 
 def is_same(a: object, b: object, tolerance: float = 0.0) -> bool:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from torch import nn
 
-from pure_loop.callback import Callback
+from pure_loop.algorithm import Algorithm
+from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.entry.evaluate import evaluate, predict
 from pure_loop.errors import PureLoopError
 from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing._surroundings import Surroundings, reseeded
-from pure_loop.testing.case import Case, Fit, Pairs
+from pure_loop.testing.case import Case, Fit, Pairs, Running
 from pure_loop.testing.comparison import Comparer, Difference, differences
 from pure_loop.testing.report import LawViolation, moment
 from pure_loop.testing.subject import Subject
@@ -97,7 +98,9 @@ def training_states(pairs: Pairs) -> list[State]:
     return [state for event, state in pairs if event in TRAINING]
 
 
-def run_until_error(subject: Subject, case: Case, fit: Fit, **arguments: Any) -> Pairs:
+def run_until_error(
+    subject: Subject, case: Case, fit: Fit, algorithms: Sequence[Algorithm], start: nn.Module | None = None
+) -> Pairs:
     """A run, then an evaluation and a prediction with the same algorithms; an error of an algorithm ends it early.
 
     It serves laws about single calls. That a run reaches its end is a law of its own, ``order``.
@@ -107,9 +110,9 @@ def run_until_error(subject: Subject, case: Case, fit: Fit, **arguments: Any) ->
     """
     pairs: Pairs = []
     with ending_early("raised by algorithm"):
-        for pair in case.stream(fit=fit, **arguments):
+        for pair in case.stream(algorithms, fit=fit, start=start):
             pairs.append(pair)
-        for stream in standalone_streams(subject, case, pairs[-1][1], arguments["algorithms"]):
+        for stream in standalone_streams(subject, case, pairs[-1][1], algorithms):
             pairs.extend(stream)
     return pairs
 
@@ -138,7 +141,9 @@ def without_error(what: str, event: Event | None = None, advice: str = "") -> It
         raise LawViolation(f"{what} ended in {type(error).__name__}: {error}", event=event, advice=advice) from error
 
 
-def standalone_streams(subject: Subject, case: Case, state: State, algorithms: Any) -> Iterator[Any]:
+def standalone_streams(
+    subject: Subject, case: Case, state: State, algorithms: Sequence[Algorithm]
+) -> Iterator[Running]:
     """The streams of ``pl.evaluate`` and ``pl.predict``, each where the algorithms are bound to its events."""
     bound = {event for _, event in subject.bound}
     data = case.problem.batches((2, 1), seed=7)
@@ -183,7 +188,7 @@ class _BusyObserver(Callback):
     def __init__(self) -> None:
         self.kept: list[State] = []
 
-    def run_event(self, event: Event, state: State, logger: Any) -> None:
+    def run_event(self, event: Event, state: State, logger: LoggerGroup) -> None:
         torch.rand(3)
         random.random()
         self.kept.append(state)
@@ -191,7 +196,7 @@ class _BusyObserver(Callback):
         logger.log_metrics({"observer": 1.0}, state)
 
 
-def observed_run(stream: Callable[..., Any]) -> Pairs:
+def observed_run(stream: Callable[..., Running]) -> Pairs:
     """All pairs of a stream with callbacks attached that draw random numbers, in a loop body that draws too."""
     pairs: Pairs = []
     before = random.getstate()

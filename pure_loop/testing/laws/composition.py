@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations
-from typing import Any
 
 import attrs
 from hypothesis.strategies import SearchStrategy
 
-from pure_loop.algorithm import Algorithm, compose
+from pure_loop.algorithm import Algorithm, AlgorithmLike, compose
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.stages.nonfinite import total_loss
@@ -61,7 +60,7 @@ def composition(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     same_stream(without, alone, "with algorithms added that do nothing, the run differed")
     first, last = _neighbour("first of the law", 2.0), _neighbour("last of the law", 0.5)
     listed = case.run([first, *subject.make(), last], fit=fit)
-    groupings: list[list[Any]] = [
+    groupings: list[list[AlgorithmLike]] = [
         [compose(first, *subject.make(), last)],
         [compose(compose(first, *subject.make()), last)],
         [first, compose(*subject.make(), last)],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from unittest import SkipTest
 
 import attrs
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.tree_ops import full_tensor
+from pure_loop.algorithm import AlgorithmLike
 from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
@@ -26,6 +27,8 @@ from pure_loop.testing.report import LawViolation
 from pure_loop.testing.subject import AlgorithmSubject
 
 __all__ = ["Witness", "on_ranks", "rank_agreement", "whole", "witness", "world_size"]
+
+Kind: TypeAlias = Literal["replicate", "shard"]
 
 _RANKS = 2
 _ON_PROCESSES = 2
@@ -120,8 +123,8 @@ class Witness:
     """
 
     event: Event
-    counts: tuple[Any, ...]
-    values: dict[str, Any]
+    counts: tuple[float, ...]
+    values: dict[str, PyTree]
 
 
 def witness(stream: Iterable[tuple[Event, State]], *, counts_time: bool = False) -> list[Witness]:
@@ -132,13 +135,13 @@ def witness(stream: Iterable[tuple[Event, State]], *, counts_time: bool = False)
     ]
 
 
-def _counts(state: State, counts_time: bool) -> tuple[Any, ...]:
+def _counts(state: State, counts_time: bool) -> tuple[float, ...]:
     t = state.timestamp
     counts = (t.epoch, t.batch, t.sample, t.token, t.batch_in_epoch, t.sample_in_epoch, t.token_in_epoch)
     return (*counts, t.total_seconds) if counts_time else counts
 
 
-def _values(state: State) -> dict[str, Any]:
+def _values(state: State) -> dict[str, PyTree]:
     fields = ["params", "buffers", "metrics", "opt_state", "algorithm_state"]
     if state.event in (Event.AFTER_TRAIN_BATCH, Event.BATCH_END):
         fields += ["grads", "loss"]
@@ -169,7 +172,7 @@ def whole(case: Case, ranks: int) -> Case:
 
 
 def on_ranks(
-    case: Case, make: Callable[[], Any], fit: Fit, ranks: int, kind: str, **options: Any
+    case: Case, make: Callable[[], Sequence[AlgorithmLike]], fit: Fit, ranks: int, kind: Kind, **options: Any
 ) -> list[list[Witness]]:
     """The witnesses of every rank of a run.
 
@@ -180,8 +183,7 @@ def on_ranks(
     def program(rank: int) -> list[Witness]:
         from pure_loop.distributed import Parallel
 
-        parallel: Any = Parallel(kind=kind, **options)  # type: ignore[arg-type]
-        return witness(case.stream(make(), fit=partial(fit, parallel=parallel)))
+        return witness(case.stream(make(), fit=partial(fit, parallel=Parallel(kind=kind, **options))))
 
     try:
         # torch's DistributedDataParallel crashes if gloo's collectives are checked.
@@ -212,7 +214,8 @@ def world_size(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
     single = witness(whole(case, _RANKS).stream(subject.make(), fit=fit))
     _skip_without_devices(single)
-    for kind in ("replicate", "shard"):
+    kinds: tuple[Kind, ...] = ("replicate", "shard")
+    for kind in kinds:
         for rank, witnesses in enumerate(on_ranks(case, subject.make, fit, _RANKS, kind)):
             compare(witnesses, single, f'with parallel="{kind}", rank {rank} of {_RANKS}', _ROUNDING)
 

@@ -11,13 +11,10 @@ import tempfile
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import attrs
-import optree
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.algorithm import flatten
 from pure_loop.checkpoint import load, save
 from pure_loop.entry.compiling import interpreted
@@ -26,7 +23,7 @@ from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, expected, expected_evaluate, expected_predict, going_on
 from pure_loop.state import State, outside_batch
 from pure_loop.testing._surroundings import Surroundings
-from pure_loop.testing.case import Case, Fit, Pairs
+from pure_loop.testing.case import Case, Fit, Pairs, Running
 from pure_loop.testing.comparison import Keeper, close, copied, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import (
@@ -39,6 +36,7 @@ from pure_loop.testing.laws._streams import (
 )
 from pure_loop.testing.report import LawViolation, broken_off, moment, written_to
 from pure_loop.testing.subject import AlgorithmSubject
+from pure_loop.verify.leaves import map_leaves
 
 __all__ = [
     "checkpoint",
@@ -137,7 +135,7 @@ def closing(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     training = [submodule.training for submodule in module.modules()]
     hooks = [_hooks(submodule) for submodule in module.modules()]
     threads, around = set(threading.enumerate()), Surroundings()
-    stream: Any = case.stream(subject.make(), fit=fit, start=module)
+    stream = case.stream(subject.make(), fit=fit, start=module)
     last = len(expected(case.plan)) - 1
     position = (case.seed * 31 + 17) % last if last else 0
     left: Event | None = None
@@ -277,14 +275,14 @@ def resumption_from(subject: AlgorithmSubject, case: Case, fit: Fit, to_the_end:
         what = f"resumed from {moment(state)}"
         short = to_the_end is not None and number not in to_the_end
         with without_error(f"{what}, the run", event):
-            stream: Any = case.stream(subject.make(), fit=fit, start=_as_values(state))
+            stream = case.stream(subject.make(), fit=fit, start=_as_values(state))
             again = list(to_the_next_batch(stream) if short else stream)
             stream.close()
-        _goes_on(again, uninterrupted, index, what, whole=not short)
+        _goes_on(again, uninterrupted, index, what, ended=not short)
 
 
 def _goes_on(
-    again: Pairs, uninterrupted: Pairs, index: int, what: str, *, loading: Sequence[Event] = (), whole: bool = False
+    again: Pairs, uninterrupted: Pairs, index: int, what: str, *, loading: Sequence[Event] = (), ended: bool = False
 ) -> None:
     """Refuse a resumed run that does not go on as the uninterrupted one does.
 
@@ -293,11 +291,11 @@ def _goes_on(
         index: of the pair from which it resumed.
         what: for the message.
         loading: the events with which it begins, of loading a file.
-        whole: whether it has run to its end.
+        ended: whether it has run to its end.
     """
     rest = going_on([event for event, _ in uninterrupted], index)
     wanted = [*loading, *rest]
-    same_events([event for event, _ in again], wanted if whole else wanted[: len(again)], what)
+    same_events([event for event, _ in again], wanted if ended else wanted[: len(again)], what)
     # Every call yields FIT_START first; the uninterrupted stream has none at this place.
     value = again[len(loading) + 1 :]
     same_stream(value, uninterrupted[len(uninterrupted) - len(rest) + 1 :][: len(value)], what)
@@ -305,16 +303,10 @@ def _goes_on(
 
 def _as_values(state: State) -> State:
     """The State rebuilt from its values, as a checkpoint does: attributes and hooks of tensors are lost."""
-    tree: PyTree = state
-    copied = optree.tree_map(_value, tree, namespace=NAMESPACE)
-    return cast("State", copied)
+    return map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), state)
 
 
-def _value(leaf: object) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-
-
-def to_the_next_batch(stream: Any) -> Iterator[tuple[Event, State]]:
+def to_the_next_batch(stream: Running) -> Iterator[tuple[Event, State]]:
     """The stream up to the end of its next batch, or of its epoch."""
     for pair in stream:
         yield pair
@@ -356,9 +348,9 @@ def _save_and_resume(
     acts_before = {handler for algorithm in flatten(algorithms) for handler in algorithm.handlers}.intersection(
         _BEFORE_TRAINING
     )
-    start: dict[str, Any] = {"start": loaded} if acts_before else {"start": module, "load_path": path}
+    load_path: dict[str, Path] = {} if acts_before else {"load_path": path}
     with without_error(f"{what}, the run", event):
-        stream: Any = case.stream(algorithms, fit=fit, **start)
+        stream = case.stream(algorithms, fit=fit, start=loaded if acts_before else module, **load_path)
         again = list(to_the_next_batch(stream))
         stream.close()
     loading = [] if acts_before else _BEFORE_TRAINING[: 1 if case.plan.order == "2021" else None]
