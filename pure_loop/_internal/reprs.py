@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import name_of
 from pure_loop._text import HIDDEN, is_secret, without_secrets
 
-__all__ = ["call", "cell", "changed_fields", "in_bytes", "kind", "shown", "table"]
+__all__ = ["call", "cell", "changed_fields", "columns", "in_bytes", "kind", "shown", "table"]
 
 # Items of a container that are shown.
 _MOST = 6
@@ -115,6 +115,18 @@ def cell(value: Any) -> str:
     if type(value) is Tensor and value.shape == () and value.device.type == "cpu" and not value.is_complex():
         value = value.item()
     return f"{value:.6g}" if isinstance(value, float) else shown(value)
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Rows as lines of text: the columns ``left`` begin at their left, the others end at their right.
+
+    >>> columns([("name", "n"), ("a", "10")], left=[0])
+    ['name   n', 'a     10']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if number in left else str.rjust for number in range(len(widths))]
+    lines = ([side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows)
+    return ["  ".join(cells).rstrip() for cells in lines]
 
 
 def table(rows: Sequence[Sequence[Any]], head: Sequence[str] = (), caption: str = "") -> str:

@@ -9,20 +9,22 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.reprs import table
+from pure_loop._internal.pytree import Batch
+from pure_loop._internal.reprs import columns, table
 from pure_loop._internal.suggestions import refuse_misfit
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, compose
 from pure_loop.entry.fit import fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop.stream import run
+from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
-from pure_loop.time import Time, Timestamp, TimeUnit
+from pure_loop.time import Time, TimeUnit
 
 __all__ = ["Ablation", "ablate"]
 
 # What records, saves, or decides how a stream is read: a comparison has no use of it.
-_LEFT_OUT: dict[str, Any] = {"callbacks": (), "loggers": (), "run_name": None, "autoresume": None}
+_LEFT_OUT: dict[str, object] = {"callbacks": (), "loggers": (), "run_name": None, "autoresume": None}
 
 
 @attrs.frozen(repr=False)
@@ -59,12 +61,8 @@ class Ablation:
 
     def __repr__(self) -> str:
         cells = [(name, f"{value:.6g}", "" if name == "all" else f"{more:+.4g}") for name, value, more in self.rows()]
-        lines = [("algorithms", self.metric, "difference"), *cells]
-        widths = [max(len(line[column]) for line in lines) for column in range(3)]
-        text = "\n".join(
-            f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {more:>{widths[2]}}".rstrip() for name, value, more in lines
-        )
-        return f"{self._caption()}\n{text}"
+        lines = columns([("algorithms", self.metric, "difference"), *cells], left=[0])
+        return "\n".join([self._caption(), *(f"  {line}" for line in lines)])
 
     def _repr_html_(self) -> str:
         return table(self.rows(), ("algorithms", self.metric, "difference"), self._caption())
@@ -75,7 +73,7 @@ class Ablation:
 
 def ablate(
     model_or_state: nn.Module | State,
-    train_dataloader: Iterable[Any],
+    train_dataloader: Iterable[Batch],
     algorithms: Sequence[AlgorithmLike],
     *,
     steps: str | int | Time,
@@ -184,21 +182,19 @@ def _without_memory(begun: nn.Module | State, names: Iterable[str]) -> nn.Module
 def _stop_after(time: Time) -> Algorithm:
     """An algorithm that ends training at the first boundary after so much of it."""
 
-    def begin(state: State) -> Timestamp:
-        return state.timestamp
-
     def stop(state: State) -> State:
         begun, timestamp = state.algorithm_state["ablate"], state.timestamp
         over = timestamp.get(time.unit) - begun.get(time.unit) >= time.value
         return state.replace(stop=True) if over else state
 
-    return Algorithm("ablate", {(Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT): stop}, init=begin)
+    return Algorithm(
+        "ablate", {(Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT): stop}, init=lambda state: state.timestamp
+    )
 
 
 def _losses_into(losses: list[Tensor]) -> Algorithm:
     def keep(state: State) -> State:
-        loss = state.loss
-        losses.append((loss["total"] if isinstance(loss, dict) else loss).detach())  # type: ignore[union-attr]
+        losses.append(total_loss(state.loss).detach())
         return state
 
     return Algorithm("ablate_losses", {Event.BATCH_END: keep})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
 from pure_loop._internal.arguments import check_flag
-from pure_loop._internal.reprs import table
+from pure_loop._internal.reprs import columns, table
 from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentError, ArgumentTypeError, IdleAlgorithmError
 from pure_loop.event import Event
@@ -65,7 +64,7 @@ def changes(stream: Stream) -> Iterator[Change]:
 
 
 def _changes(all_steps: Iterable[Step]) -> Iterator[Change]:
-    before: Any = None
+    before: Mapping[str, object] | None = None
     for step in all_steps:
         leaves = leaves_of(step.state)
         if before is not None:
@@ -105,22 +104,18 @@ class Blame:
         ]
 
     def __str__(self) -> str:
-        lines = [_HEAD, *([*map(str, row[:4]), _number(row[4])] for row in self.rows())]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
-        text = [
-            f"{line[0]:<{widths[0]}}  {line[1]:<{widths[1]}}  "
-            + "  ".join(cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)).rstrip()
-            for line in lines
-        ]
-        if self.idle:
-            text.append(f"changed nothing: {', '.join(self.idle)}")
-        return "\n".join(text)
+        return "\n".join([*columns([_HEAD, *self._cells()], left=[0, 1]), *self._notes()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [[*row[:4], _number(row[4])] for row in self.rows()]
-        return table(rows, head=_HEAD, caption=f"changed nothing: {', '.join(self.idle)}" if self.idle else "")
+        return table(self._cells(), head=_HEAD, caption="".join(self._notes()))
+
+    def _cells(self) -> list[list[str]]:
+        return [[*map(str, row[:4]), _number(row[4])] for row in self.rows()]
+
+    def _notes(self) -> list[str]:
+        return [f"changed nothing: {', '.join(self.idle)}"] if self.idle else []
 
 
 _HEAD = ["event", "by", "changes", "leaves", "largest norm"]

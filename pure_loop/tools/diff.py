@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import attrs
 from torch import Tensor, nn
@@ -245,7 +245,7 @@ def _first_other_line(a: Flight, b: Flight) -> float:
 
 def _differ(a: _Run, b: _Run, batch: int, tolerance: float) -> Divergence | None:
     state_a, state_b = a.state(batch), b.state(batch)
-    event: Any = state_a.position if state_a.event is None else state_a.event
+    event = state_a.event or state_a.position or Event.INIT
     return first_difference(Step(event, "start", False, state_a), Step(event, "start", False, state_b), tolerance)
 
 

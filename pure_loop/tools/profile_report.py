@@ -14,7 +14,7 @@ import torch
 
 from pure_loop._internal.arguments import check_choice
 from pure_loop._internal.pytree import Batch
-from pure_loop._internal.reprs import table
+from pure_loop._internal.reprs import columns, table
 from pure_loop.loop.driver import Script
 from pure_loop.state import State
 
@@ -164,9 +164,9 @@ class Recorder:
         def called(*args: object) -> Script:
             # No variable refers to a State while the generator waits: a reference would cost a copy.
             pairs = script(*args)
-            sent: list[Any] = [None]
+            sent: list[State] = []
             del args
-            advance = self.timed(key, lambda: pairs.send(sent.pop()))
+            advance = self.timed(key, lambda: pairs.send(sent.pop()) if sent else next(pairs))
             try:
                 while True:
                     try:
@@ -289,15 +289,7 @@ class Profile:
         return [attrs.asdict(row) for row in self.rows]
 
     def __repr__(self) -> str:
-        cells = [list(_HEAD), *self._cells()]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
+        lines = columns([_HEAD, *self._cells()], left=[0, 1])
         return "\n".join([self._title(), "", *(f"  {line}" for line in lines), *self._notes()])
 
     def _repr_html_(self) -> str:

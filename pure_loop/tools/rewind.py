@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.closing import closing
 from pure_loop._internal.lazy import require
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.digests import digest_of, digest_of_batch, has_digest
@@ -43,7 +44,7 @@ def rewind(
     when: str | Time | Timestamp,
     event: Event | str,
     model: nn.Module,
-    train_dataloader: Any,
+    train_dataloader: Iterable[Batch],
     *,
     occurrence: int = 0,
     **settings: Any,
@@ -173,7 +174,7 @@ def _nearest(flight: Flight, batch: int, event: Event) -> int:
 
 def _pairs_from(
     stream: Stream, target: Event, batch: int, occurrence: int, watch: frozenset[Event] | None
-) -> Generator[tuple[Event, State], None, Any]:
+) -> Generator[tuple[Event, State], None, object]:
     """The pairs of a stream from an event on, and after it those that are watched; None: all."""
     seen = 0
     with closing(iter(stream)) as pairs:
@@ -217,7 +218,7 @@ class _Checking(Callback):
         self._flight = flight
         # Of the batch that was first in the record: its number, and a digest of its tensors.
         self._number, self._digest = flight.facts.get("first_batch", (None, None))
-        self._settings: dict[str, Any] = {}
+        self._settings: dict[str, object] = {}
 
     def bind(self, run: Run) -> None:
         self._settings = settings_of(run)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from inspect import GEN_CREATED, getgeneratorstate
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -41,6 +41,8 @@ __all__ = [
     "steps",
 ]
 
+T = TypeVar("T")
+
 
 @attrs.frozen
 class Parts:
@@ -61,7 +63,7 @@ class Parts:
     state: State
 
     @classmethod
-    def of(cls, stream: Any, function: str) -> Parts:
+    def of(cls, stream: object, function: str) -> Parts:
         """
         Raises:
             ArgumentTypeError: it is no stream of ``fit``.
@@ -107,9 +109,7 @@ def set_method(restoring: ExitStack, target: object, name: str, method: object) 
     variables[name] = method
 
 
-def replace_each(
-    restoring: ExitStack, table: dict[Event, tuple[Any, ...]], replace: Callable[[Event, Any], Any]
-) -> None:
+def replace_each(restoring: ExitStack, table: dict[Event, tuple[T, ...]], replace: Callable[[Event, T], T]) -> None:
     """Replace what a table has for each event, until ``restoring`` ends."""
     for event, listed in list(table.items()):
         restoring.callback(table.__setitem__, event, listed)
@@ -136,7 +136,7 @@ class Step:
 
 
 def steps(
-    stream: object, function: str, operations_from: float = math.inf, *, copied: bool = False
+    stream: Stream, function: str, operations_from: float = math.inf, *, copied: bool = False
 ) -> Generator[Step, None, None]:
     """The steps of a stream of ``fit`` that has not begun, as far as it is iterated over.
 
@@ -171,9 +171,9 @@ def refuse_stepless(stream: object, function: str) -> Parts:
     return parts
 
 
-def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> Generator[Step, None, None]:
+def _steps(stream: Stream, parts: Parts, operations_from: float, copied: bool) -> Generator[Step, None, None]:
     noted: list[Step] = []
-    pairs: Any = iter(stream)
+    pairs = iter(stream)
     batch = parts.state.timestamp.batch
     # However far it is iterated over: what the stream holds (files, workers, ranks) is let go of.
     with closing(pairs), ExitStack() as restoring:
@@ -197,7 +197,7 @@ def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> G
 def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, handler: Handler) -> Handler:
     """A handler, with its States noted but for those of calls inside another algorithm, which keeps what it wants."""
 
-    def call(state: State, *stages: object) -> Any:
+    def call(state: State, *stages: object) -> State:
         if not depth[0] and not noted:
             noted.append(Step(event, LOOP.get(event, "loop"), False, state))
         if copied and not depth[0]:
