@@ -7,18 +7,17 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
 from pure_loop import algorithms as library
-from pure_loop._internal.arguments import check_integer
 from pure_loop.algorithm import Algorithm, Composition, compose
 from pure_loop.errors import ArgumentError
 from pure_loop.metrics._classes import class_axes
-from pure_loop.ranges import Duration, Flag, Number, OneOf, Setting, alternatives_in, settings_of
+from pure_loop.ranges import AtLeast, Duration, Flag, Number, OneOf, Setting, alternatives_in, checked, settings_of
 from pure_loop.schedules import linear
 from pure_loop.testing._arguments import check_choices, check_range
 from pure_loop.testing.problems import Problem, as_problem
@@ -129,12 +128,13 @@ _ONLY_NAMED = frozenset(
 )
 
 
+@checked
 def algorithms(
     *,
     problem: Problem | str | None = None,
     among: Sequence[str] | None = None,
-    min_size: int = 0,
-    max_size: int = 3,
+    min_size: Annotated[int, AtLeast(0)] = 0,
+    max_size: Annotated[int, AtLeast(0)] = 3,
 ) -> st.SearchStrategy[Composition]:
     """Compositions of the library's own algorithms, in any order, some of them twice, with settings of all kinds.
 
@@ -155,16 +155,13 @@ def algorithms(
     >>> find(algorithms(), lambda drawn: any(member.name == "sam" for member in drawn.members))
     compose(sam(...))
     """
-    where = "algorithms"
-    least = check_integer("min_size", min_size, where=where, least=0, example="algorithms(min_size=1)")
-    most = check_integer("max_size", max_size, where=where, least=0, example="algorithms(max_size=3)")
-    check_range(where, "min_size", least, "max_size", most)
+    check_range("algorithms", "min_size", min_size, "max_size", max_size)
     serving = _serving(None if problem is None else as_problem(problem))
     if among is None:
-        return _algorithms(tuple(name for name in serving if name not in _ONLY_NAMED), least, most)
-    chosen = check_choices(where, "among", among, ALGORITHMS)
-    if all(map(_claims, chosen)) and least > len(set().union(*map(_claims, chosen))):
-        raise ArgumentError(f"algorithms: min_size={least}, and those in among claim the same: one of them a run.")
+        return _algorithms(tuple(name for name in serving if name not in _ONLY_NAMED), min_size, max_size)
+    chosen = check_choices("algorithms", "among", among, ALGORITHMS)
+    if all(map(_claims, chosen)) and min_size > len(set().union(*map(_claims, chosen))):
+        raise ArgumentError(f"algorithms: min_size={min_size}, and those in among claim the same: one of them a run.")
     for name in chosen:
         # Without a problem, any name that is passed is right.
         if problem is not None and name not in serving:
@@ -172,7 +169,7 @@ def algorithms(
                 f"algorithms: among holds {name!r}, which can't serve {as_problem(problem)!r}; there are "
                 f"{', '.join(map(repr, serving))}."
             )
-    return _algorithms(chosen, least, most)
+    return _algorithms(chosen, min_size, max_size)
 
 
 @functools.cache

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pure_loop._internal.arguments import check_flag, check_integer, check_number
+from pure_loop._internal.arguments import check_number
 from pure_loop._internal.pytree import Batch
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, Order, Plan, expected
 from pure_loop.order import going_on as rest_of
+from pure_loop.ranges import AtLeast, checked
 from pure_loop.testing._arguments import check_choices, check_range, check_strategy
 from pure_loop.testing._plans import ORDERS, UNITS
 from pure_loop.testing._plans import plans as all_plans
@@ -37,8 +39,13 @@ _CONTAINERS: dict[str, Callable[[Sequence[object]], Batch]] = {
 _WHOLE: tuple[Callable[[], object], ...] = (lambda: None, lambda: 0.5, lambda: "text", lambda: torch.tensor(1.0))
 
 
+@checked
 def batches(
-    *, min_samples: int = 1, max_samples: int = 6, dtypes: Sequence[torch.dtype] = DTYPES, nested: bool = True
+    *,
+    min_samples: Annotated[int, AtLeast(1)] = 1,
+    max_samples: Annotated[int, AtLeast(1)] = 6,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    nested: bool = True,
 ) -> st.SearchStrategy[Batch]:
     """Batches of the shapes that a task counts and splits.
 
@@ -60,11 +67,8 @@ def batches(
     >>> find(batches(), lambda batch: num_samples(batch) == 2)
     (tensor([0., 0.]), tensor([0., 0.]))
     """
-    least = check_integer("min_samples", min_samples, where="batches", least=1, example="batches(min_samples=1)")
-    most = check_integer("max_samples", max_samples, where="batches", least=1, example="batches(max_samples=6)")
-    check_range("batches", "min_samples", least, "max_samples", most)
-    chosen = check_choices("batches", "dtypes", dtypes, _ALL_DTYPES)
-    return _batches(least, most, chosen, check_flag("nested", nested, where="batches"))
+    check_range("batches", "min_samples", min_samples, "max_samples", max_samples)
+    return _batches(min_samples, max_samples, check_choices("batches", "dtypes", dtypes, _ALL_DTYPES), nested)
 
 
 @st.composite
@@ -208,6 +212,7 @@ def timestamps_of(plan: Plan) -> Iterator[Timestamp]:
             yield timestamp
 
 
+@checked
 def event_streams(
     *, order: Order | None = None, plans: st.SearchStrategy[Plan] | None = None, going_on: bool = True
 ) -> st.SearchStrategy[list[Event]]:
@@ -232,7 +237,6 @@ def event_streams(
     (21, Event.INIT, Event.FIT_END)
     """
     where = "event_streams"
-    check_flag("going_on", going_on, where=where)
     if plans is None:
         plans = all_plans(orders=check_choices(where, "order", ["current" if order is None else order], ORDERS))
     elif order is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 
 import torch
 from hypothesis import assume
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pure_loop import metrics, optim, schedules
-from pure_loop._internal.arguments import check_flag, check_integer, check_number
+from pure_loop._internal.arguments import check_integer, check_number
 from pure_loop.algorithm import Algorithm, AlgorithmLike, Composition, compose, flatten
 from pure_loop.entry import hypothesis as entry_hypothesis
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -37,6 +37,7 @@ from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
 from pure_loop.order import EvaluatorPlan, Plan, expected, expected_evaluate, expected_predict
 from pure_loop.precision import Precision
+from pure_loop.ranges import AtLeast, checked
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.testing._arguments import check_choices, check_strategy
@@ -65,6 +66,7 @@ __all__ = [
 T = TypeVar("T")
 
 
+@checked
 def problems(
     *,
     among: Problem | str | Iterable[Problem | str] | None = None,
@@ -89,9 +91,7 @@ def problems(
     """
     result = _chosen("problems", "among", among)
     for name, wanted in (("separable", separable), ("images", images)):
-        if wanted is not None:
-            check_flag(name, wanted, where="problems")
-            result = tuple(problem for problem in result if getattr(problem, name) is wanted)
+        result = tuple(problem for problem in result if wanted is None or getattr(problem, name) is wanted)
     if not result:
         raise ArgumentError(
             f"problems: no problem has separable={separable!r} and images={images!r}; leave one of these out, or pass "
@@ -115,6 +115,7 @@ def _written(problem: Problem) -> Problem | str:
     return problem.name if PROBLEMS.get(problem.name) is problem else problem
 
 
+@checked
 def cases(
     *,
     plans: st.SearchStrategy[Plan] | None = None,
@@ -122,7 +123,7 @@ def cases(
     optimizers: Sequence[str] = tuple(OPTIMIZERS),
     precisions: Sequence[str] = ("fp32", "fp32", "amp_bf16"),
     clip_grads: Sequence[float | None] = (None, 0.5),
-    max_seed: int = 3,
+    max_seed: Annotated[int, AtLeast(0)] = 3,
 ) -> st.SearchStrategy[Case]:
     """Cases: a plan, a problem and settings, which determine a run.
 
@@ -157,7 +158,7 @@ def cases(
         if norm is not None:
             check_number("clip_grads", norm, where=where, above=0, example="cases(clip_grads=[None, 1.0])")
     settings = {
-        "seed": st.integers(0, check_integer("max_seed", max_seed, where=where, least=0, example="cases(max_seed=3)")),
+        "seed": st.integers(0, max_seed),
         "optimizer": st.sampled_from(chosen),
         "precision": st.sampled_from(tuple(precisions)),
         "clip_grad": st.sampled_from(tuple(clip_grads)),

@@ -34,7 +34,7 @@ from pure_loop.loop.driver import Script
 from pure_loop.stages import Stages, ownership
 from pure_loop.stages.settings import NO_CONTEXT, StageSettings
 from pure_loop.state import State
-from pure_loop.testing._patches import Pairs, edited, fit, while_patched
+from pure_loop.testing._patches import Pairs, breaking, edited, fit, while_patched
 from pure_loop.testing.case import Fit
 
 __all__ = ["WRONG_LOOPS"]
@@ -49,14 +49,7 @@ WRONG_LOOPS: dict[Factory, str] = {}
 _ALGORITHM = sys.modules["pure_loop.algorithm"]  # the package has the decorator under this name
 
 
-def breaks(law: str) -> Callable[[Factory], Factory]:
-    """Put a function that makes a loop among those that break a law."""
-
-    def register(make: Factory) -> Factory:
-        WRONG_LOOPS[make] = law
-        return make
-
-    return register
+breaks = breaking(WRONG_LOOPS)
 
 
 def wrong_fit(law: str) -> Callable[[Fit], Factory]:
