@@ -92,14 +92,13 @@ def render_package(package: str) -> str:
     path = ROOT / "pure_loop" / package / "__init__.py"
     docstring = path.read_text().partition('"""')[2].partition('"""')[0]
     public = [module for module in modules(package) if is_public(module.name, package)]
-    names = {name: module.name for module in public for name in module.public}
-    ordered = sorted(names, key=_order)
+    ordered = sorted((name for module in public for name in module.public), key=_order)
     lines = [
         f'"""{docstring}"""\n',
         "# Generated from the modules by docs/generate.py (make docs); only the docstring is written by hand.\n",
         "from __future__ import annotations\n",
         "from typing import TYPE_CHECKING\n",
-        "from pure_loop._internal.lazy import lazily as _lazily\n",
+        "from pure_loop._internal.lazy import lazily_by_module as _lazily\n",
         "if TYPE_CHECKING:",
     ]
     for module in public:
@@ -111,8 +110,24 @@ def render_package(package: str) -> str:
             lines += [f"{line}(", *(f"        {name}," for name in listed), "    )"]
     lines += ["", "__all__ = [", *(f'    "{name}",' for name in ordered), "]\n"]
     # To type checkers a module with a __getattr__ has every name, misspelled ones included.
-    lines += ["if not TYPE_CHECKING:", "    __getattr__ = _lazily(", "        __name__,", "        {"]
-    lines += [f'            "{name}": "pure_loop.{package}.{names[name]}",' for name in ordered]
+    lines += [
+        "if not TYPE_CHECKING:",
+        "    __getattr__ = _lazily(",
+        "        __name__,",
+        "        __all__,",
+        "        {",
+    ]
+    for module in public:
+        apart = [f'"{name}"' for name in sorted(module.public, key=_order) if name != module.name]
+        line = f'            "{module.name}": ({", ".join(apart)}{"," if len(apart) == 1 else ""}),'
+        if apart and len(line) > _LINE:
+            lines += [
+                f'            "{module.name}": (',
+                *(f"                {name}," for name in apart),
+                "            ),",
+            ]
+        elif apart:
+            lines.append(line)
     lines += ["        },", "    )\n\n", "def __dir__() -> list[str]:", "    return __all__\n"]
     return "\n".join(lines)
 

@@ -7,14 +7,14 @@ package imports the same names under ``TYPE_CHECKING`` as well.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from pure_loop.errors import MissingExtraError
 
-__all__ = ["lazily", "require"]
+__all__ = ["lazily", "lazily_by_module", "require"]
 
 
 def lazily(package: str, names: Mapping[str, str | None]) -> Callable[[str], Any]:
@@ -52,6 +52,18 @@ def lazily(package: str, names: Mapping[str, str | None]) -> Callable[[str], Any
         return value
 
     return get
+
+
+def lazily_by_module(package: str, names: Iterable[str], apart: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package of which each name is in the module of that name.
+
+    Args:
+        package: its ``__name__``.
+        names: those of the package.
+        apart: the names that are in other modules, by the module.
+    """
+    modules = {name: module for module, listed in apart.items() for name in listed}
+    return lazily(package, {name: f"{package}.{modules.get(name, name)}" for name in names})
 
 
 def _instead(package: str, name: str) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pure_loop._internal.lazy import lazily as _lazily
+from pure_loop._internal.lazy import lazily_by_module as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.callbacks.activation_monitor import ActivationMonitor
@@ -54,21 +54,22 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
+        __all__,
         {
-            "ActivationMonitor": "pure_loop.callbacks.activation_monitor",
-            "CheckpointSaver": "pure_loop.callbacks.checkpoint_saver",
-            "ExportForInferenceCallback": "pure_loop.callbacks.export_for_inference_callback",
-            "FlightRecorder": "pure_loop.callbacks.flight_recorder",
-            "Generate": "pure_loop.callbacks.generate",
-            "GradMonitor": "pure_loop.callbacks.grad_monitor",
-            "ImageVisualizer": "pure_loop.callbacks.image_visualizer",
-            "LRMonitor": "pure_loop.callbacks.lr_monitor",
-            "MLPerfCallback": "pure_loop.callbacks.mlperf_callback",
-            "MemoryMonitor": "pure_loop.callbacks.memory_monitor",
-            "MemorySnapshot": "pure_loop.callbacks.memory_snapshot",
-            "SpeedMonitor": "pure_loop.callbacks.speed_monitor",
-            "SystemMonitor": "pure_loop.callbacks.system_monitor",
-            "TimeLeft": "pure_loop.callbacks.time_left",
+            "activation_monitor": ("ActivationMonitor",),
+            "checkpoint_saver": ("CheckpointSaver",),
+            "export_for_inference_callback": ("ExportForInferenceCallback",),
+            "flight_recorder": ("FlightRecorder",),
+            "generate": ("Generate",),
+            "grad_monitor": ("GradMonitor",),
+            "image_visualizer": ("ImageVisualizer",),
+            "lr_monitor": ("LRMonitor",),
+            "memory_monitor": ("MemoryMonitor",),
+            "memory_snapshot": ("MemorySnapshot",),
+            "mlperf_callback": ("MLPerfCallback",),
+            "speed_monitor": ("SpeedMonitor",),
+            "system_monitor": ("SystemMonitor",),
+            "time_left": ("TimeLeft",),
         },
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pure_loop._internal.lazy import lazily as _lazily
+from pure_loop._internal.lazy import lazily_by_module as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.loggers.comet_ml import CometMLLogger
@@ -46,18 +46,19 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
+        __all__,
         {
-            "CSVLogger": "pure_loop.loggers.csv_file",
-            "CometMLLogger": "pure_loop.loggers.comet_ml",
-            "ConsoleLogger": "pure_loop.loggers.console",
-            "InMemoryLogger": "pure_loop.loggers.in_memory",
-            "JSONLinesLogger": "pure_loop.loggers.json_lines",
-            "MLFlowLogger": "pure_loop.loggers.mlflow",
-            "NeptuneLogger": "pure_loop.loggers.neptune",
-            "RemoteUploader": "pure_loop.loggers.remote_uploader",
-            "SlackLogger": "pure_loop.loggers.slack",
-            "TensorBoardLogger": "pure_loop.loggers.tensorboard",
-            "WandBLogger": "pure_loop.loggers.wandb",
+            "comet_ml": ("CometMLLogger",),
+            "console": ("ConsoleLogger",),
+            "csv_file": ("CSVLogger",),
+            "in_memory": ("InMemoryLogger",),
+            "json_lines": ("JSONLinesLogger",),
+            "mlflow": ("MLFlowLogger",),
+            "neptune": ("NeptuneLogger",),
+            "remote_uploader": ("RemoteUploader",),
+            "slack": ("SlackLogger",),
+            "tensorboard": ("TensorBoardLogger",),
+            "wandb": ("WandBLogger",),
         },
     )
 

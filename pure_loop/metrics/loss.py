@@ -13,7 +13,7 @@ from pure_loop.metrics._classes import class_axes
 from pure_loop.ranges import Name, checked
 from pure_loop.task import OnTargets, Task
 
-__all__ = ["DEFAULT_NAMES", "default_metrics", "loss"]
+__all__ = ["loss"]
 
 DEFAULT_NAMES = ("loss", "accuracy")
 """What :func:`default_metrics` may be named."""
