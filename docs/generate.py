@@ -98,7 +98,7 @@ def render_package(package: str) -> str:
         "# Generated from the modules by docs/generate.py (make docs); only the docstring is written by hand.\n",
         "from __future__ import annotations\n",
         "from typing import TYPE_CHECKING\n",
-        "from pure_loop._internal.lazy import lazily_by_module as _lazily\n",
+        "from pure_loop._internal.lazy import lazily as _lazily\n",
         "if TYPE_CHECKING:",
     ]
     for module in public:
@@ -110,25 +110,12 @@ def render_package(package: str) -> str:
             lines += [f"{line}(", *(f"        {name}," for name in listed), "    )"]
     lines += ["", "__all__ = [", *(f'    "{name}",' for name in ordered), "]\n"]
     # To type checkers a module with a __getattr__ has every name, misspelled ones included.
-    lines += [
-        "if not TYPE_CHECKING:",
-        "    __getattr__ = _lazily(",
-        "        __name__,",
-        "        __all__,",
-        "        {",
-    ]
+    lines += ["if not TYPE_CHECKING:", "    __getattr__ = _lazily(", "        __name__,", "        {"]
     for module in public:
-        apart = [f'"{name}"' for name in sorted(module.public, key=_order) if name != module.name]
-        line = f'            "{module.name}": ({", ".join(apart)}{"," if len(apart) == 1 else ""}),'
-        if apart and len(line) > _LINE:
-            lines += [
-                f'            "{module.name}": (',
-                *(f"                {name}," for name in apart),
-                "            ),",
-            ]
-        elif apart:
-            lines.append(line)
-    lines += ["        },", "    )\n\n", "def __dir__() -> list[str]:", "    return __all__\n"]
+        others = [f'"{name}"' for name in sorted(module.public, key=_order) if name != module.name]
+        if others:
+            lines.append(f'            "{module.name}": ({", ".join(others)}{"," * (len(others) == 1)}),')
+    lines += ["        },", "        __all__,", "    )\n\n", "def __dir__() -> list[str]:", "    return __all__\n"]
     return "\n".join(lines)
 
 
@@ -334,8 +321,9 @@ def _may_change() -> str:
 
 
 def _strategies() -> str:
+    from pure_loop.testing._types import BY_TYPE
+
     from pure_loop.testing import strategies
-    from pure_loop.testing.strategies import BY_TYPE
 
     lines = ["| | draws | keywords |", "|---|---|---|"]
     for name in strategies.__all__:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pure_loop._internal.lazy import lazily_by_module as _lazily
+from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.algorithms.alibi import alibi, alibi_bias, alibi_slopes, apply_alibi
@@ -156,7 +156,6 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
-        __all__,
         {
             "alibi": ("alibi_bias", "alibi_slopes", "apply_alibi"),
             "augmix": ("augmix_images", "jensen_shannon"),
@@ -188,6 +187,7 @@ if not TYPE_CHECKING:
             "swa": ("running_mean", "update_batchnorm"),
             "weight_standardization": ("apply_weight_standardization", "bake", "standardized"),
         },
+        __all__,
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pure_loop._internal.lazy import lazily_by_module as _lazily
+from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.callbacks.activation_monitor import ActivationMonitor
@@ -54,7 +54,6 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
-        __all__,
         {
             "activation_monitor": ("ActivationMonitor",),
             "checkpoint_saver": ("CheckpointSaver",),
@@ -71,6 +70,7 @@ if not TYPE_CHECKING:
             "system_monitor": ("SystemMonitor",),
             "time_left": ("TimeLeft",),
         },
+        __all__,
     )
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
 from pure_loop.compile.lowering import Compiled, compile_function
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
@@ -32,6 +31,7 @@ from pure_loop.compile.trees import (
 )
 from pure_loop.data.batch import _leaves
 from pure_loop.event import Event
+from pure_loop.hooks import Handler
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import apply
 from pure_loop.random.guards import Place

@@ -16,7 +16,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.compile.trees import DurableFields, field_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.precision import LossScale
-from pure_loop.stages.ownership import can_count, count_in, storages_are_unshared
+from pure_loop.stages.references import can_count, count_in, storages_are_unshared
 from pure_loop.state import State
 
 __all__ = ["Memory"]

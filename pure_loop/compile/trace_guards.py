@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pure_loop._internal.frames import frame_at, variable
 from pure_loop._internal.profiling import calls_watched
 from pure_loop._internal.torch_private import WRAPPER_OF_FUNCTIONS
 from pure_loop.random.seeds import seeds_hosts
@@ -190,7 +191,7 @@ class _UncheckedDistributions(TorchFunctionMode):
     """What distributions ask about the numbers in their parameters comes out true, unless the code says to check."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.__bool__ and _is_check(sys._getframe(1)):
+        if function is Tensor.__bool__ and _is_check(frame_at(1)):
             return True
         return function(*args, **(kwargs or {}))
 
@@ -201,4 +202,4 @@ def _is_check(frame: FrameType | None) -> bool:
     if frame is None or frame.f_code.co_name not in _CHECKS:
         return False
     module = frame.f_globals.get("__name__", "")
-    return module.startswith("torch.distributions.") and not frame.f_locals.get("validate_args")
+    return module.startswith("torch.distributions.") and not variable(frame, "validate_args")

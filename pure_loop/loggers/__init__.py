@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pure_loop._internal.lazy import lazily_by_module as _lazily
+from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.loggers.comet_ml import CometMLLogger
@@ -46,7 +46,6 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
-        __all__,
         {
             "comet_ml": ("CometMLLogger",),
             "console": ("ConsoleLogger",),
@@ -60,6 +59,7 @@ if not TYPE_CHECKING:
             "tensorboard": ("TensorBoardLogger",),
             "wandb": ("WandBLogger",),
         },
+        __all__,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pure_loop._internal.lazy import lazily_by_module as _lazily
+from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.metrics._base import Metric
@@ -47,11 +47,11 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
-        __all__,
         {
             "_base": ("Metric",),
             "dice": ("dice_loss",),
         },
+        __all__,
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pure_loop._internal.lazy import lazily_by_module as _lazily
+from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
     from pure_loop.schedules._base import Schedule, constant, product
@@ -64,11 +64,11 @@ __all__ = [
 if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
-        __all__,
         {
             "_base": ("Schedule", "constant", "product"),
             "plot": ("sparkline",),
         },
+        __all__,
     )
 
 

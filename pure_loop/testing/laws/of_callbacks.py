@@ -22,7 +22,8 @@ from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup
 from pure_loop.entry.evaluate import evaluate, predict
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.observer import Observer, observers
+from pure_loop.hooks import Observer
+from pure_loop.observer import observers
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected, expected_evaluate, expected_predict
 from pure_loop.random.guards import guard
 from pure_loop.state import State
