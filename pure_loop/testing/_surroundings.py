@@ -180,20 +180,17 @@ def unchanged() -> Iterator[None]:
 @contextmanager
 def reseeded(seed: int) -> Iterator[None]:
     """Seeds the global random generators of torch, Python and NumPy, and restores them on exit."""
-    numpy = sys.modules.get("numpy")
-    before = torch.get_rng_state(), _cuda(), random.getstate(), numpy and numpy.random.get_state()
+    generators = list(_SETTINGS.values())[:4]
+    before = [read() for read, _ in generators]
     torch.default_generator.manual_seed(seed)
-    if before[1]:
+    if before[1]:  # CUDA is in use
         torch.cuda.manual_seed_all(seed)
     random.seed(seed)
-    if numpy:
-        numpy.random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        if before[1]:
-            torch.cuda.set_rng_state_all(before[1])
-        random.setstate(before[2])
-        if numpy:
-            numpy.random.set_state(before[3])
+        for (_, restore), state in zip(generators, before, strict=True):
+            if restore is not None:
+                restore(state)
