@@ -21,7 +21,7 @@ from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.comparison import close, is_wall_clock
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_events, same_stream
+from pure_loop.testing.laws._streams import ROUNDING, in_float64, same_events, same_stream
 from pure_loop.testing.ranks import CollectiveError, NoSimulationError, RankError, shared_pool, simulate
 from pure_loop.testing.report import LawViolation
 from pure_loop.testing.subject import AlgorithmSubject
@@ -107,8 +107,6 @@ def _digest(state: State) -> str:
 
 # Real processes: each run takes as long as a hundred of one rank.
 _CASES = 3
-# In float64 another order of the sums is a relative error of 1e-16, which a few steps amplify; a wrong weight is 1e-2.
-_ROUNDING = 1e-9
 _COMPARED = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_END, Event.FIT_END})
 
 
@@ -210,14 +208,13 @@ def world_size(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
         if len(subject.on_worlds) == _CASES:
             return
         subject.on_worlds.append(case)  # a case that fails is tried again, and has to fail again
-    # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
-    case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
+    case = in_float64(case)
     single = witness(whole(case, _RANKS).stream(subject.make(), fit=fit))
     _skip_without_devices(single)
     kinds: tuple[Kind, ...] = ("replicate", "shard")
     for kind in kinds:
         for rank, witnesses in enumerate(on_ranks(case, subject.make, fit, _RANKS, kind)):
-            compare(witnesses, single, f'with parallel="{kind}", rank {rank} of {_RANKS}', _ROUNDING)
+            compare(witnesses, single, f'with parallel="{kind}", rank {rank} of {_RANKS}', ROUNDING)
 
 
 def _skip_without_devices(single: list[Witness]) -> None:

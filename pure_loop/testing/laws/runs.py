@@ -12,7 +12,6 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-import attrs
 from torch import Tensor
 
 from pure_loop.algorithm import flatten
@@ -27,6 +26,8 @@ from pure_loop.testing.case import Case, Fit, Pairs, Running
 from pure_loop.testing.comparison import Keeper, close, copied, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import (
+    ROUNDING,
+    in_float64,
     same_events,
     same_state,
     same_stream,
@@ -189,8 +190,6 @@ _SOUND = (
     *("evaluation_invariance", "observer_invariance", "composition", "resumption", "watch_equality", "closing"),
 )
 
-# A graph may add in another order, a relative error of 1e-16 in float64, which a few steps amplify.
-_ROUNDING = 1e-9
 _WATCHED = (
     {Event.EPOCH_END, Event.FIT_END},
     {Event.BATCH_END, Event.EVAL_END},
@@ -202,16 +201,8 @@ _WATCHED = (
     {Event.BEFORE_LOSS, Event.BEFORE_BACKWARD, Event.BATCH_END},
 )
 _FIELDS = (
-    "params",
-    "buffers",
-    "opt_state",
-    "algorithm_state",
-    "metrics",
-    "loss",
-    "outputs",
-    "grads",
-    "grad_norm",
-    "skipped",
+    *("params", "buffers", "opt_state", "algorithm_state", "metrics"),
+    *("loss", "outputs", "grads", "grad_norm", "skipped"),
 )
 
 
@@ -222,8 +213,7 @@ def compile_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     Graphs run operation by operation, so that no C++ compiler is needed: the law is about the contents of the graphs.
     Code that can't be traced runs eagerly, between graphs.
     """
-    # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
-    case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
+    case = in_float64(case)
     watched = _WATCHED[case.seed % len(_WATCHED)]
     wanted = case.run(subject.make(), fit=fit, watch=watched)
     steps = 3 if case.plan.order == "current" and case.seed % 2 else 1
@@ -234,9 +224,7 @@ def compile_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     for (event, compiled), (_, eager) in zip(value, wanted, strict=True):
         for field in _FIELDS:
             name = "_grads" if field == "grads" else field
-            difference = close(
-                getattr(compiled, name), getattr(eager, name), tolerance=_ROUNDING, name=f"state.{field}"
-            )
+            difference = close(getattr(compiled, name), getattr(eager, name), tolerance=ROUNDING, name=f"state.{field}")
             if difference is not None:
                 raise LawViolation(
                     f"{what}: at {moment(compiled)}, the result differs from that of eager steps.",
