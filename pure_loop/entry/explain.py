@@ -15,6 +15,7 @@ from torch import nn
 from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.frames import consumer_doubt
 from pure_loop._internal.pytree import Batch
+from pure_loop._internal.reprs import paragraph
 from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
@@ -111,16 +112,7 @@ def explain(*args: Any, file: TextIO | None = None, sample: Any = None, depth: i
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    for name, text in _settings(plan):
-        if text:
-            yield textwrap.fill(
-                text,
-                _WIDTH,
-                initial_indent=f"  {name:<{_MARGIN - 2}}",
-                subsequent_indent=" " * _MARGIN,
-                break_on_hyphens=False,
-                break_long_words=False,  # of paths
-            )
+    return (paragraph(name, text, _MARGIN) for name, text in _settings(plan) if text)
 
 
 def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
