@@ -329,8 +329,9 @@ def _may_change() -> str:
 
 
 def _strategies() -> str:
-    from pure_loop.testing import strategies
     from pure_loop.testing._types import BY_TYPE
+
+    from pure_loop.testing import strategies
 
     lines = ["| | draws | keywords |", "|---|---|---|"]
     for name in strategies.__all__:

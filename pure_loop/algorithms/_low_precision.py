@@ -70,7 +70,7 @@ _CLASSES: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
 def with_low_precision(
     module: nn.Module, where: str, only: LayerFilter | None, exclude: LayerFilter | None
 ) -> nn.Module:
-    """A copy of a module whose normalizations, those of the algorithm ``where``, compute in the precision of autocast.
+    """A copy of a module; its normalizations, those of the algorithm ``where``, compute in the precision of autocast.
 
     Raises:
         ModelError: there is none.

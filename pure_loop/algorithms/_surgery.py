@@ -100,7 +100,7 @@ def with_layers(
 def surgery(apply: Callable[..., nn.Module], name: str, **settings: object) -> Algorithm:
     """An algorithm that puts ``apply(module, **settings)`` into the State at INIT; what it draws is of the run's seed.
 
-    A factory whose settings are those of the function, besides ``name``, is ``return surgery(apply_x, **locals())``.
+    A factory with the settings of the function, and ``name``, is ``return surgery(apply_x, **locals())``.
     """
 
     def operate(state: State) -> State:

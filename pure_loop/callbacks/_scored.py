@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pure_loop.errors import ArgumentError
 from pure_loop.metrics import Metric
-from pure_loop.metrics._defaults import DEFAULT_NAMES
+from pure_loop.metrics.loss import DEFAULT_NAMES
 from pure_loop.state import State
 
 if TYPE_CHECKING:

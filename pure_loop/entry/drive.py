@@ -100,7 +100,7 @@ def drive(
 
 
 def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alone) -> Script:
-    """The script, whose first State has the initial state of the algorithms, and is that of all ranks."""
+    """The script; its first State has the initial state of the algorithms, and is that of all ranks."""
     try:
         with meeting.computing():
             event, state = _pair(next(script))

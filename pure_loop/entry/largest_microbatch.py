@@ -52,8 +52,8 @@ def largest_microbatch(
 
     Forwards, losses and backwards of the whole batch are computed on branches of the State, with the algorithms, and
     their results dropped: nothing is trained, and ``model_or_state`` stays as it was. The optimizer state is there, as
-    in training; the update, whose memory depends on no microbatch, is not computed. Sizes are bisected: a batch of n
-    samples is computed about log2(n) times.
+    in training; the update, for which memory depends on no microbatch, is not computed. Sizes are bisected: a batch of
+    n samples is computed about log2(n) times.
 
     Args:
         model_or_state: a module, or a State of a boundary.

@@ -72,8 +72,8 @@ def algorithm_described(algorithm: Algorithm) -> str:
             options |= inspect.getclosurevars(function).nonlocals
     when = "" if algorithm.when is None else f", when={algorithm.when}"
     simple = {name: value for name, value in options.items() if isinstance(value, int | float | str | None)}
-    shown = ", ".join(f"{name}={value!r}" for name, value in simple.items())
-    return f"{algorithm!r}{when}" + (f" with {shown}" if shown else "")
+    listed = ", ".join(f"{name}={value!r}" for name, value in simple.items())
+    return f"{algorithm!r}{when}" + (f" with {listed}" if listed else "")
 
 
 @attrs.frozen

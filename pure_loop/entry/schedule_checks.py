@@ -234,8 +234,8 @@ def _end(timestamp: Timestamp, duration: Time, iteration: Time | None, of_an_epo
         if length:
             batches = value if unit is TimeUnit.BATCH else epochs * length
             counts |= {TimeUnit.BATCH: batches, TimeUnit.EPOCH: batches}  # epochs are counted in their batches
-        for other, (_, most) in of_an_epoch.items():
-            counts.setdefault(other, math.ceil(epochs) * most)
+        for counted, (_, most) in of_an_epoch.items():
+            counts.setdefault(counted, math.ceil(epochs) * most)
     return End(timestamp, counts)
 
 

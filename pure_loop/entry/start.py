@@ -235,12 +235,12 @@ Path = tuple[Any, ...]
 
 
 def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None:
-    """Refuse a State whose algorithm state has other shapes or dtypes than the algorithms' ``init`` returns for it.
+    """Refuse a State with an algorithm state of other shapes or dtypes than the algorithms' ``init`` returns for it.
 
     Tensors at the same place of both are compared. Numbers may differ; a tree may have further entries; a dtype may be
     wider, of the same kind; a dimension of size 0 in the result of ``init``, by which an algorithm declares that it
-    grows, may have any size; so may values for a buffer whose shape changes. If ``init`` makes a tensor under the name
-    of a parameter, the State must have one, and its mapping may have no names that are not in the State.
+    grows, may have any size; so may values for a buffer of a shape that changes. If ``init`` makes a tensor under the
+    name of a parameter, the State must have one, and its mapping may have no names that are not in the State.
 
     ``init`` is called with tensors on the meta device, so it computes nothing; where it reads their numbers, nothing
     is compared.

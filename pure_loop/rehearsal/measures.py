@@ -43,7 +43,7 @@ class Length:
 
     @classmethod
     def of(cls, assembly: Assembly, samples: int, tokens: int) -> Length:
-        """The length of a call of ``fit``, whose first batch has so many samples and tokens."""
+        """The length of a call of ``fit`` with so many samples and tokens in its first batch."""
         end, per_epoch = assembly.plan.settings.max_duration, assembly.fit.source.length
         batches = _batches(end, assembly.fit.iteration_length, per_epoch, samples, tokens)
         return cls(batches, per_epoch, samples, tokens, assembly.plan.state.timestamp)

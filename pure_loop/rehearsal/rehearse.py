@@ -300,12 +300,12 @@ class _Phases:
         stops = self.place.stops
         with self.place.collecting("training"):
             passes.train(evaluators if to_end else [], to_end=to_end)
-        if self.place.stops == stops and passes.kept is None:
+        if self.place.stops == stops and passes.boundary is None:
             self.place.skip("steps: training has ended at this State.")
-        if self.place.stops > stops or passes.kept is None:
+        if self.place.stops > stops or passes.boundary is None:
             return
         self.passed.append(Phase("two steps", "" if self.place.fake else _in_words(passes.losses)))
-        loaded = passes.kept if self.place.fake else self._saved(passes.kept)
+        loaded = passes.boundary if self.place.fake else self._saved(passes.boundary)
         if to_end and not self.scheduled:
             self.place.skip("the end of the run: a schedule fails there.")
         elif to_end:
@@ -344,7 +344,7 @@ class _Phases:
                 activation_bytes = activations(passes.first, stages)
             except Exception as error:  # such as a forward with a transform of torch.func, which allows no such hooks
                 self.place.skip(f"memory of activations: it could not be measured ({type(error).__name__}: {error}).")
-        state = passes.kept if passes.kept is not None else self.assembly.plan.state
+        state = passes.boundary if passes.boundary is not None else self.assembly.plan.state
         memory = memory_of(state, passes.batch, activation_bytes)
         per_rank, exchanged = None, None
         if self.world_size is not None:

@@ -44,9 +44,9 @@ def finished(unit: TimeUnit, timestamp: Timestamp) -> int | float:
     return in_batches(timestamp, length) if unit is TimeUnit.EPOCH and length else timestamp.get(unit)
 
 
-def whole_lengths(now: float, length: Exact) -> int:
+def whole_lengths(progress: float, length: Exact) -> int:
     """How many whole lengths fit into ``now``."""
-    return int((Fraction(now) if isinstance(length, Fraction) else now) // length)
+    return int((Fraction(progress) if isinstance(length, Fraction) else progress) // length)
 
 
 @attrs.frozen
@@ -83,9 +83,9 @@ def warmed_up(time: Time, warmup: Time | None, timestamp: Timestamp) -> tuple[fl
     """How far the warmup is, and ``tau`` of the rest."""
     if warmup is None:
         return 1.0, part_over(time, timestamp)
-    (amount, unit), (_, other) = amount_of(warmup, timestamp), amount_of(time, timestamp)
-    convertible = unit is other or (
-        {unit, other} == {TimeUnit.EPOCH, TimeUnit.BATCH} and bool(timestamp.batches_per_epoch)
+    (amount, unit), (_, duration_unit) = amount_of(warmup, timestamp), amount_of(time, timestamp)
+    convertible = unit is duration_unit or (
+        {unit, duration_unit} == {TimeUnit.EPOCH, TimeUnit.BATCH} and bool(timestamp.batches_per_epoch)
     )
     return part_over(warmup, timestamp), part_over(time, timestamp, amount if convertible else 0)
 

@@ -96,7 +96,7 @@ class Law:
                     f"{self.name}(..., {case!r}): a law of {self.of.kind}s is tried on a "
                     f"testing.{self.of.tried_on.__name__}; pass one, or leave it out to draw cases."
                 )
-            if not self._serves(case):
+            if isinstance(case, Case) and not self._serves(case):
                 raise ArgumentError(
                     f"{self.name} is a law for problems that are {self.serves_what}, and {case.problem.name!r} is not."
                 )
