@@ -8,10 +8,9 @@ from typing import Any
 
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
-from pure_loop.compile.microbatch import microbatch
-from pure_loop.compile.numbers import Env
+from pure_loop.compile.guards import Env
 from pure_loop.compile.segment import Ended, PerBatch, Run, Traced, at
-from pure_loop.compile.segments import BEFORE_GRADIENTS, OF_MICROBATCHES, Segments
+from pure_loop.compile.segments import BEFORE_GRADIENTS, OF_MICROBATCHES, Segments, microbatch
 from pure_loop.compile.stages import UPDATE_BAD, update
 from pure_loop.data.source import END
 from pure_loop.errors import NonFiniteError

@@ -18,10 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 from pure_loop._internal.autograd import graph_of, refuse_strangers
 from pure_loop.compile._torch import partition
 from pure_loop.compile.tracing import Tracing
-from pure_loop.compile.writing import drop_unused
 from pure_loop.errors import CompileError
 
-__all__ = ["Connection", "choosing", "connect", "differentiate", "halved"]
+__all__ = ["Connection", "choosing", "connect", "differentiate", "drop_unused", "halved"]
 
 
 @attrs.frozen
@@ -325,3 +324,14 @@ def choosing(
         return call(value)
 
     return chosen
+
+
+def drop_unused(graph: GraphModule) -> list[int]:
+    """Take out the inputs that nothing reads; gives the positions of those that stay."""
+    taken = []
+    for position, node in enumerate([node for node in graph.graph.nodes if node.op == "placeholder"]):
+        if node.users:
+            taken.append(position)
+        else:
+            graph.graph.erase_node(node)
+    return taken

@@ -11,8 +11,9 @@ derived from the numbers of the step.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from typing import Any
@@ -21,11 +22,12 @@ import attrs
 import torch
 import torch.fx
 from torch import Tensor
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from pure_loop.compile._torch import schema_of
-from pure_loop.compile.numbers import Env, Number, Seed, TraceContext
-from pure_loop.compile.writing import written
+from pure_loop.compile.guards import Env, TraceContext
+from pure_loop.compile.numbers import Number, Seed
 from pure_loop.event import Event
 from pure_loop.random import derive, seeded
 from pure_loop.random.guards import seed_at
@@ -43,6 +45,7 @@ __all__ = [
     "draw_all",
     "is_draw",
     "traced_generators",
+    "written",
 ]
 
 _aten: Any = torch.ops.aten
@@ -86,6 +89,31 @@ def is_draw(node: torch.fx.Node) -> bool:
         return True
     value = dict(zip(schema.names, node.args, strict=False)) | node.kwargs
     return bool(value.get("dropout_p", 0.0))
+
+
+def written(nodes: Iterable[Node]) -> Iterator[Node]:
+    """What these operations write to, or of what it is a view."""
+    for node in nodes:
+        schema = schema_of(node.target)
+        if schema is None or not schema.writes:
+            continue
+        value = [*node.args, *map(node.kwargs.get, schema.names[len(node.args) :])]
+        for place in schema.writes:
+            yield from map(_base, _nodes(value[place]))
+
+
+def _nodes(value: Any) -> list[Node]:
+    return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Node)]
+
+
+def _base(node: Node) -> Node:
+    """What a node is a view of."""
+    while node.op == "call_function" and _nodes(node.args[:1]):
+        schema = schema_of(node.target)
+        if node.target is not operator.getitem and (schema is None or not schema.is_view):
+            break
+        (node,) = _nodes(node.args[:1])
+    return node
 
 
 @attrs.frozen

@@ -14,9 +14,10 @@ from torch import Tensor
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
+from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf
 from pure_loop.compile.lowering import Compiled, compile_function
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
-from pure_loop.compile.numbers import Env, Evaluate, Guard, Number, TracedTimestamp
+from pure_loop.compile.numbers import Number, TracedTimestamp
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable, naming
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.stages import TracedStages, traced_handlers
@@ -37,7 +38,7 @@ from pure_loop.loop.driver import apply
 from pure_loop.random.guards import Place
 from pure_loop.state import State, outside_batch, seal, with_fields
 
-__all__ = ["Ended", "Graph", "Leaf", "PerBatch", "Program", "Traced", "at", "make_graph"]
+__all__ = ["Ended", "Graph", "PerBatch", "Program", "Traced", "at", "make_graph"]
 
 _ANY = torch.empty(0)
 # The model is called in one place at a time; a loss that calls it again, or an algorithm, needs another instance.
@@ -64,14 +65,6 @@ def at(event: Event, state: State, traced: Traced) -> State:
     state = seal(state, event)
     result = traced.handlers.get(event)
     return state if result is None else apply(event, state, result, traced.stages)
-
-
-@attrs.frozen
-class Leaf:
-    """The source of a Number: a leaf of the State."""
-
-    position: int
-    name: str
 
 
 @attrs.define

@@ -10,7 +10,8 @@ import optree
 from torch import Tensor
 
 from pure_loop.compile._torch import storage_key
-from pure_loop.compile.numbers import Env, Number, named
+from pure_loop.compile.guards import Env, named
+from pure_loop.compile.numbers import Number
 from pure_loop.compile.trees import DurableFields, tensors_of
 from pure_loop.state import State
 

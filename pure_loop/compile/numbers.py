@@ -1,9 +1,9 @@
-"""Python numbers while a step is traced: what is computed from them, and what was decided by them.
+"""Python numbers while a step is traced, and what is computed from them.
 
 A graph is a recording, so a number that Python code reads while it is made would be in it for ever. A
 :class:`Number` stands in for it: arithmetic gives another one, which remembers how to compute its value anew for every
 step; a tensor that meets it makes it an input of the graph; and whatever needs to know its value (``if``, ``int()``, an
-index) leaves a :class:`Guard`: the graph serves the steps for which that comes out the same.
+index) leaves a guard (:mod:`pure_loop.compile.guards`).
 """
 
 from __future__ import annotations
@@ -11,119 +11,20 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from pure_loop.compile.guards import Evaluate, Guard, TraceContext, named
 from pure_loop.optim.optimizer import rate_at
 from pure_loop.time import Timestamp
 
-__all__ = [
-    "Env",
-    "Guard",
-    "TraceContext",
-    "Number",
-    "Seed",
-    "TracedTimestamp",
-    "decided",
-    "named",
-    "stands_for_elements",
-]
-
-
-@attrs.define
-class Env:
-    """What a step's numbers are computed from: its timestamps, in order, and the plain leaves of its State."""
-
-    timestamps: Sequence[Timestamp]
-    leaves: Sequence[Any]
-
-
-Evaluate: TypeAlias = Callable[[Env], Any]
-
-
-def named(where: str, evaluate: Evaluate) -> Evaluate:
-    """The same; what it raises says whose arithmetic it is."""
-
-    def value(env: Env) -> Any:
-        try:
-            return evaluate(env)
-        except Exception as error:
-            error.add_note(f"raised by {where}, batch {env.timestamps[1].batch}")
-            raise
-
-    return value
-
-
-@attrs.frozen
-class Guard:
-    """A value that was decided on while tracing.
-
-    Attributes:
-        evaluate: what it is in a step.
-        value: what it was while tracing.
-        sources: what it depends on: the names of fields, and the positions of leaves.
-        where: the code that asked for it; where the loop did, the owner of the number.
-    """
-
-    evaluate: Evaluate
-    value: Any
-    sources: frozenset[Any]
-    where: str
-
-    def holds(self, env: Env) -> bool:
-        result = named(self.where, self.evaluate)(env)
-        if type(result) is not type(self.value) or result != self.value:
-            return False
-        return bool(result) or str(result) == str(self.value)  # 0.0 and -0.0 are equal, and not the same
-
-
-class TraceContext:
-    """The Python side of one trace: its guards, and the numbers that become inputs.
-
-    Attributes:
-        lift: makes a 0-d tensor of a dtype that the graph takes as an input; on that of the State, or another device.
-        where: the algorithm and event whose code runs, for guards.
-        recording: whether the code that runs is user code: what the loop itself reads is not recorded.
-    """
-
-    def __init__(self, lift: Callable[..., Tensor]) -> None:
-        self.lift = lift
-        self.guards: list[Guard] = []
-        self.where = "the loop"
-        self.recording = False
-
-    def guard(self, number: Number) -> Any:
-        evaluate, sources = number.evaluate, number.sources
-        if not any(item.sources == sources and item.evaluate is evaluate for item in self.guards):
-            where = self.where if self.recording else number.where
-            self.guards.append(Guard(evaluate, number.value, sources, where))
-        return number.value
-
-    @contextmanager
-    def on_behalf_of(self, where: str) -> Iterator[None]:
-        """User code runs."""
-        before = self.where, self.recording
-        self.where, self.recording = where, True
-        try:
-            yield
-        finally:
-            self.where, self.recording = before
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """The loop's own code runs."""
-        before, self.recording = self.recording, False
-        try:
-            yield
-        finally:
-            self.recording = before
+__all__ = ["Number", "Seed", "TracedTimestamp", "decided", "stands_for_elements"]
 
 
 def _is_array(value: Any) -> bool:
@@ -219,7 +120,8 @@ class Number:
 
     def decide(self) -> Any:
         """Its value, on which the graph depends from here on."""
-        return self.context.guard(self)
+        self.context.guard(Guard(self.evaluate, self.value, self.sources, self.where))
+        return self.value
 
     def tensor(self, dtype: torch.dtype, device: torch.device, *, held: bool = False) -> Tensor:
         """A tensor of it.

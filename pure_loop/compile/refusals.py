@@ -24,10 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.compile._torch import fake_tensor_class
-from pure_loop.compile.draws import DrawnFromDataError, StrayGeneratorError, TracedGenerator
-from pure_loop.compile.trace_guards import DefaultDtypeError, GuardedCallError
+from pure_loop.compile.draws import DrawnFromDataError, StrayGeneratorError, TracedGenerator, written
+from pure_loop.compile.guards import DefaultDtypeError, GuardedCallError
 from pure_loop.compile.tracing import Tracing
-from pure_loop.compile.writing import written
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.model.model import ModelDef

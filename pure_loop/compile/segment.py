@@ -15,14 +15,14 @@ from torch import Tensor
 from pure_loop._internal.tree_ops import clone_all
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import SeedContext, draw_all
-from pure_loop.compile.graph import Ended, Graph, Leaf, PerBatch, Program, Traced, at, make_graph
-from pure_loop.compile.memory import Memory
+from pure_loop.compile.graph import Ended, Graph, PerBatch, Program, Traced, at, make_graph
+from pure_loop.compile.guards import MOST_DECISIONS, Env, all_hold, reasons, too_many_decisions
 from pure_loop.compile.next_state import OUTPUT, after
-from pure_loop.compile.numbers import Env, Guard
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.trees import (
     DurableFields,
+    Memory,
     UnreadFieldError,
     describe,
     durable_fields,
@@ -45,8 +45,6 @@ __all__ = ["Ended", "PerBatch", "Program", "Run", "Segment", "Traced", "at"]
 
 # Results of evaluations come and go; memory of the optimizer may be large, and is no matter of forwards and losses.
 _READ_BY_FEW = ("metrics", "opt_state")
-# Graphs of one segment that differ only in what Python decided by a number.
-MOST_DECISIONS = 8
 
 
 @attrs.frozen
@@ -159,7 +157,7 @@ class Segment:
             self._arguments = None
         else:
             env = Env(timestamps, durable.leaves)
-            if result is None or key != self._per_batch_key or not _hold(result.moving, env):
+            if result is None or key != self._per_batch_key or not all_hold(result.moving, env):
                 result = self._find(state, durable, key, env, per_batch)
                 self._arguments = None
         self._per_batch_key, self._made = key, result
@@ -187,7 +185,7 @@ class Segment:
         same = _per_batch_key(per_batch, _tensors(per_batch)) == self._per_batch_key
         if before is not None and not _same_types(result, before.leaves, env.leaves):
             return None
-        return env if same and _hold(result.moving, env) else None
+        return env if same and all_hold(result.moving, env) else None
 
     def again(self, state: State, calls: Sequence[tuple[Env, tuple[Any, ...]]]) -> tuple[State, tuple[int, int] | None]:
         """The last call again and again, with other data that fits.
@@ -354,10 +352,10 @@ class Segment:
         key = durable.key(), per_batch_key
         known = self._graphs.setdefault(key, [])
         for result in known:
-            if _hold(result.guards, env):
+            if all_hold(result.guards, env):
                 return result
         if len(known) >= MOST_DECISIONS:
-            raise _too_many(self.name, known[-1], env)
+            raise too_many_decisions(self.name, known[-1].guards, env)
         if not known:
             # Of the loop's own per-batch values, the weight of a microbatch takes few values.
             alike = durable.key(), tuple([walk(value, by_value=is_number(value)) for value in per_batch])
@@ -366,7 +364,7 @@ class Segment:
                 raise _too_many_values(self.name, per_batch, env)
             reason = "the first" if len(self._graphs) == 1 else "other shapes or another structure"
         else:
-            reason = "; ".join(sorted({_about(guard) for guard in known[-1].guards if not guard.holds(env)}))
+            reason = reasons(known[-1].guards, env)
         result = make_graph(
             *(self.name, self.program, self.stages, state, self.names, durable, env, per_batch),
             recorders=self.recorders,
@@ -402,13 +400,6 @@ def _overwrite(state: State, field: str) -> None:
     object.__setattr__(state, field, Overwritten.by(public, what) if is_mapping else OverwrittenValue(public, what))
 
 
-def _hold(guards: list[Guard], env: Env) -> bool:
-    for guard in guards:  # noqa: SIM110 - in every step
-        if not guard.holds(env):
-            return False
-    return True
-
-
 def _tensors(per_batch: PerBatch) -> Sequence[Tensor]:
     """The per-batch tensors: where a batch is a tuple of tensors, that tuple itself."""
     if len(per_batch) == 1 and type(per_batch[0]) is tuple:
@@ -426,11 +417,6 @@ def _per_batch_key(per_batch: PerBatch, tensors: Sequence[Tensor]) -> Any:
     return tuple(map(walk, per_batch))
 
 
-def _about(guard: Guard) -> str:
-    names = sorted(source.name if isinstance(source, Leaf) else source for source in guard.sources)
-    return f"{guard.where} decides by {', '.join(names) or 'a constant'}"
-
-
 def _too_many_values(name: str, per_batch: PerBatch, env: Env) -> Untraceable:
     leaves = [result for value in per_batch if value is not None and not is_number(value) for result in _leaves(value)]
     what = ", ".join(f"{path} is {leaf!r:.40}" for path, leaf in leaves if not isinstance(leaf, Tensor | None))
@@ -439,17 +425,4 @@ def _too_many_values(name: str, per_batch: PerBatch, env: Env) -> Untraceable:
         f"{env.timestamps[1].batch} would need one more: {what}. A graph holds it for ever. Make it a tensor "
         f"(torch.tensor(index)), or leave it out of the batch; {WHERE_POSSIBLE}",
         ("forward", None),
-    )
-
-
-def _too_many(name: str, result: Graph, env: Env) -> CompileError:
-    failed = [guard for guard in result.guards if not guard.holds(env)]
-    what = "; ".join(sorted({_about(guard) for guard in failed}))
-    return CompileError(
-        f"{MOST_DECISIONS} graphs of the segment {name!r} differ only in a number that Python code read, and batch "
-        f"{env.timestamps[1].batch} would need one more: {what}. A graph holds such a number for ever. Let it meet "
-        "tensors before anything asks for its value (state.loss * state.timestamp.elapsed is fine, float(...) of it or "
-        "an `if` is not). A function of Python's math asks for it: numpy.cos(x) does not, nor does a schedule. Or "
-        "count in a tensor (state.remember(name, count + 1) with count=torch.zeros(())), say "
-        'how often with when=pl.every("10ba"), or write compile="where possible".'
     )

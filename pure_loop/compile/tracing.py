@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pure_loop.compile import _torch
 from pure_loop.compile._torch import get_proxy_mode, schema_of
 from pure_loop.compile.draws import DROPOUT, Draw, DrawnFromDataError, Group, RecordedDraw, is_draw
-from pure_loop.compile.numbers import Evaluate, TraceContext
+from pure_loop.compile.guards import Evaluate, TraceContext
 from pure_loop.compile.replay import Recorders
 from pure_loop.errors import CompileError
 

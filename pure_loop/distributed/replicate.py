@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pure_loop._internal.autograd import graph_of, scalar_like, zero_unless
 from pure_loop._internal.torch_private import fill_buckets
-from pure_loop.distributed._leaves import LazyLeaves
 from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
+from pure_loop.distributed.parameters import LazyLeaves
 from pure_loop.errors import ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict

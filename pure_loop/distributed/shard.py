@@ -3,7 +3,7 @@
 In a State they are DTensors, split along their first dimension. A private module, to which ``fully_shard`` was
 applied, gathers the parameters of one group of layers at a time and scatters its gradients; the State's shards are
 copied into it. Optimizers work on the shards alone. Where steps are compiled, all parameters are gathered before the
-first forward (:mod:`pure_loop.distributed.unsharded`), and that module isn't made.
+first forward (:mod:`pure_loop.distributed.parameters`), and that module isn't made.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from pure_loop._internal.autograd import scalar_like, zero_unless
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.torch_private import drop_groups_of_fsdp
 from pure_loop._internal.tree_ops import from_local, full_tensor, is_sharded, local_tensor
-from pure_loop.distributed._leaves import LazyLeaves
-from pure_loop.distributed._meshes import break_mesh, find_mesh
 from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
-from pure_loop.distributed.unsharded import UnshardedParameters
+from pure_loop.distributed.parameters import LazyLeaves, UnshardedParameters
+from pure_loop.distributed.ranks import break_mesh, find_mesh
 from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict

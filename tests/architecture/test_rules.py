@@ -72,7 +72,7 @@ SLOTS = {
     },
     ("frozendict.py", "Overwritten"): {},
     ("compile/trees.py", "LazyField"): {},
-    ("distributed/_leaves.py", "LazyLeaves"): {
+    ("distributed/parameters.py", "LazyLeaves"): {
         "_make": "from a name to the tensor that is shown",
         "_after": "the same after the backward",
         "buffers": "those that the forward went through",
@@ -94,7 +94,7 @@ MUTABLE = {
     ("stages/ownership.py", "_plans"): "a cache: what code does with what it is given",
     ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/digests.py", "_known"): "a cache: digests of frozen tensors",
-    ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
+    ("distributed/ranks.py", "_meshes"): "a cache: meshes of the default process group",
     ("testing/wrong_algorithms.py", "WRONG_ALGORITHMS"): _DEFINED,
     ("testing/wrong_loops.py", "WRONG_LOOPS"): _DEFINED,
     ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",
@@ -136,8 +136,8 @@ OWNERSHIP = {
     ("checkpoint/signals.py", "_getframe"): "a signal: what it interrupts",
     ("data/source.py", "f_locals"): "a signal: whether it interrupts the loading of a batch",
     ("data/copies.py", "dis"): "which variables the functions of a user's dataset change",
-    ("compile/trace_guards.py", "_getframe"): "whether a comparison of numbers is a check of torch's own",
-    ("compile/trace_guards.py", "f_locals"): "whether a comparison of numbers is a check of torch's own",
+    ("compile/guards.py", "_getframe"): "whether a comparison of numbers is a check of torch's own",
+    ("compile/guards.py", "f_locals"): "whether a comparison of numbers is a check of torch's own",
     ("testing/wrong_algorithms.py", "_getframe"): "an algorithm that the laws must refuse",
     ("testing/wrong_algorithms.py", "f_locals"): "an algorithm that the laws must refuse",
 }

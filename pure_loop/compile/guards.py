@@ -1,11 +1,12 @@
-"""Operations that are refused while a step is traced, because a graph would hold their results for ever.
+"""What a trace may not take for granted: numbers that Python decides by, and what comes of global state.
 
-Python's and NumPy's global generators give numbers, which would be constants of a graph. torch's can be seeded, and its
-state taken and put back: that moves what eager code draws next, and no draw of a graph. The default dtype is no part of
-an operation: it may be another one when a graph runs. Distributions check their parameters, which reads numbers out of
-tensors: inside a trace the checks pass.
+A decision by a number of the step leaves a :class:`Guard`: the graph serves the steps in which it comes out as it did.
 
-Nothing in the process is replaced: calls are seen by a profiler and by modes, all of which are local to the thread.
+Calls are refused whose results a graph would hold for ever. Python's and NumPy's global generators give numbers, which
+would be constants of a graph. torch's can be seeded, and its state taken and put back: that moves what eager code draws
+next, and no draw of a graph. The default dtype is no part of an operation: it may be another one when a graph runs.
+Distributions check their parameters, which reads numbers out of tensors: inside a trace the checks pass. Nothing in the
+process is replaced: calls are seen by a profiler and by modes, all of which are local to the thread.
 """
 
 from __future__ import annotations
@@ -15,20 +16,156 @@ import importlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
+import attrs
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pure_loop._internal.profiling import calls_watched
 from pure_loop._internal.torch_private import WRAPPER_OF_FUNCTIONS
+from pure_loop.errors import CompileError
 from pure_loop.random.seeds import seeds_hosts
+from pure_loop.time import Timestamp
 
-__all__ = ["DefaultDtypeError", "GuardedCallError", "trace_guards"]
+__all__ = [
+    *("MOST_DECISIONS", "DefaultDtypeError", "Env", "Evaluate", "Guard", "GuardedCallError", "Leaf", "TraceContext"),
+    *("all_hold", "named", "reasons", "refusing_global_state", "too_many_decisions"),
+]
+
+# Graphs of one segment that differ only in what Python decided by a number.
+MOST_DECISIONS = 8
+
+
+@attrs.define
+class Env:
+    """What a step's numbers are computed from: its timestamps, in order, and the plain leaves of its State."""
+
+    timestamps: Sequence[Timestamp]
+    leaves: Sequence[Any]
+
+
+Evaluate: TypeAlias = Callable[[Env], Any]
+
+
+def named(where: str, evaluate: Evaluate) -> Evaluate:
+    """The same; what it raises says whose arithmetic it is."""
+
+    def value(env: Env) -> Any:
+        try:
+            return evaluate(env)
+        except Exception as error:
+            error.add_note(f"raised by {where}, batch {env.timestamps[1].batch}")
+            raise
+
+    return value
+
+
+@attrs.frozen
+class Leaf:
+    """The source of a Number: a leaf of the State."""
+
+    position: int
+    name: str
+
+
+@attrs.frozen
+class Guard:
+    """A value that was decided on while tracing.
+
+    Attributes:
+        evaluate: what it is in a step.
+        value: what it was while tracing.
+        sources: what it depends on: the names of fields, and the positions of leaves.
+        where: the code that asked for it; where the loop did, the owner of the number.
+    """
+
+    evaluate: Evaluate
+    value: Any
+    sources: frozenset[Any]
+    where: str
+
+    def holds(self, env: Env) -> bool:
+        result = named(self.where, self.evaluate)(env)
+        if type(result) is not type(self.value) or result != self.value:
+            return False
+        return bool(result) or str(result) == str(self.value)  # 0.0 and -0.0 are equal, and not the same
+
+
+class TraceContext:
+    """The Python side of one trace: its guards, and the numbers that become inputs.
+
+    Attributes:
+        lift: makes a 0-d tensor of a dtype that the graph takes as an input; on that of the State, or another device.
+        where: the algorithm and event whose code runs, for guards.
+        recording: whether the code that runs is user code: what the loop itself reads is not recorded.
+    """
+
+    def __init__(self, lift: Callable[..., Tensor]) -> None:
+        self.lift = lift
+        self.guards: list[Guard] = []
+        self.where = "the loop"
+        self.recording = False
+
+    def guard(self, guard: Guard) -> None:
+        """Note what code decides by, once."""
+        if not any(item.sources == guard.sources and item.evaluate is guard.evaluate for item in self.guards):
+            self.guards.append(attrs.evolve(guard, where=self.where) if self.recording else guard)
+
+    @contextmanager
+    def on_behalf_of(self, where: str) -> Iterator[None]:
+        """User code runs."""
+        before = self.where, self.recording
+        self.where, self.recording = where, True
+        try:
+            yield
+        finally:
+            self.where, self.recording = before
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """The loop's own code runs."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
+
+
+def all_hold(guards: list[Guard], env: Env) -> bool:
+    for guard in guards:  # noqa: SIM110 - in every step
+        if not guard.holds(env):
+            return False
+    return True
+
+
+def reasons(guards: list[Guard], env: Env) -> str:
+    """What code decides otherwise in this step, in words."""
+    return "; ".join(sorted({_about(guard) for guard in guards if not guard.holds(env)}))
+
+
+def _about(guard: Guard) -> str:
+    names = sorted(source.name if isinstance(source, Leaf) else source for source in guard.sources)
+    return f"{guard.where} decides by {', '.join(names) or 'a constant'}"
+
+
+def too_many_decisions(name: str, guards: list[Guard], env: Env) -> CompileError:
+    """What is raised where there are :data:`MOST_DECISIONS` graphs."""
+    return CompileError(
+        f"{MOST_DECISIONS} graphs of the segment {name!r} differ only in a number that Python code read, and batch "
+        f"{env.timestamps[1].batch} would need one more: {reasons(guards, env)}. A graph holds such a number for ever. "
+        "Let it meet tensors before anything asks for its value (state.loss * state.timestamp.elapsed is fine, "
+        "float(...) of it or an `if` is not). A function of Python's math asks for it: numpy.cos(x) does not, nor "
+        "does a schedule. Or count in a tensor (state.remember(name, count + 1) with count=torch.zeros(())), say "
+        'how often with when=pl.every("10ba"), or write compile="where possible".'
+    )
+
+
+# Calls that are refused.
 
 
 class GuardedCallError(RuntimeError):
@@ -40,7 +177,7 @@ class DefaultDtypeError(RuntimeError):
 
 
 @contextmanager
-def trace_guards() -> Iterator[None]:
+def refusing_global_state() -> Iterator[None]:
     """Inside, such calls of this thread are errors."""
     calls = _Calls()
     with ExitStack() as stack:
