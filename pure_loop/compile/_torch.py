@@ -59,6 +59,12 @@ __all__ = [
 
 # What calls a graph: takes a list of tensors, and empties it.
 Call: TypeAlias = Callable[[list[Tensor]], Sequence[Any]]
+Function: TypeAlias = Callable[..., Any]
+"""A function of torch's, of any arguments."""
+Options: TypeAlias = dict[str, Any]
+"""Arguments of such a function by name."""
+Decompositions: TypeAlias = dict[Any, Function]
+"""Operations of torch's dispatcher, whose class is private, and what to do instead of each."""
 
 _SLOWER = "graphs are compiled by torch.compile: a call takes some ten microseconds more, and has memory of its own"
 NAMES: Mapping[str, str] = {
@@ -212,7 +218,7 @@ def storage_key(tensor: Tensor) -> Any:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> Decompositions:
     """Operations as others that the compiler takes; ``torch.compile`` has them by itself."""
     select = _find("torch._inductor.decomposition:select_decomp_table") if _has_inductor() else None
     return {} if select is None else dict(select())

@@ -2,11 +2,11 @@
 
 A decision by a number of the step leaves a :class:`Guard`: the graph serves the steps in which it comes out as it did.
 
-Calls are refused whose results a graph would hold for ever. Python's and NumPy's global generators give numbers, which
-would be constants of a graph. torch's can be seeded, and its state taken and put back: that moves what eager code draws
-next, and no draw of a graph. The default dtype is no part of an operation: it may be another one when a graph runs.
-Distributions check their parameters, which reads numbers out of tensors: inside a trace the checks pass. Nothing in the
-process is replaced: calls are seen by a profiler and by modes, all of which are local to the thread.
+Calls are refused where a graph would hold the result for ever. Python's and NumPy's global generators give numbers,
+which would be constants of a graph. torch's can be seeded, and its state taken and put back: that moves what eager code
+draws next, and no draw of a graph. The default dtype is no part of an operation: it may be another one when a graph
+runs. Distributions check their parameters, which reads numbers out of tensors: inside a trace the checks pass. Nothing
+in the process is replaced: calls are seen by a profiler and by modes, all of which are local to the thread.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from torch.overrides import TorchFunctionMode
 
 from pure_loop._internal.profiling import calls_watched
 from pure_loop._internal.torch_private import WRAPPER_OF_FUNCTIONS
+from pure_loop.compile._torch import Function, Options
 from pure_loop.errors import CompileError
 from pure_loop.random.seeds import seeds_hosts
 from pure_loop.time import Timestamp
 
 __all__ = [
     *("MOST_DECISIONS", "DefaultDtypeError", "Env", "Evaluate", "Guard", "GuardedCallError", "Leaf", "TraceContext"),
-    *("all_hold", "named", "reasons", "refusing_global_state", "too_many_decisions"),
+    *("all_hold", "named", "reasons", "refusing_global_state", "Source", "too_many_decisions"),
 ]
 
 # Graphs of one segment that differ only in what Python decided by a number.
@@ -46,14 +47,14 @@ class Env:
     """What a step's numbers are computed from: its timestamps, in order, and the plain leaves of its State."""
 
     timestamps: Sequence[Timestamp]
-    leaves: Sequence[Any]
+    leaves: Sequence[object]
 
 
 Evaluate: TypeAlias = Callable[[Env], Any]
 
 
 def named(where: str, evaluate: Evaluate) -> Evaluate:
-    """The same; what it raises says whose arithmetic it is."""
+    """``evaluate``, whose errors name the code that they come from."""
 
     def value(env: Env) -> Any:
         try:
@@ -73,6 +74,10 @@ class Leaf:
     name: str
 
 
+# The name of a field of the State, or a leaf of it.
+Source: TypeAlias = "str | Leaf"
+
+
 @attrs.frozen
 class Guard:
     """A value that was decided on while tracing.
@@ -85,8 +90,8 @@ class Guard:
     """
 
     evaluate: Evaluate
-    value: Any
-    sources: frozenset[Any]
+    value: object
+    sources: frozenset[Source]
     where: str
 
     def holds(self, env: Env) -> bool:
@@ -101,7 +106,7 @@ class TraceContext:
 
     Attributes:
         lift: makes a 0-d tensor of a dtype that the graph takes as an input; on that of the State, or another device.
-        where: the algorithm and event whose code runs, for guards.
+        where: the algorithm and event that run, for guards.
         recording: whether the code that runs is user code: what the loop itself reads is not recorded.
     """
 
@@ -196,13 +201,13 @@ _ALLOWED = frozenset({"torch.random", "torch.utils.checkpoint"})
 # Through which a function of torch is called, or a context entered.
 _WRAPPERS = frozenset({"contextlib", WRAPPER_OF_FUNCTIONS})
 _QUIET = frozenset({*sys.stdlib_module_names, "attr", "attrs", "builtins", "numpy", "optree", "pure_loop", "torch"})
-_PYTHON: Any = vars(random)["_inst"]
+_PYTHON: object = vars(random)["_inst"]
 
 
 class _Calls:
     """Sees the calls of functions that are refused.
 
-    Functions of NumPy's are written in Cython, whose calls no profiler sees: there the state of the generator is
+    Functions of NumPy's are written in Cython, and no profiler sees calls of these: there the state of the generator is
     compared before and after a function of a user's. A draw of another thread can't be told from one of that function.
 
     Attributes:
@@ -219,14 +224,14 @@ class _Calls:
         # What they raise is lost, and they run wherever an object is made.
         self._of_collector = {getattr(callback, "__code__", None) for callback in gc.callbacks}
 
-    def watcher(self) -> Callable[[FrameType, str, Any], None]:
-        """The profiler: a function whose first lines are all that runs at most calls, because tracing makes many."""
+    def watcher(self) -> Callable[[FrameType, str, object], None]:
+        """The profiler: at most calls its first lines are all that runs, because tracing makes many."""
         quiet: set[str] = set()  # modules in which nothing is refused
 
-        def watch(frame: FrameType, event: str, argument: Any) -> None:
+        def watch(frame: FrameType, event: str, argument: object) -> None:
             if event == "c_call":
                 if getattr(argument, "__self__", None) is _PYTHON:
-                    self._refuse_draw_of_python(frame, argument)
+                    self._refuse_draw_of_python(frame, getattr(argument, "__name__", ""))
             elif event == "call" or event == "return":
                 module = frame.f_globals.get("__name__", "")
                 if module in quiet:
@@ -238,9 +243,9 @@ class _Calls:
 
         return watch
 
-    def _refuse_draw_of_python(self, frame: FrameType, function: Any) -> None:
+    def _refuse_draw_of_python(self, frame: FrameType, name: str) -> None:
         if not seeds_hosts.get():
-            name, caller = _outermost(frame, function.__name__)
+            name, caller = _outermost(frame, name)
             if not caller.startswith("pure_loop."):
                 self._refuse(f"random.{name}")
 
@@ -259,10 +264,10 @@ class _Calls:
         """
         if seeds_hosts.get():  # seeded, and put back as it was
             return
-        now = _numpy_state()
-        if now == self._numpy:
+        state = _numpy_state()
+        if state == self._numpy:
             return
-        self._numpy = now
+        self._numpy = state
         if frame is not None:
             self._refuse(f"functions of numpy.random (in {frame.f_code.co_name})")
 
@@ -273,7 +278,8 @@ class _Calls:
 
 def _numpy_state() -> bytes:
     """The state of NumPy's global generator, to be compared; empty where ``numpy.random`` is not imported."""
-    get_state: Any = getattr(sys.modules.get("numpy.random"), "get_state", None)  # None, too, while it is imported
+    # None, too, while it is imported.
+    get_state: Function | None = getattr(sys.modules.get("numpy.random"), "get_state", None)
     return b"" if get_state is None else pickle.dumps(get_state(legacy=False))
 
 
@@ -313,7 +319,9 @@ class _OneDefaultDtype(TorchFunctionMode):
         super().__init__()
         self._dtype = torch.get_default_dtype()
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Function, types: object, args: Sequence[object] = (), kwargs: Options | None = None
+    ) -> object:
         if torch.get_default_dtype() is not self._dtype:
             raise DefaultDtypeError
         return function(*args, **(kwargs or {}))
@@ -326,7 +334,9 @@ _CHECKS = frozenset({"__init__", "_validate_sample", "check"})
 class _UncheckedDistributions(TorchFunctionMode):
     """What distributions ask about the numbers in their parameters comes out true, unless the code says to check."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Function, types: object, args: Sequence[object] = (), kwargs: Options | None = None
+    ) -> object:
         if function is Tensor.__bool__ and _is_check(sys._getframe(1)):
             return True
         return function(*args, **(kwargs or {}))

@@ -17,6 +17,7 @@ from torch import Tensor
 from pure_loop.algorithm import Handler
 from pure_loop.compile.draws import Group
 from pure_loop.compile.kernels import NONFINITE
+from pure_loop.compile.numbers import traced_timestamp
 from pure_loop.compile.refusals import (
     WHERE_POSSIBLE,
     Undifferentiated,
@@ -68,8 +69,9 @@ def _traced(handler: Handler, event: Event, tracing: Tracing, place: Place) -> H
     def drawing(state: State, path: tuple[str | int, ...] | None) -> AbstractContextManager[None]:
         if path is None:
             return nullcontext()
-        slot: int = state.timestamp.slot  # type: ignore[attr-defined]
-        return tracing.drawing(Group.of_code(path, event, place.microbatch, slot, tracing.device))
+        return tracing.drawing(
+            Group.of_code(path, event, place.microbatch, traced_timestamp(state).slot, tracing.device)
+        )
 
     def guarded(function: Callable[..., Any], path: tuple[str | int, ...] | None) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -181,7 +183,7 @@ class TracedStages(LoopStages):
     ) -> AbstractContextManager[None]:
         if code is None:
             return NO_CONTEXT
-        return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot, self.tracing.device))  # type: ignore[attr-defined]
+        return self.tracing.drawing(Group.of_stage(stage, index, traced_timestamp(state).slot, self.tracing.device))
 
 
 def update(
@@ -225,7 +227,7 @@ def update(
             if stages.nonfinite == "skip":
                 fields["buffers"] = select(left_out, buffers, state.buffers)
         if not wrong.is_cpu:
-            batch = state.timestamp.rate("batch", lambda timestamp: float(timestamp.batch))  # type: ignore[attr-defined]
+            batch = traced_timestamp(state).as_input(lambda timestamp: float(timestamp.batch))
             earlier = cast("Tensor", state.nonfinite)
             noted = torch.zeros_like(earlier) + batch.to(torch.int64)
             fields["nonfinite"] = torch.where(wrong & (earlier < 0), noted, earlier)
