@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
@@ -50,6 +50,7 @@ __all__ = [
     "lower",
     "make_fx",
     "missing",
+    "mode_of",
     "partition",
     "prevents_recording",
     "python_dispatcher",
@@ -58,7 +59,7 @@ __all__ = [
 ]
 
 # What calls a graph: takes a list of tensors, and empties it.
-Call: TypeAlias = Callable[[list[Tensor]], Sequence[Any]]
+Call: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 Function: TypeAlias = Callable[..., Any]
 """A function of torch's, of any arguments."""
 Options: TypeAlias = dict[str, Any]
@@ -142,9 +143,17 @@ def _fake() -> Tensor:
     return value[0]
 
 
-def fake_mode() -> Any:
+def mode_of(fake: Any) -> AbstractContextManager[object]:
+    """The mode in which a tensor without numbers was made."""
+    mode: AbstractContextManager[object] = fake.fake_mode
+    return mode
+
+
+def fake_mode() -> AbstractContextManager[object]:
     """A mode, inside which tensors have no numbers."""
-    return type(_fake().fake_mode)(allow_non_fake_inputs=True)  # type: ignore[attr-defined]
+    make: Function = type(mode_of(_fake()))
+    mode: AbstractContextManager[object] = make(allow_non_fake_inputs=True)
+    return mode
 
 
 def fake_tensor_class() -> type[Tensor]:
@@ -152,10 +161,11 @@ def fake_tensor_class() -> type[Tensor]:
     return type(_fake())
 
 
-def python_dispatcher() -> Any:
+def python_dispatcher() -> AbstractContextManager[object]:
     """A context in which operations that torch also has in Python are traced as that."""
-    enable = _find("torch._dispatch.python:enable_python_dispatcher")
-    return nullcontext() if enable is None else enable()
+    enable: Function = _find("torch._dispatch.python:enable_python_dispatcher") or nullcontext
+    context: AbstractContextManager[object] = enable()
+    return context
 
 
 @attrs.frozen
@@ -208,14 +218,15 @@ def _schema_by_name(target: Any) -> Schema:
     return Schema(names, frozenset({0} if writes else ()), writes or name in _VIEWS)
 
 
-def storage_key(tensor: Tensor) -> Any:
+def storage_key(tensor: Tensor) -> object:
     """What tells the memory of two tensors, fake ones too, apart, for as long as both are there."""
     storage = tensor.untyped_storage()
     if _find("torch:UntypedStorage._cdata") is not None:
         return storage._cdata
-    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.multiprocessing import reductions
 
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    reference: Function = reductions.StorageWeakRef
+    return reference(storage)
 
 
 def decompositions() -> Decompositions:
@@ -226,7 +237,7 @@ def decompositions() -> Decompositions:
 
 # Lowering.
 
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Options = {
     # What the asserts look at is in the key by which a graph was chosen.
     "size_asserts": False,
     # It makes an input of `zeros + input`, whichever code writes to that input later.
@@ -251,7 +262,7 @@ def _has_inductor() -> bool:
 
 def lower(
     graph: GraphModule, examples: list[Tensor], backward: bool | None = None, results: int | None = None
-) -> tuple[Call, Any]:
+) -> tuple[Call, Sequence[Any] | None]:
     """Machine code of a graph, and the strides of what it gives where they are known.
 
     Args:
@@ -264,13 +275,13 @@ def lower(
         CompileError: there is no C++ compiler.
     """
     if _has_inductor():
-        kept = _copied(graph)  # inductor writes to what it is given
+        original = _copied(graph)  # inductor writes to its argument
         try:
             _fix_strides(graph, results)
             result = _by_inductor(graph, examples, backward)
         except (TypeError, AttributeError, ImportError) as error:
             _note(f"torch._inductor.compile_fx:compile_fx_inner as it was ({error})", _SLOWER)
-            graph = kept
+            graph = original
         else:
             return getattr(result, "current_callable", None) or result, getattr(result, "output_strides", None)
     return _ByTorchCompile(graph), None
@@ -278,7 +289,7 @@ def lower(
 
 def _fix_strides(graph: GraphModule, count: int | None) -> None:
     """Say in inductor's words which outputs keep their strides: it lays images out with their channels last."""
-    output = next(iter(reversed(graph.graph.nodes)))
+    output = graph.graph.output_node()
     outputs: Any = output.args[0]
     values = [item.meta["val"] if isinstance(item, Node) else None for item in outputs]
     output.meta["original_output_strides"] = [value.stride() if isinstance(value, Tensor) else None for value in values]
@@ -334,9 +345,9 @@ class _ByTorchCompile:
     def __init__(self, graph: GraphModule) -> None:
         pure, self._written = _without_writes(graph)
         self._compiled = False
-        self._run: Callable[..., Sequence[Any]] = torch.compile(pure, fullgraph=True, dynamic=False)
+        self._run: Callable[..., Sequence[Tensor]] = torch.compile(pure, fullgraph=True, dynamic=False)
 
-    def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         # Of torch's own class and without autograd, whatever they are: else it would compile for each kind.
         argument = [tensor.detach() for tensor in tensors]
         tensors.clear()
@@ -383,8 +394,8 @@ def partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModul
         results: how many there are.
 
     Returns:
-        The forward, which gives the results, and after them what is kept for the backward; and the backward, whose
-        inputs are called as what is kept is.
+        The forward, which gives the results, and after them what is kept for the backward; and the backward, with
+        inputs that are called as what is kept is.
     """
     min_cut = _find("torch._functorch.partitioners:min_cut_rematerialization_partition")
     if min_cut is not None:
@@ -399,7 +410,7 @@ def partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModul
 
 
 def _partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModule]:
-    """The same, with everything kept that the backward reads."""
+    """A cut by which everything is kept that the backward reads."""
     joint.graph.eliminate_dead_code()
     *nodes, output = joint.graph.nodes
     outputs: Any = output.args[0]
@@ -407,14 +418,14 @@ def _partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModu
     for node in nodes:
         if node.name.startswith("tangents_") or not later.isdisjoint(node.all_input_nodes):
             later.add(node)
-    kept: dict[Node, None] = {}
+    saved: dict[Node, None] = {}
     for node in (*later, output):
         read = node.all_input_nodes if node is not output else [e for e in outputs[results:] if isinstance(e, Node)]
-        kept |= dict.fromkeys(item for item in read if item not in later and item.op != "get_attr")
+        saved |= dict.fromkeys(item for item in read if item not in later and item.op != "get_attr")
     first, second = Graph(), Graph()
     in_first: dict[Node, Node] = {}
     in_second: dict[Node, Node] = {}
-    for node in kept:
+    for node in saved:
         in_second[node] = second.placeholder(node.name)
         in_second[node].meta = dict(node.meta)
     for node in nodes:
@@ -424,7 +435,7 @@ def _partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModu
             in_first[node] = first.node_copy(node, in_first.__getitem__)
             if node.op == "get_attr":
                 in_second[node] = second.node_copy(node)
-    first.output([*[in_first.get(item, item) for item in outputs[:results]], *[in_first[node] for node in kept]])
+    first.output([*[in_first.get(item, item) for item in outputs[:results]], *[in_first[node] for node in saved]])
     second.output([in_second.get(item, item) for item in outputs[results:]])
     halves = GraphModule(joint, first), GraphModule(joint, second)
     for half in halves:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import repeat
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
-from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf
+from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf, Source
 from pure_loop.compile.lowering import Compiled, compile_function
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
 from pure_loop.compile.numbers import Number, TracedTimestamp
@@ -29,10 +29,12 @@ from pure_loop.compile.trees import (
     durable_fields,
     is_number,
     rebuild,
+    tensors_at,
     tensors_of,
 )
 from pure_loop.data.batch import _leaves
 from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import apply
 from pure_loop.random.guards import Place
@@ -51,10 +53,10 @@ class Traced:
 
     stages: TracedStages
     handlers: dict[Event, tuple[Handler, ...]]
-    timestamps: tuple[Any, ...]
+    timestamps: tuple[TracedTimestamp, ...]
 
 
-PerBatch: TypeAlias = tuple[Any, ...]
+PerBatch: TypeAlias = tuple[Batch, ...]
 # The State after a program, what it reports, and the per-batch values then.
 Ended: TypeAlias = "tuple[State, Tensor | None, PerBatch]"
 Program: TypeAlias = Callable[[State, PerBatch, Traced], Ended]
@@ -131,7 +133,7 @@ def make_graph(
     per_batch_tensors = [tensor for item in per_batch for tensor in tensors_of(item)]
     tracing.begins_with_leaves = not connected or not any(tensor.requires_grad for tensor in per_batch_tensors)
     places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
-    tensors = [*[durable.leaves[i] for i in places], *per_batch_tensors]
+    tensors = [*tensors_at(durable.leaves, places), *per_batch_tensors]
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise _sparse(name)
     timestamps = tuple(TracedTimestamp.stand_in(t, slot, tracing.context) for slot, t in enumerate(env.timestamps))
@@ -196,7 +198,7 @@ class _Function:
         argument = tuple(rebuild(item, rest) for item in self.per_batch)
         unread = {name: LazyField() for name in durable_fields(type(self.state)) if name not in self.names}
         start = self._start(stand_ins, unread)
-        leaves: Any = None
+        leaves: FrozenDict[str, Tensor] = FrozenDict()
         if self.connected:
             per_batch_tensors = [tensor for item in self.per_batch for tensor in tensors_of(item)]
             for fake, real in zip(fakes[count:], per_batch_tensors, strict=False):
@@ -223,7 +225,7 @@ class _Function:
         with naming(tracing, "the backward", ("forward", None)):
             return results, written, differentiate(tracing, results, _with_graphs(self.result), leaves_by_place)
 
-    def _stand_ins(self, fakes: list[Tensor]) -> list[Any]:
+    def _stand_ins(self, fakes: list[Tensor]) -> list[object]:
         """What stands for each durable leaf."""
         leaves, names = self.durable.leaves, self.durable.names(self.names)
         result = [_stand_in(leaf, i, names[i], self.tracing) for i, leaf in enumerate(leaves)]
@@ -231,7 +233,7 @@ class _Function:
             result[position] = fake
         return result
 
-    def _start(self, stand_ins: list[Any], unread: dict[str, LazyField]) -> State:
+    def _start(self, stand_ins: list[object], unread: dict[str, LazyField]) -> State:
         """The State that the program is called with."""
         begin, fields = 0, []
         for spec, end in zip(self.durable.specs, self.durable.ends, strict=True):
@@ -288,11 +290,11 @@ def _with_graphs(following: NextState) -> dict[int, Tensor]:
     }
 
 
-def _refuse_closed(values: tuple[Any, ...], value: tuple[Any, ...]) -> None:
+def _refuse_closed(values: PerBatch, inputs: PerBatch) -> None:
     """Refuse what would be for ever what it was while the graph was made; what was given passes."""
-    known = {id(leaf) for _, leaf in _leaves(value)}
+    passed = {id(leaf) for _, leaf in _leaves(inputs)}
     for _, leaf in _leaves(values):
-        if isinstance(leaf, Tensor) or id(leaf) in known:
+        if isinstance(leaf, Tensor) or id(leaf) in passed:
             continue
         if isinstance(leaf, Number):
             raise Untraceable(
@@ -320,12 +322,12 @@ def _refuse_graphs(state: State, names: tuple[str, ...]) -> None:
             )
 
 
-def _lasts(source: Any, carried: set[int]) -> bool:
+def _lasts(source: Source, carried: set[int]) -> bool:
     """Whether a number is for the next call what it was for this one."""
     return isinstance(source, Leaf) and source.position in carried
 
 
-def _stand_in(leaf: Any, position: int, name: str, tracing: Tracing) -> Any:
+def _stand_in(leaf: object, position: int, name: str, tracing: Tracing) -> object:
     if not is_number(leaf):
         return leaf
     return Number(tracing.context, leaf, lambda env: env.leaves[position], frozenset({Leaf(position, name)}))

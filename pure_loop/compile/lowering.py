@@ -15,7 +15,6 @@ from typing import Any
 
 import attrs
 import torch
-import torch.fx
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -86,12 +85,12 @@ class Compiled:
         kernels: which of them are calls of an optimizer's kernel.
     """
 
-    call: Callable[[list[Tensor]], Sequence[Any]]
+    call: Call
     taken: list[int]
     numbers: list[_Scalar]
     draws: list[Draw]
     drawn: list[int]
-    captured: list[tuple[Tensor, tuple[Any, ...]]]
+    captured: list[tuple[Tensor, tuple[object, ...]]]
     written: list[int]
     seconds: float
     operations: int
@@ -171,13 +170,13 @@ def _compile(
         in_order(raw)
         pieces = cut(_functional(raw, decompositions()), places) if connection is None and has_kernels(raw) else None
         if pieces is None:
-            whole = _functional(raw, {**decompositions(), **taken_apart()})
+            graph = _functional(raw, {**decompositions(), **taken_apart()})
     if connection is not None:
         numbers = range(len(tensors), len(tensors) + len(tracing.numbers))
-        call, taken, operations = connect(whole, connection, numbers, _half)
+        call, taken, operations = connect(graph, connection, numbers, _half)
         code = _Code(call, taken, [], operations)
     else:
-        code = _code(whole, places) if pieces is None else _joined(pieces)
+        code = _code(graph, places) if pieces is None else _joined(pieces)
     first = len(tensors)
     second = first + len(tracing.numbers)
     third = second + len(draws)
@@ -222,8 +221,8 @@ def _sharing(tensors: Sequence[Tensor]) -> frozenset[int]:
     return frozenset(result)
 
 
-def _functional(raw: torch.fx.GraphModule, instead: dict[Any, Any]) -> torch.fx.GraphModule:
-    """The same without operations that write, and with others instead of some."""
+def _functional(raw: GraphModule, instead: _torch.Decompositions) -> GraphModule:
+    """The graph without operations that write, and with others instead of some."""
     inputs = [node.meta["val"] for node in raw.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         functional = torch.func.functionalize(raw)
@@ -244,7 +243,7 @@ class _Code:
     device: torch.device | None = None
 
 
-def _code(graph: torch.fx.GraphModule, places: dict[int, int]) -> _Code:
+def _code(graph: GraphModule, places: dict[int, int]) -> _Code:
     written = write_back(graph, places)
     graph.graph.eliminate_dead_code()
     taken = drop_unused(graph)
@@ -267,27 +266,27 @@ def _joined(pieces: CutGraph) -> _Code:
     )
 
 
-def _device(graph: torch.fx.GraphModule) -> torch.device | None:
+def _device(graph: GraphModule) -> torch.device | None:
     device, why_not = device_of_recording(graph)
     if why_not is not None:
         note_not_recorded(why_not)
     return device
 
 
-def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Call:
+def lower(graph: GraphModule, examples: list[Tensor]) -> Call:
     """Machine code of a graph, entered with the least Python: no guards, no wrappers of autograd."""
     return interpret(graph) if is_on() else _torch.lower(graph, examples)[0]
 
 
-def _half(graph: torch.fx.GraphModule, backward: bool, results: int | None) -> tuple[Call, Sequence[Any] | None]:
-    """Machine code of a forward whose backward is compiled too, or of that, and the strides of what it gives."""
+def _half(graph: GraphModule, backward: bool, results: int | None) -> tuple[Call, Sequence[Any] | None]:
+    """Machine code of a forward or of its backward, which are compiled together, and the strides of what it gives."""
     if is_on():
         return interpret(graph), None
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     return _torch.lower(graph, examples, backward, results)
 
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 _COPYING = frozenset({_aten.copy.default, _aten.slice_scatter.default})
 
 
@@ -296,12 +295,12 @@ def write_back(graph: GraphModule, places: dict[int, int]) -> list[int]:
     nodes = graph.graph
     output = next(iter(reversed(nodes.nodes)))
     inputs = [node for node in nodes.nodes if node.op == "placeholder"]
-    results = [origin(each) if number in places else each for number, each in enumerate(output.args[0])]
+    results = [origin(item) if number in places else item for number, item in enumerate(output.args[0])]
     targets = {number: inputs[position] for number, position in places.items()}
     written = {memory_of(node) for node in targets.values()}
     in_place = _could_be_in(graph, written)
     with nodes.inserting_before(output):
-        safe: dict[Any, Any] = {}
+        safe: dict[object, Node] = {}
         for number, node in enumerate(results):
             if not isinstance(node, Node) or node in safe:
                 continue
@@ -318,16 +317,16 @@ def write_back(graph: GraphModule, places: dict[int, int]) -> list[int]:
                 nodes.call_function(_aten.copy_.default, (target, safe.get(value, value))).meta["val"] = target.meta[
                     "val"
                 ]
-    output.args = ([safe.get(each, each) for number, each in enumerate(results) if number not in targets],)
+    output.args = ([safe.get(item, item) for number, item in enumerate(results) if number not in targets],)
     return sorted(position for number, position in places.items() if results[number] is not inputs[position])
 
 
-def _could_be_in(graph: GraphModule, written: set[Any]) -> dict[Any, set[Any]]:
+def _could_be_in(graph: GraphModule, written: set[object]) -> dict[object, set[object]]:
     """Memory that a compiler may lay into memory that is written to in the end; and which.
 
     It computes ``index_put(a, ...)`` in a's own memory if that is written to at all, with whatever (pytorch #198096).
     """
-    result: dict[Any, set[Any]] = {}
+    result: dict[object, set[object]] = {}
     for node in graph.graph.nodes:
         own = memory_of(node)
         if own in written:
@@ -342,15 +341,14 @@ def _could_be_in(graph: GraphModule, written: set[Any]) -> dict[Any, set[Any]]:
 
 
 def _bases(node: Node) -> Iterator[Node]:
-    """The tensors in whose place this one could be computed: by PyTorch's custom the first, or what is copied."""
+    """The tensors that this one could be computed in: by PyTorch's custom the first, or what is copied."""
     if node.op != "call_function" or not node.args:
         return
-    first: Any = node.args[0]
-    value = [first, node.args[1]] if node.target in _COPYING else [first]
-    yield from (item for item in value if isinstance(item, Node))
+    operands = node.args[: 2 if node.target in _COPYING else 1]
+    yield from (item for item in operands if isinstance(item, Node))
 
 
-def _as_large(one: Node, other: Node) -> bool:
+def _as_large(base: Node, node: Node) -> bool:
     """Whether two tensors have the same shape; their dtypes may be made one by leaving out casts."""
-    a, b = one.meta.get("val"), other.meta.get("val")
+    a, b = base.meta.get("val"), node.meta.get("val")
     return isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.device) == (b.shape, b.device)

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any
+from typing import cast
 
 import attrs
 import torch
@@ -30,6 +30,7 @@ from pure_loop.compile.trees import (
     is_number,
     reader_of,
     rebuild,
+    tensors_at,
     tensors_of,
     walk,
 )
@@ -59,7 +60,7 @@ class Run:
     """
 
     names: tuple[str, ...]
-    durable: tuple[Any, ...]
+    durable: tuple[object, ...]
     report: Tensor | None
     per_batch: PerBatch
 
@@ -105,15 +106,15 @@ class Segment:
         self.left_out = left_out
         self.brief = brief
         self.connected = connected
-        self._graphs: dict[Any, list[Graph]] = {}
+        self._graphs: dict[object, list[Graph]] = {}
         # How many of them there are for batches that differ in no tensor, but in what else they hold.
-        self._alike: Counter[Any] = Counter()
+        self._alike: Counter[object] = Counter()
         self.names: tuple[str, ...] = ()
-        self._fields: Callable[[State], tuple[Any, ...]] | None = None
-        # Of the last call: what it gave, whose memory is ours, and what it was called with.
-        self._values: tuple[Any, ...] = ()
+        self._fields: Callable[[State], tuple[object, ...]] | None = None
+        # Of the last call: what it gave, which has memory of ours, and what it was called with.
+        self._values: tuple[object, ...] = ()
         self._durable: DurableFields | None = None
-        self._per_batch_key: Any = None
+        self._per_batch_key: object = None
         self._made: Graph | None = None
         self._arguments: list[Tensor] | None = None
         self._memory: Memory | None = None
@@ -187,7 +188,7 @@ class Segment:
             return None
         return env if same and all_hold(result.moving, env) else None
 
-    def again(self, state: State, calls: Sequence[tuple[Env, tuple[Any, ...]]]) -> tuple[State, tuple[int, int] | None]:
+    def again(self, state: State, calls: Sequence[tuple[Env, PerBatch]]) -> tuple[State, tuple[int, int] | None]:
         """The last call again and again, with other data that fits.
 
         Args:
@@ -204,7 +205,7 @@ class Segment:
         assert durable is not None
         arguments = self._arguments
         if arguments is None:
-            arguments = self._arguments = [durable.leaves[i] for i in instance.start]
+            arguments = self._arguments = tensors_at(durable.leaves, instance.start)
         with self.stages.running(state, "batch", code=None, gradients=False, casts=False):
             for number, (env, per_batch) in enumerate(calls):
                 drawn = self._drawn(instance, state, env, 0)
@@ -242,9 +243,9 @@ class Segment:
             if describe(tensor) != before:
                 raise CompileError(
                     f"a tensor outside of the State, to which the model, the loss or an algorithm refers, had shape "
-                    f"{tuple(before[0])} and dtype {before[2]} when the segment {self.name!r} was compiled, and has "
-                    f"{tuple(tensor.shape)} and {tensor.dtype}, or other strides, at batch {env.timestamps[1].batch}: "
-                    "keep values that change in the State, state.remember(...)."
+                    f"{tuple(cast('torch.Size', before[0]))} and dtype {before[2]} when the segment {self.name!r} was "
+                    f"compiled, and has {tuple(tensor.shape)} and {tensor.dtype}, or other strides, at batch "
+                    f"{env.timestamps[1].batch}: keep values that change in the State, state.remember(...)."
                 )
             value.append(tensor.detach())
         return value
@@ -266,7 +267,7 @@ class Segment:
         instance: Graph,
         state: State,
         durable: DurableFields,
-        values: tuple[Any, ...],
+        values: tuple[object, ...],
         env: Env,
         tensors: Sequence[Tensor],
         index: int,
@@ -277,7 +278,7 @@ class Segment:
         copied = leaves is not durable.leaves
         arguments = None if copied else self._arguments
         if arguments is None:
-            arguments = [leaves[i] for i in instance.start]
+            arguments = tensors_at(leaves, instance.start)
             self._arguments = None if copied else arguments
         # Else operations outside of the machine code would note down what they do, where autograd continues through it.
         with torch.set_grad_enabled(False):
@@ -299,19 +300,21 @@ class Segment:
             names = values = ()
         if not following.per_batch:
             return Run(names, values, report, ())
-        inputs = [*[leaves[i] for i in instance.sources], *tensors]
+        inputs = [*tensors_at(leaves, instance.sources), *tensors]
         per_batch = []
         for template, places in following.per_batch:
             result = [outputs[index] if kind == OUTPUT else inputs[index] for kind, index in places]
             per_batch.append(rebuild(template, iter(result)))
         return Run(names, values, report, tuple(per_batch))
 
-    def _writable(self, result: Graph, state: State, durable: DurableFields, values: tuple[Any, ...]) -> list[Any]:
+    def _writable(
+        self, result: Graph, state: State, durable: DurableFields, values: tuple[object, ...]
+    ) -> list[object]:
         """The durable leaves, with copies in the places of those that the graph may not write to."""
         leaves = durable.leaves
         if not result.written:
             return leaves
-        before = [leaves[i] for i in result.written]
+        before = tensors_at(leaves, result.written)
         memory = self._memory
         # Memory that user code made may be shared with anything. So may that which graphs of this segment have
         # only read so far.
@@ -326,16 +329,18 @@ class Segment:
             owned = clone_all(before) if owned is before else owned
         else:
 
-            def are_private(shown: State | None) -> bool:
+            def are_private(observed: State | None) -> bool:
                 self._arguments = None
                 if hasattr(state, "__dict__"):
                     return False  # a subclass without slots: vars(state) may be referred to, which no count shows
                 holders = len({id(item) for item in (values, self._values, durable.values)})
-                if len(memory.positions) != len(result.written) or not memory.alone(self.names, values, holders, shown):
+                if len(memory.positions) != len(result.written) or not memory.alone(
+                    self.names, values, holders, observed
+                ):
                     return False
                 for field in memory.fields():
-                    if shown is not None and field_of(shown, self.names[field]) is values[field]:
-                        _overwrite(shown, self.names[field])
+                    if observed is not None and field_of(observed, self.names[field]) is values[field]:
+                        _overwrite(observed, self.names[field])
                     _overwrite(state, self.names[field])
                 return True
 
@@ -347,16 +352,18 @@ class Segment:
             copied[position] = tensor
         return copied
 
-    def _find(self, state: State, durable: DurableFields, per_batch_key: Any, env: Env, per_batch: PerBatch) -> Graph:
+    def _find(
+        self, state: State, durable: DurableFields, per_batch_key: object, env: Env, per_batch: PerBatch
+    ) -> Graph:
         """The graph that serves this call; compiled if there is none."""
         key = durable.key(), per_batch_key
-        known = self._graphs.setdefault(key, [])
-        for result in known:
+        graphs = self._graphs.setdefault(key, [])
+        for result in graphs:
             if all_hold(result.guards, env):
                 return result
-        if len(known) >= MOST_DECISIONS:
-            raise too_many_decisions(self.name, known[-1].guards, env)
-        if not known:
+        if len(graphs) >= MOST_DECISIONS:
+            raise too_many_decisions(self.name, graphs[-1].guards, env)
+        if not graphs:
             # Of the loop's own per-batch values, the weight of a microbatch takes few values.
             alike = durable.key(), tuple([walk(value, by_value=is_number(value)) for value in per_batch])
             self._alike[alike] += 1
@@ -364,13 +371,13 @@ class Segment:
                 raise _too_many_values(self.name, per_batch, env)
             reason = "the first" if len(self._graphs) == 1 else "other shapes or another structure"
         else:
-            reason = reasons(known[-1].guards, env)
+            reason = reasons(graphs[-1].guards, env)
         result = make_graph(
             *(self.name, self.program, self.stages, state, self.names, durable, env, per_batch),
             recorders=self.recorders,
             connected=self.connected,
         )
-        known.append(result)
+        graphs.append(result)
         count = sum(map(len, self._graphs.values()))
         code = result.compiled
         note = compilations.Compilation(self.name, count, reason, code.operations, code.seconds, code.kernels)
@@ -379,7 +386,7 @@ class Segment:
         return result
 
 
-def _counted(result: Graph, env: Env) -> list[Any]:
+def _counted(result: Graph, env: Env) -> list[object]:
     """The durable leaves after a call, where it changes nothing but memory and numbers."""
     leaves = list(env.leaves)
     for position, evaluate in result.counted:
@@ -387,9 +394,9 @@ def _counted(result: Graph, env: Env) -> list[Any]:
     return leaves
 
 
-def _same_types(result: Graph, before: Sequence[Any], now: Sequence[Any]) -> bool:
+def _same_types(result: Graph, before: Sequence[object], after: Sequence[object]) -> bool:
     """Whether each number is still an int, or a float: which one it is a graph takes for granted."""
-    return all(type(before[position]) is type(now[position]) for position, _ in result.counted)
+    return all(type(before[position]) is type(after[position]) for position, _ in result.counted)
 
 
 def _overwrite(state: State, field: str) -> None:
@@ -411,7 +418,7 @@ def _tensors(per_batch: PerBatch) -> Sequence[Tensor]:
     return [tensor for value in per_batch for tensor in tensors_of(value)]
 
 
-def _per_batch_key(per_batch: PerBatch, tensors: Sequence[Tensor]) -> Any:
+def _per_batch_key(per_batch: PerBatch, tensors: Sequence[Tensor]) -> object:
     if tensors is per_batch[0]:
         return tuple(map(describe, tensors))
     return tuple(map(walk, per_batch))

@@ -6,7 +6,7 @@ steps it reads from the device whether anything was not finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pure_loop.algorithm import Handler
+from pure_loop.compile._torch import Function
 from pure_loop.compile.draws import Group
 from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.numbers import traced_timestamp
@@ -73,10 +74,10 @@ def _traced(handler: Handler, event: Event, tracing: Tracing, place: Place) -> H
             Group.of_code(path, event, place.microbatch, traced_timestamp(state).slot, tracing.device)
         )
 
-    def guarded(function: Callable[..., Any], path: tuple[str | int, ...] | None) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            whole = nullcontext() if tracing.begins_with_leaves else Undifferentiated(what, part)
-            with tracing.context.on_behalf_of(what), naming(tracing, what, part), whole, drawing(args[0], path):
+    def guarded(function: Function, path: tuple[str | int, ...] | None) -> Function:
+        def call(*args: Any) -> object:
+            connected = nullcontext() if tracing.begins_with_leaves else Undifferentiated(what, part)
+            with tracing.context.on_behalf_of(what), naming(tracing, what, part), connected, drawing(args[0], path):
                 result = function(*args)
                 refuse_memory(what, args[0].algorithm_state.get(handler.algorithm), part)
             return result
@@ -124,11 +125,11 @@ class TracedStages(LoopStages):
             return
         result: list[str] = []
         for name in {**before, **after.buffers}:
-            was, now = before.get(name), after.buffers.get(name)
-            if was is None or now is None:
+            was, buffer = before.get(name), after.buffers.get(name)
+            if was is None or buffer is None:
                 result.append(f"{'registers' if was is None else 'removes'} the buffer {name!r}")
-            elif was.shape != now.shape or was.dtype is not now.dtype:
-                shapes = f"{tuple(was.shape)} {was.dtype} to {tuple(now.shape)} {now.dtype}"
+            elif was.shape != buffer.shape or was.dtype is not buffer.dtype:
+                shapes = f"{tuple(was.shape)} {was.dtype} to {tuple(buffer.shape)} {buffer.dtype}"
                 result.append(f"changes the buffer {name!r} from {shapes}")
         if result or after.model is not model:
             raise Untraceable(
@@ -140,13 +141,17 @@ class TracedStages(LoopStages):
             )
 
     def loss(self, state: State, *, index: int = 0) -> State:
-        with self.tracing.context.quiet(), naming(self.tracing, "the loss", ("forward", None)), self._whole("the loss"):
+        with (
+            self.tracing.context.quiet(),
+            naming(self.tracing, "the loss", ("forward", None)),
+            self._connected("the loss"),
+        ):
             result = LoopStages.loss(self, state, index=index)
             self._refuse_other_buffers("the loss", state, result)
             refuse_subclasses("the loss", result.loss)
             return result
 
-    def _whole(self, what: str) -> AbstractContextManager[Any]:
+    def _connected(self, what: str) -> AbstractContextManager[object]:
         return nullcontext() if self.tracing.begins_with_leaves else Undifferentiated(what, ("forward", None))
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:

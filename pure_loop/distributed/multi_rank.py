@@ -6,13 +6,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE, Batch, PyTree
+from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.tree_ops import are_sharded, full_tensor
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data.batch import map_tensors, to_device
@@ -30,7 +29,7 @@ from pure_loop.distributed.agreement import (
     versions,
 )
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.distributed.ranks import Ranks, on_usable_mesh
+from pure_loop.distributed.ranks import Ranks, map_state, on_usable_mesh
 from pure_loop.errors import DataError, DistributedError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -42,7 +41,7 @@ from pure_loop.task import Task
 
 T = TypeVar("T")
 
-__all__ = ["MultiRankEngine", "no_parameters"]
+__all__ = ["Gradients", "MultiRankEngine", "no_parameters", "register_hook"]
 
 # A sum of checksums stays below it, and exact in a float64.
 _CHECKSUMS = 1 << 48
@@ -56,8 +55,21 @@ _ENDS = {
 }
 
 
+Gradients: TypeAlias = tuple[Tensor | None, ...]
+
+
 def no_parameters() -> None:
     """Stands for a weak reference to parameters, before there are any."""
+
+
+class Hook(Protocol):
+    """A hook of a tensor."""
+
+    def remove(self) -> None: ...
+
+
+# Calls a function with the gradient of a tensor, which it replaces; torch has no types for it.
+register_hook: Callable[[Tensor, Callable[[Tensor], Tensor]], Hook] = Tensor.register_hook
 
 
 class MultiRankEngine(Engine):
@@ -114,7 +126,7 @@ class MultiRankEngine(Engine):
         if are_sharded(state.params):
             state = on_usable_mesh(state, self.talk)
         if are_sharded(state.params) and self.parallel.kind == "replicate":
-            state = optree.tree_map(full_tensor, state, namespace=NAMESPACE)  # type: ignore[arg-type, assignment]
+            state = map_state(full_tensor, state)
         if fresh:
             # What INIT changed, such as layers that were put in, each rank may have initialised for itself.
             begun, self._begun = self._begun, None
@@ -218,8 +230,8 @@ class MultiRankEngine(Engine):
                 stand = self.talk.stand([f"given {text.format(number)}" for number in numbers], ("was", "were"))
                 break
         else:
-            others = [rank for rank, row in enumerate(by_rank) if row != by_rank[0]]
-            stand = f"{named(others)} took other samples than rank 0 from the dataset, or in another order"
+            unlike = [rank for rank, row in enumerate(by_rank) if row != by_rank[0]]
+            stand = f"{named(unlike)} took other samples than rank 0 from the dataset, or in another order"
         raise DistributedError(
             f"{where} the data differs between ranks: {stand}. Each batch is split over the ranks, so every rank needs "
             "the same data, in the same order; where each has data of its own, write "

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 from weakref import ref
 
 import optree
@@ -23,17 +23,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from pure_loop._internal.processes import here
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import broadcast_coalesced, drop_groups_of_mesh
 from pure_loop._internal.tree_ops import is_sharded, on_mesh
 from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
 from pure_loop.errors import DistributedError
 from pure_loop.event import Event
-from pure_loop.state import State
+from pure_loop.state import State, raw_params
 
 T = TypeVar("T")
 
-__all__ = ["Ranks", "break_mesh", "find_mesh", "gathered", "on_usable_mesh", "patience"]
+__all__ = ["Ranks", "break_mesh", "find_mesh", "gathered", "map_state", "mesh_of", "on_usable_mesh", "patience"]
 
 _NUMBERS = 8
 # Of the last stream of this process that met the others.
@@ -63,8 +63,8 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout: float) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
-        self.group: Any = None
-        self._control: Any = None
+        self.group: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None
         self._owns = False
         self._heard = time.monotonic()  # when all others were last heard of
@@ -105,8 +105,13 @@ class Ranks:
             patience = timedelta(seconds=self.timeout)
             if not joined:
                 assert self._rendezvous is not None
-                options: dict[str, Any] = {"store": self._rendezvous.store, "rank": self.rank, "world_size": self.size}
-                dist.init_process_group(self.backend, timeout=patience, **options)
+                dist.init_process_group(
+                    self.backend,
+                    timeout=patience,
+                    store=self._rendezvous.store,
+                    rank=self.rank,
+                    world_size=self.size,
+                )
                 self._owns = True
             group = self.new_group()
             # Numbers that Python has to read don't wait for a device.
@@ -121,10 +126,11 @@ class Ranks:
         """What tensors on the device are exchanged with."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def new_group(self) -> Any:
+    def new_group(self) -> dist.ProcessGroup:
         """A process group of all ranks, with our timeout."""
         backend = None if self.fake else self.backend
-        return dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
+        group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
+        return group
 
     def keep(self) -> None:
         """Leave the process group that was made here to the end of the process: States still use it."""
@@ -141,7 +147,7 @@ class Ranks:
         return self.ask(event, batch, *numbers)()
 
     def ask(self, event: Event, batch: int, *numbers: float) -> Callable[[], list[tuple[float, ...]]]:
-        """The same; the answer is waited for when what is given here is called."""
+        """:meth:`exchange`; the answer is waited for when what this returns is called."""
         mine = (float(_EVENTS.index(event)), float(batch), *map(float, numbers))
         if self.fake:
             return lambda: [mine[2:]] * self.size
@@ -172,7 +178,7 @@ class Ranks:
         """Any value that can be pickled, of every rank."""
         if self.fake:
             return [value] * self.size
-        values: list[Any] = [None] * self.size
+        values: list[T] = [value] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
 
@@ -221,7 +227,7 @@ class Ranks:
         rendezvous, self._rendezvous = self._rendezvous, None
         assert rendezvous is not None
         rendezvous.report("waited", f"waited for another rank after {place}")
-        # Its frames hold what holds the group, whose connections close when nothing does.
+        # Its frames hold what holds the group, and connections of the group close when nothing does.
         traceback.clear_frames(error.__traceback__)
         self._disconnect()
         text = self._roll_call(rendezvous, place)
@@ -311,7 +317,7 @@ _OF_BACKENDS = ("gloo", "Gloo", "NCCL", "ProcessGroup", "pair closure")
 
 # For each kind of device: the default process group in which the mesh was made (None once it is broken), how many there
 # have been, the timeout of its exchanges, and the mesh.
-_meshes: dict[str, tuple[ref[Any] | None, int, float, DeviceMesh]] = {}
+_meshes: dict[str, tuple[ref[dist.ProcessGroup] | None, int, float, DeviceMesh]] = {}
 _NAME = "pure_loop_"
 
 
@@ -327,6 +333,7 @@ def find_mesh(ranks: Ranks) -> DeviceMesh:
         number = 1 + max(count for _, count in by_rank)
         # Of a name of its own: torch remembers what it found out for a mesh, and takes equal ones for the same.
         mesh = DeviceMesh.from_group(ranks.new_group(), kind, mesh_dim_names=(f"{_NAME}{number}",))
+        assert world is not None
         _meshes[kind] = ref(world), number, ranks.timeout, mesh
         ranks.keep()
     return mesh
@@ -348,23 +355,30 @@ def on_usable_mesh(state: State, ranks: Ranks) -> State:
     Raises:
         DistributedError: there were more ranks, or fewer, when it was put into parts.
     """
-    held: Any = next((tensor for tensor in state.params.values() if is_sharded(tensor)), None)
-    if held is None or not _is_ours(held.device_mesh):
+    before = mesh_of(state)
+    if before is None or not _is_ours(before):
         return state
     mesh = find_mesh(ranks)
-    if held.device_mesh is mesh:
+    if before is mesh:
         return state
-    if held.device_mesh.size() != mesh.size():
+    if before.size() != mesh.size():
         raise DistributedError(
-            f"this State is in parts of {held.device_mesh.size()} ranks, and there are {mesh.size()} now: load it from "
+            f"this State is in parts of {before.size()} ranks, and there are {mesh.size()} now: load it from "
             "a checkpoint, which any number of ranks can read."
         )
-    moved: Any = optree.tree_map(
-        lambda leaf: on_mesh(leaf, mesh) if is_sharded(leaf) else leaf,
-        state,  # type: ignore[arg-type]
-        namespace=NAMESPACE,
-    )
-    return moved  # type: ignore[no-any-return]
+    return map_state(lambda leaf: on_mesh(leaf, mesh) if is_sharded(leaf) else leaf, state)
+
+
+def map_state(function: Callable[[object], object], state: State) -> State:
+    """The State with the function of each leaf."""
+    tree: PyTree = state
+    return cast("State", optree.tree_map(function, tree, namespace=NAMESPACE))
+
+
+def mesh_of(state: State) -> DeviceMesh | None:
+    """The mesh over which the parameters of a State are sharded; None where they are not."""
+    meshes = (getattr(tensor, "device_mesh", None) for tensor in raw_params(state).values() if is_sharded(tensor))
+    return next(meshes, None)
 
 
 def _is_ours(mesh: DeviceMesh) -> bool:
