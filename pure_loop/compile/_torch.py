@@ -24,6 +24,7 @@ import attrs
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing import reductions
 
 from pure_loop.errors import CompileError
 
@@ -38,36 +39,23 @@ except ImportError as error:  # documented, so that there is no other way
     ) from error
 
 __all__ = [
-    "NAMES",
-    "Call",
-    "Schema",
-    "decompositions",
-    "end_allocating_to_pool",
-    "fake_mode",
-    "fake_tensor_class",
+    *("NAMES", "Call", "Schema", "decompositions", "end_allocating_to_pool", "fake_mode", "fake_tensor_class"),
+    *("look_up_all", "lower", "missing", "mode_of", "partition", "prevents_recording", "python_dispatcher"),
+    *("schema_of", "storage_key"),
     "get_proxy_mode",
-    "look_up_all",
-    "lower",
     "make_fx",
-    "missing",
-    "mode_of",
-    "partition",
-    "prevents_recording",
-    "python_dispatcher",
-    "schema_of",
-    "storage_key",
 ]
 
 # What calls a graph: takes a list of tensors, and empties it.
 Call: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
+# A function of torch's, with any arguments, and those that are given by name.
 Function: TypeAlias = Callable[..., Any]
-"""A function of torch's, of any arguments."""
 Options: TypeAlias = dict[str, Any]
-"""Arguments of such a function by name."""
+# Operations of torch's dispatcher, which are of a private class, and what to do instead of each.
 Decompositions: TypeAlias = dict[Any, Function]
-"""Operations of torch's dispatcher, whose class is private, and what to do instead of each."""
 
 _SLOWER = "graphs are compiled by torch.compile: a call takes some ten microseconds more, and has memory of its own"
+_MIN_CUT = "torch._functorch.partitioners:min_cut_rematerialization_partition"
 NAMES: Mapping[str, str] = {
     "torch._inductor.compile_fx:compile_fx_inner": _SLOWER,
     "torch._inductor.fx_passes.joint_graph:joint_graph_passes": _SLOWER,
@@ -75,9 +63,7 @@ NAMES: Mapping[str, str] = {
     "torch._inductor.decomposition:select_decomp_table": _SLOWER,
     "torch._inductor.config:patch": _SLOWER,
     "torch._inductor.utils:is_cudagraph_unsafe_fx_node": "no graph is a CUDA graph: kernels are launched one by one",
-    "torch._functorch.partitioners:min_cut_rematerialization_partition": (
-        "a forward keeps more for its backward, where an event between the two is observed"
-    ),
+    _MIN_CUT: "a forward keeps more for its backward, where an event between the two is observed",
     "torch._dispatch.python:enable_python_dispatcher": "some operations are traced as torch's own kernels",
     "torch:ops.aten.add.Tensor._schema": "what an operation writes to is known by its name alone",
     "torch:UntypedStorage._cdata": "nothing",
@@ -223,8 +209,6 @@ def storage_key(tensor: Tensor) -> object:
     storage = tensor.untyped_storage()
     if _find("torch:UntypedStorage._cdata") is not None:
         return storage._cdata
-    from torch.multiprocessing import reductions
-
     reference: Function = reductions.StorageWeakRef
     return reference(storage)
 
@@ -368,25 +352,21 @@ class _ByTorchCompile:
 
 def _without_writes(graph: GraphModule) -> tuple[GraphModule, list[int]]:
     """The graph with what it writes to its inputs after its outputs; and to which inputs that is."""
-    nodes = list(graph.graph.nodes)
+    *nodes, output = graph.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
-    writes: list[Node] = [
-        node for node in nodes if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs
-    ]
+    writes = [node for node in nodes if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs]
     pure = Graph()
     copies: dict[Node, Node] = {}
     for node in nodes:
-        if node.op == "output":
-            values = [node.args[1] for node in writes]
-            outputs: Any = [*node.args[0], *values]
-            pure.output([copies[item] if isinstance(item, Node) else item for item in outputs])
-        elif node not in writes:
+        if node not in writes:
             copies[node] = pure.node_copy(node, copies.__getitem__)
+    outputs = [*output.args[0], *[node.args[1] for node in writes]]
+    pure.output([copies[item] if isinstance(item, Node) else item for item in outputs])
     return GraphModule(graph, pure), [inputs.index(node.args[0]) for node in writes]
 
 
-def partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModule]:
-    """Cut a graph of forward and backward in two.
+def partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModule] | None:
+    """Cut a graph of forward and backward in two, such that little is kept; None: this torch has no way to.
 
     Args:
         joint: its inputs are called ``primals_0`` and so on, and after them ``tangents_0`` and so on; it gives the
@@ -397,51 +377,15 @@ def partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModul
         The forward, which gives the results, and after them what is kept for the backward; and the backward, with
         inputs that are called as what is kept is.
     """
-    min_cut = _find("torch._functorch.partitioners:min_cut_rematerialization_partition")
+    min_cut: Function | None = _find(_MIN_CUT)
     if min_cut is not None:
         try:
-            first, second = min_cut(_copied(joint), None, num_fwd_outputs=results)
+            halves: tuple[GraphModule, GraphModule] = min_cut(_copied(joint), None, num_fwd_outputs=results)
         except TypeError as error:
-            path = "torch._functorch.partitioners:min_cut_rematerialization_partition"
-            _note(f"{path} as it was ({error})", NAMES[path])
+            _note(f"{_MIN_CUT} as it was ({error})", NAMES[_MIN_CUT])
         else:
-            return first, second
-    return _partition(joint, results)
-
-
-def _partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModule]:
-    """A cut by which everything is kept that the backward reads."""
-    joint.graph.eliminate_dead_code()
-    *nodes, output = joint.graph.nodes
-    outputs: Any = output.args[0]
-    later: set[Node] = set()
-    for node in nodes:
-        if node.name.startswith("tangents_") or not later.isdisjoint(node.all_input_nodes):
-            later.add(node)
-    saved: dict[Node, None] = {}
-    for node in (*later, output):
-        read = node.all_input_nodes if node is not output else [e for e in outputs[results:] if isinstance(e, Node)]
-        saved |= dict.fromkeys(item for item in read if item not in later and item.op != "get_attr")
-    first, second = Graph(), Graph()
-    in_first: dict[Node, Node] = {}
-    in_second: dict[Node, Node] = {}
-    for node in saved:
-        in_second[node] = second.placeholder(node.name)
-        in_second[node].meta = dict(node.meta)
-    for node in nodes:
-        if node in later:
-            in_second[node] = second.node_copy(node, in_second.__getitem__)
-        else:
-            in_first[node] = first.node_copy(node, in_first.__getitem__)
-            if node.op == "get_attr":
-                in_second[node] = second.node_copy(node)
-    first.output([*[in_first.get(item, item) for item in outputs[:results]], *[in_first[node] for node in saved]])
-    second.output([in_second.get(item, item) for item in outputs[results:]])
-    halves = GraphModule(joint, first), GraphModule(joint, second)
-    for half in halves:
-        half.graph.eliminate_dead_code()
-        half.recompile()
-    return halves
+            return halves
+    return None
 
 
 # Recording on a GPU.

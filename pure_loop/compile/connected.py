@@ -279,13 +279,49 @@ def halved(joint: GraphModule, count: int, results: int) -> tuple[GraphModule, G
         copies[node] = named.placeholder(name)
         copies[node].meta = dict(node.meta)
     named.output(named.graph_copy(joint.graph, copies))
-    first, second = partition(GraphModule(joint, named), results)
+    graph = GraphModule(joint, named)
+    first, second = partition(graph, results) or _partitioned(graph, results)
     outputs = _outputs(first)
     from_inputs = [node for node in outputs[results:] if node.op == "placeholder"]
     computed = [node for node in outputs[results:] if node.op != "placeholder"]
     first.graph.output_node().args = ([*outputs[:results], *computed],)
     positions = [int(node.name.removeprefix("primals_")) for node in from_inputs]
     return first, second, positions, [node.name for node in (*from_inputs, *computed)]
+
+
+def _partitioned(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModule]:
+    """A cut by which everything is kept that the backward reads."""
+    joint.graph.eliminate_dead_code()
+    *nodes, output = joint.graph.nodes
+    outputs = _outputs(joint)
+    later: set[Node] = set()
+    for node in nodes:
+        if node.name.startswith("tangents_") or not later.isdisjoint(node.all_input_nodes):
+            later.add(node)
+    saved: dict[Node, None] = {}
+    for node in (*later, output):
+        read = node.all_input_nodes if node is not output else [e for e in outputs[results:] if isinstance(e, Node)]
+        saved |= dict.fromkeys(item for item in read if item not in later and item.op != "get_attr")
+    first, second = Graph(), Graph()
+    in_first: dict[Node, Node] = {}
+    in_second: dict[Node, Node] = {}
+    for node in saved:
+        in_second[node] = second.placeholder(node.name)
+        in_second[node].meta = dict(node.meta)
+    for node in nodes:
+        if node in later:
+            in_second[node] = second.node_copy(node, in_second.__getitem__)
+        else:
+            in_first[node] = first.node_copy(node, in_first.__getitem__)
+            if node.op == "get_attr":
+                in_second[node] = second.node_copy(node)
+    first.output([*[in_first.get(item, item) for item in outputs[:results]], *[in_first[node] for node in saved]])
+    second.output([in_second.get(item, item) for item in outputs[results:]])
+    halves = GraphModule(joint, first), GraphModule(joint, second)
+    for half in halves:
+        half.graph.eliminate_dead_code()
+        half.recompile()
+    return halves
 
 
 def _outputs(graph: GraphModule) -> list[Any]:

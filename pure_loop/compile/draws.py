@@ -28,25 +28,15 @@ from torch.overrides import TorchFunctionMode
 
 from pure_loop.compile._torch import Function, Options, schema_of
 from pure_loop.compile.guards import Env, TraceContext
-from pure_loop.compile.numbers import Number, Seed
+from pure_loop.compile.numbers import Number
 from pure_loop.event import Event
 from pure_loop.random import derive, seeded
 from pure_loop.random.guards import seed_at
 from pure_loop.random.seeds import tracer
 
 __all__ = [
-    "DROPOUT",
-    "Draw",
-    "DrawnFromDataError",
-    "Group",
-    "RecordedDraw",
-    "SeedContext",
-    "StrayGeneratorError",
-    "TracedGenerator",
-    "draw_all",
-    "is_draw",
-    "traced_generators",
-    "written",
+    *("DROPOUT", "Draw", "DrawnFromDataError", "Group", "RecordedDraw", "SeedContext", "StrayGeneratorError"),
+    *("TracedGenerator", "draw_all", "is_draw", "traced_generators", "written"),
 ]
 
 _aten = torch.ops.aten
@@ -328,6 +318,15 @@ def traced_generators(context: TraceContext, drawing: Drawing) -> Iterator[None]
             yield
     finally:
         tracer.reset(token)
+
+
+class Seed(Number):
+    """One that seeds are made of, which no other generator can take."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        raise TypeError("a seed of a traced step has no hash")
 
 
 class _Tracer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import TypeAlias
 
@@ -100,6 +100,17 @@ class Graph:
     counted: list[tuple[int, Evaluate]]
     written: list[int]
     sources: list[int]
+
+    def counted_after(self, env: Env) -> list[object]:
+        """The durable leaves after a call, where it changes nothing but memory and numbers."""
+        leaves = list(env.leaves)
+        for position, evaluate in self.counted:
+            leaves[position] = evaluate(env)
+        return leaves
+
+    def same_types(self, before: Sequence[object], after: Sequence[object]) -> bool:
+        """Whether each number is still an int, or a float: which one it is a graph takes for granted."""
+        return all(type(before[position]) is type(after[position]) for position, _ in self.counted)
 
 
 def make_graph(

@@ -34,8 +34,8 @@ from pure_loop.random.seeds import seeds_hosts
 from pure_loop.time import Timestamp
 
 __all__ = [
-    *("MOST_DECISIONS", "DefaultDtypeError", "Env", "Evaluate", "Guard", "GuardedCallError", "Leaf", "TraceContext"),
-    *("all_hold", "named", "reasons", "refusing_global_state", "Source", "too_many_decisions"),
+    *("MOST_DECISIONS", "DefaultDtypeError", "Env", "Evaluate", "Guard", "GuardedCallError", "Leaf", "Source"),
+    *("TraceContext", "all_hold", "named", "reasons", "refusing_global_state", "too_many_decisions"),
 ]
 
 # Graphs of one segment that differ only in what Python decided by a number.

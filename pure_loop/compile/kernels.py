@@ -12,7 +12,7 @@ nothing that follows reads what was there before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -20,21 +20,21 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from pure_loop._internal.torch_private import fused_adam, fused_adamw
-from pure_loop.compile._torch import Call, storage_key
+from pure_loop.compile._torch import Call, Function, storage_key
 from pure_loop.stages.nonfinite import find_nonfinite
 
 __all__ = [
-    "ADAM",
-    "CutGraph",
-    "NONFINITE",
-    "TENSORS",
-    "cut",
-    "has_kernels",
-    "memory_of",
-    "origin",
-    "run_adam",
-    "run_nonfinite",
-    "serves",
+    *(
+        "ADAM",
+        "NONFINITE",
+        "TENSORS",
+        "CutGraph",
+        "cut",
+        "has_kernels",
+        "memory_of",
+        "origin",
+    ),
+    *("run_nonfinite", "serves"),
 ]
 
 # A list of so many tensors is walked by the kernel. Below that loops of its own, fused with what is around them, are
@@ -84,45 +84,6 @@ def serves(tensors: list[Tensor]) -> bool:
         and len(tensors) >= TENSORS
         and first.is_floating_point()
         and all(tensor.is_cpu and tensor.dtype is first.dtype and tensor.is_contiguous() for tensor in tensors)
-    )
-
-
-def run_adam(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    largest: list[Tensor],
-    steps: list[Tensor],
-    lr: Tensor,
-    which: list[int],
-    name: str,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    maximize: bool,
-    live: Tensor | None,
-) -> None:
-    """The step, in place."""
-    if live is not None:
-        beta1, beta2, weight_decay = live.tolist()
-    run = fused_adamw if name == "adamw" else fused_adam
-    assert run is not None
-    run(
-        params,
-        [grad.contiguous() for grad in grads],
-        exp_avgs,
-        exp_avg_sqs,
-        largest,
-        [steps[i] for i in which],
-        lr=lr.item(),
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=bool(largest),
-        maximize=maximize,
     )
 
 
@@ -342,13 +303,19 @@ def _prepared(kernel: Node) -> tuple[str, Callable[[Values], Tensor | None]]:
         return kernel.name, lambda values: run_nonfinite([values[name] for name in looked], values[zero])
     lists = [[(origin(item) if i in _WRITES else item).name for item in _of(kernel, (i,))] for i in range(6)]
     (lr,) = (node.name for node in _of(kernel, (6,)))
-    *options, live = kernel.args[7:]
-    live_name = live.name if isinstance(live, Node) else ""
+    which, name, *numbers, live = cast("tuple[Any, ...]", kernel.args[7:])
+    live_name = live.name if isinstance(live, Node) else None
+    step: Function | None = fused_adamw if name == "adamw" else fused_adam
+    assert step is not None
 
     def run(values: Values) -> None:
-        tensors: Any = [[values[name] for name in names] for names in lists]
-        rest: Any = (values[lr], *options, values.get(live_name))
-        run_adam(*tensors, *rest)
+        params, grads, exp_avgs, exp_avg_sqs, largest, steps = ([values[name] for name in names] for names in lists)
+        beta1, beta2, weight_decay, eps, maximize = numbers
+        if live_name is not None:
+            beta1, beta2, weight_decay = values[live_name].tolist()
+        rest = [exp_avgs, exp_avg_sqs, largest, [steps[i] for i in which]]
+        options = {"lr": values[lr].item(), "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
+        step(params, [grad.contiguous() for grad in grads], *rest, **options, amsgrad=bool(largest), maximize=maximize)
 
     return kernel.name, run
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import torch
@@ -26,7 +26,7 @@ from pure_loop.optim.optimizer import rate_at
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = ["Number", "Seed", "TracedTimestamp", "decided", "stands_for_elements", "traced_timestamp"]
+__all__ = ["Number", "TracedTimestamp", "decided", "stands_for_elements", "traced_timestamp"]
 
 
 def _is_array(value: object) -> bool:
@@ -68,12 +68,27 @@ def _compared(function: Function) -> Function:
     return apply
 
 
+_equal: Callable[[object, object], bool] = _compared(operator.eq)
+
+
 def _hash(value: object) -> int | None:
     """None where the hash of a number is another number."""
     return None if isinstance(value, int) and not 0 <= value < sys.hash_info.modulus else hash(value)
 
 
-class Number:
+class _Uncopied:
+    """What is no other thing where it is copied."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class Number(_Uncopied):
     """A number of this step, which is another one in the next."""
 
     __slots__ = ("_kind_is_known", "context", "evaluate", "sources", "value", "where")
@@ -135,8 +150,10 @@ class Number:
         cls, function: Function, types: object, args: Sequence[Any] = (), kwargs: Options | None = None
     ) -> object:
         kwargs, name = kwargs or {}, function.__name__.strip("_")
-        tensors = [tensor for item in (*args, *kwargs.values()) for tensor in _tensors_in(item)]
-        numbers = [item for item in (*args, *kwargs.values()) if isinstance(item, Number)]
+        values = (*args, *kwargs.values())
+        numbers = [item for item in values if isinstance(item, Number)]
+        lists = (item if isinstance(item, list | tuple) else (item,) for item in values)
+        tensors = [item for items in lists for item in items if isinstance(item, Tensor)]
         imaginary = any(map(torch.is_complex, tensors)) or any(type(number.value) is complex for number in numbers)
         if imaginary or not stands_for_elements(function):
             return function(*decided(args), **decided(kwargs))
@@ -166,7 +183,9 @@ class Number:
         result = function(*map(lift, args), **argument)
         if narrow is None:
             return result
-        return args[0].copy_(result) if _is_in_place(function) else result.to(narrow)
+        name = function.__name__  # mul_, or __imul__
+        in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+        return args[0].copy_(result) if in_place else result.to(narrow)
 
     __add__, __radd__ = _lifted(operator.add), _reflected(operator.add)
     __sub__, __rsub__ = _lifted(operator.sub), _reflected(operator.sub)
@@ -206,12 +225,6 @@ class Number:
             raise TypeError("a number of the step that is negative, or very large, has no hash: write int(number)")
         return result
 
-    def __copy__(self) -> Number:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Number:
-        return self
-
     def __format__(self, how: str) -> str:
         return format(self.decide(), how)
 
@@ -235,17 +248,6 @@ class Number:
         return getattr(self.decide(), name)
 
 
-class Seed(Number):
-    """One that seeds are made of, which no other generator can take."""
-
-    __slots__ = ()
-
-    def __hash__(self) -> int:
-        raise TypeError("a seed of a traced step has no hash")
-
-
-_equal: Callable[[object, object], bool] = _compared(operator.eq)
-
 # By name: operations of torch that compute in a wider type than they round to; those in which a number stands for a
 # tensor of that number; and the arguments by which they take it. Elsewhere a number is a size, a dimension, an index.
 _SUMS = frozenset({"add", "sub", "subtract"})
@@ -267,7 +269,6 @@ _OPERANDS = frozenset({"input", "self", "other", "exponent", "weight", "min", "m
 _FRACTIONS = frozenset({"div", "divide", "true_divide", "truediv", "copysign"})
 # Those that refuse a number that the tensor's dtype can't hold. In others it wraps around.
 _HOLDING = frozenset({"clamp", "clip", "clamp_min", "clamp_max", "where", "masked_fill", "fill", "setitem"})
-_HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 def stands_for_elements(function: Function) -> bool:
@@ -276,10 +277,7 @@ def stands_for_elements(function: Function) -> bool:
 
 
 def _held(dtype: torch.dtype | None, value: int) -> int:
-    """The number, if an integer dtype can hold it; None: if 64 bits can.
-
-    What is negative becomes a large one where there is no sign.
-    """
+    """The number, if an integer dtype can hold it; None: if 64 bits can. Without a sign what is negative gets large."""
     if dtype is None:
         if not -(2**63) <= value < 2**64:
             raise OverflowError("int too big to convert")
@@ -290,26 +288,15 @@ def _held(dtype: torch.dtype | None, value: int) -> int:
     return value - 2**64 if value >= 2**63 else value  # the bits that an int64 has
 
 
-def _tensors_in(value: object) -> list[Tensor]:
-    """A tensor, or those in a list of tensors."""
-    return [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, Tensor)]
-
-
 def _narrow(name: str, tensors: list[Tensor]) -> torch.dtype | None:
     """The half that a result is rounded to, beside which a number keeps its precision and its range until then.
 
     None where there is none. On a CPU a sum takes the number as it is in that half.
     """
     name, dtypes = name.removeprefix("r").removeprefix("i"), {tensor.dtype for tensor in tensors}
-    if name not in _WIDE or len(dtypes) != 1 or not dtypes <= _HALVES:
+    if name not in _WIDE or len(dtypes) != 1 or not dtypes <= {torch.float16, torch.bfloat16}:
         return None
     return None if name in _SUMS and all(tensor.is_cpu for tensor in tensors) else dtypes.pop()
-
-
-def _is_in_place(function: Function) -> bool:
-    """Whether it writes to its first argument: ``mul_``, or ``__imul__``."""
-    name = function.__name__
-    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 def decided(value: Any) -> Any:
@@ -347,7 +334,7 @@ def _parts(value: object) -> tuple[Evaluate, object, frozenset[Source]]:
     return lambda env: value, value, frozenset()
 
 
-class TracedTimestamp(Timestamp):
+class TracedTimestamp(_Uncopied, Timestamp):
     """A timestamp of the step that is traced; to code that is not the loop's own its fields are Numbers.
 
     Attributes:
@@ -384,12 +371,6 @@ class TracedTimestamp(Timestamp):
 
     def replace(self, **changes: Any) -> Timestamp:
         return Timestamp(**({name: getattr(self, name) for name in _FIELDS} | changes))
-
-    def __copy__(self) -> TracedTimestamp:
-        return self
-
-    def __deepcopy__(self, memo: object) -> TracedTimestamp:
-        return self
 
     def ask(self, question: Function, *value: object) -> Any:
         """The answer to a question about timestamps, as a whole: the graph depends on the answer alone."""

@@ -33,18 +33,9 @@ from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 
 __all__ = [
-    "WHERE_POSSIBLE",
-    "RecurrentLayerError",
-    "Undifferentiated",
-    "Untraceable",
-    "naming",
-    "recurrent_layer",
-    "refuse_kept",
-    "refuse_memory",
-    "refuse_plain",
-    "refuse_recurrence",
-    "refuse_subclasses",
-    "refusing_recurrent_layers",
+    *("WHERE_POSSIBLE", "RecurrentLayerError", "Undifferentiated", "Untraceable", "naming", "recurrent_layer"),
+    *("refuse_kept", "refuse_memory", "refuse_plain", "refuse_recurrence"),
+    *("refuse_subclasses", "refusing_recurrent_layers"),
 ]
 
 WHERE_POSSIBLE = 'compile="where possible" runs it eagerly between graphs.'

@@ -28,10 +28,11 @@ from pure_loop.compile.trees import (
     durable_fields,
     field_of,
     is_number,
+    key_of,
     reader_of,
     rebuild,
     tensors_at,
-    tensors_of,
+    tensors_in,
     walk,
 )
 from pure_loop.data.batch import _leaves
@@ -70,6 +71,7 @@ class Run:
         return with_fields(state, **fields, **dict(zip(names, self.per_batch, strict=False)))
 
 
+@attrs.define(eq=False, repr=False)
 class Segment:
     """One program, compiled for what it is called with.
 
@@ -86,38 +88,26 @@ class Segment:
             writes to no memory.
     """
 
-    def __init__(
-        self,
-        name: str,
-        program: Program,
-        stages: LoopStages,
-        recorders: Recorders,
-        *,
-        ownership: Ownership | None = None,
-        left_out: tuple[str, ...] = (),
-        brief: bool = False,
-        connected: bool = False,
-    ) -> None:
-        self.name = name
-        self.program = program
-        self.stages = stages
-        self.recorders = recorders
-        self.ownership = ownership
-        self.left_out = left_out
-        self.brief = brief
-        self.connected = connected
-        self._graphs: dict[object, list[Graph]] = {}
-        # How many of them there are for batches that differ in no tensor, but in what else they hold.
-        self._alike: Counter[object] = Counter()
-        self.names: tuple[str, ...] = ()
-        self._fields: Callable[[State], tuple[object, ...]] | None = None
-        # Of the last call: what it gave, which has memory of ours, and what it was called with.
-        self._values: tuple[object, ...] = ()
-        self._durable: DurableFields | None = None
-        self._per_batch_key: object = None
-        self._made: Graph | None = None
-        self._arguments: list[Tensor] | None = None
-        self._memory: Memory | None = None
+    name: str
+    program: Program
+    stages: LoopStages
+    recorders: Recorders
+    ownership: Ownership | None = attrs.field(default=None, kw_only=True)
+    left_out: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    brief: bool = attrs.field(default=False, kw_only=True)
+    connected: bool = attrs.field(default=False, kw_only=True)
+    names: tuple[str, ...] = attrs.field(default=(), init=False)
+    _graphs: dict[object, list[Graph]] = attrs.field(factory=dict, init=False)
+    # How many of them there are for batches that differ in no tensor, but in what else they hold.
+    _alike: Counter[object] = attrs.field(factory=Counter, init=False)
+    _fields: Callable[[State], tuple[object, ...]] | None = attrs.field(default=None, init=False)
+    # Of the last call: what it gave, which has memory of ours, and what it was called with.
+    _values: tuple[object, ...] = attrs.field(default=(), init=False)
+    _durable: DurableFields | None = attrs.field(default=None, init=False)
+    _per_batch_key: object = attrs.field(default=None, init=False)
+    _made: Graph | None = attrs.field(default=None, init=False)
+    _arguments: list[Tensor] | None = attrs.field(default=None, init=False)
+    _memory: Memory | None = attrs.field(default=None, init=False)
 
     def __call__(self, state: State, timestamps: tuple[Timestamp, ...], per_batch: PerBatch, index: int = 0) -> Run:
         """
@@ -144,8 +134,8 @@ class Segment:
         values = self._fields(state)
         durable, result = self._durable, self._made
         ours = durable is not None and all(map(is_, values, self._values))
-        tensors = _tensors(per_batch)
-        key = _per_batch_key(per_batch, tensors)
+        tensors = tensors_in(per_batch)
+        key = key_of(per_batch, tensors)
         if self.connected:
             key = key, tuple([tensor.requires_grad for tensor in tensors])
         if durable is None or not ours:
@@ -182,9 +172,9 @@ class Segment:
         result = self._made
         assert result is not None
         assert self._durable is not None
-        env = Env(timestamps, self._durable.leaves if before is None else _counted(result, before))
-        same = _per_batch_key(per_batch, _tensors(per_batch)) == self._per_batch_key
-        if before is not None and not _same_types(result, before.leaves, env.leaves):
+        env = Env(timestamps, self._durable.leaves if before is None else result.counted_after(before))
+        same = key_of(per_batch, tensors_in(per_batch)) == self._per_batch_key
+        if before is not None and not result.same_types(before.leaves, env.leaves):
             return None
         return env if same and all_hold(result.moving, env) else None
 
@@ -209,7 +199,7 @@ class Segment:
         with self.stages.running(state, "batch", code=None, gradients=False, casts=False):
             for number, (env, per_batch) in enumerate(calls):
                 drawn = self._drawn(instance, state, env, 0)
-                report = instance.compiled.call(self._given(instance, arguments, env, _tensors(per_batch), drawn))[0]
+                report = instance.compiled.call(self._given(instance, arguments, env, tensors_in(per_batch), drawn))[0]
                 if report.is_cpu and (result := report.item()):
                     return state, (number, int(result))
         if instance.same or not calls:
@@ -217,7 +207,7 @@ class Segment:
         before = durable.leaves
         durable = after(instance.next.fields, durable, before, calls[-1][0], [report], False)
         self._values, self._durable = durable.values, durable
-        if not _same_types(instance, before, durable.leaves):
+        if not instance.same_types(before, durable.leaves):
             self._made = self._durable = None
         return with_fields(state, **dict(zip(self.names, durable.values, strict=True))), None
 
@@ -290,7 +280,7 @@ class Segment:
         self._values, self._durable = values, durable
         if self.brief:
             self._forget()
-        elif not (instance.same_shape and _same_types(instance, leaves, durable.leaves)):
+        elif not (instance.same_shape and instance.same_types(leaves, durable.leaves)):
             self._made = self._durable = None
         elif copied:
             self._memory = Memory(instance.written, durable)
@@ -386,42 +376,12 @@ class Segment:
         return result
 
 
-def _counted(result: Graph, env: Env) -> list[object]:
-    """The durable leaves after a call, where it changes nothing but memory and numbers."""
-    leaves = list(env.leaves)
-    for position, evaluate in result.counted:
-        leaves[position] = evaluate(env)
-    return leaves
-
-
-def _same_types(result: Graph, before: Sequence[object], after: Sequence[object]) -> bool:
-    """Whether each number is still an int, or a float: which one it is a graph takes for granted."""
-    return all(type(before[position]) is type(after[position]) for position, _ in result.counted)
-
-
 def _overwrite(state: State, field: str) -> None:
     """To touch this field of a State is an error from now on."""
     public, batch = field.lstrip("_"), state.timestamp.batch
     what = overwritten_by(public, batch)
     is_mapping = isinstance(field_of(state, field), FrozenDict)
     object.__setattr__(state, field, Overwritten.by(public, what) if is_mapping else OverwrittenValue(public, what))
-
-
-def _tensors(per_batch: PerBatch) -> Sequence[Tensor]:
-    """The per-batch tensors: where a batch is a tuple of tensors, that tuple itself."""
-    if len(per_batch) == 1 and type(per_batch[0]) is tuple:
-        for item in per_batch[0]:
-            if type(item) is not Tensor:
-                break
-        else:
-            return per_batch[0]
-    return [tensor for value in per_batch for tensor in tensors_of(value)]
-
-
-def _per_batch_key(per_batch: PerBatch, tensors: Sequence[Tensor]) -> object:
-    if tensors is per_batch[0]:
-        return tuple(map(describe, tensors))
-    return tuple(map(walk, per_batch))
 
 
 def _too_many_values(name: str, per_batch: PerBatch, env: Env) -> Untraceable:

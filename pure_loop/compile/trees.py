@@ -26,18 +26,8 @@ from pure_loop.stages.ownership import can_count, count_in, storages_are_unshare
 from pure_loop.state import State
 
 __all__ = [
-    "DurableFields",
-    "LazyField",
-    "Memory",
-    "UnreadFieldError",
-    "describe",
-    "durable_fields",
-    "field_of",
-    "reader_of",
-    "rebuild",
-    "tensors_at",
-    "tensors_of",
-    "walk",
+    *("DurableFields", "LazyField", "Memory", "UnreadFieldError", "describe", "durable_fields", "field_of", "key_of"),
+    *("reader_of", "rebuild", "tensors_at", "tensors_in", "tensors_of", "walk"),
 ]
 
 _OF_THE_STEP = frozenset(
@@ -228,6 +218,24 @@ def walk(value: Batch, *, by_value: bool = True) -> object:
     if node is None:
         return _leaf_key(value) if by_value else type(value)
     return type(value), tuple(node[1]), tuple([walk(item, by_value=by_value) for item in node[0]])
+
+
+def tensors_in(per_batch: tuple[Batch, ...]) -> Sequence[Tensor]:
+    """The per-batch tensors: where a batch is a tuple of tensors, that tuple itself."""
+    if len(per_batch) == 1 and type(per_batch[0]) is tuple:
+        for item in per_batch[0]:
+            if type(item) is not Tensor:
+                break
+        else:
+            return per_batch[0]
+    return [tensor for value in per_batch for tensor in tensors_of(value)]
+
+
+def key_of(per_batch: tuple[Batch, ...], tensors: Sequence[Tensor]) -> object:
+    """What a graph depends on in per-batch values, of which these are the tensors."""
+    if tensors is per_batch[0]:
+        return tuple(map(describe, tensors))
+    return tuple(map(walk, per_batch))
 
 
 def rebuild(template: Batch, tensors: Iterator[Tensor]) -> Batch:

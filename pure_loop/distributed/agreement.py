@@ -19,8 +19,8 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
 __all__ = [
-    *("Buffers", "broadcast_state", "compare", "digests", "is_wide", "refuse_sparse", "settings_of", "untouched"),
-    "versions",
+    *("Buffers", "broadcast_state", "compare", "digests", "is_wide", "refuse_sparse", "settings_of"),
+    *("untouched", "versions"),
 ]
 
 # What ranks have to choose alike; the mesh is compared by its shape.
