@@ -33,8 +33,9 @@ __all__ = [
         "has_kernels",
         "memory_of",
         "origin",
+        "run_nonfinite",
+        "serves",
     ),
-    *("run_nonfinite", "serves"),
 ]
 
 # A list of so many tensors is walked by the kernel. Below that loops of its own, fused with what is around them, are
