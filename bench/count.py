@@ -21,7 +21,7 @@ PACKAGE = Path(__file__).parent.parent / "pure_loop"
 # Files and folders; one that is not there has no lines.
 CORE = (
     *("loop", "stages", "state.py", "frozendict.py"),
-    *(f"_internal/{name}.py" for name in ("records", "autograd", "bits", "cloning")),
+    *(f"_internal/{name}.py" for name in ("records", "autograd", "bits", "cloning", "frames")),
     *(f"optim/{name}.py" for name in ("kernels", "_rules", "adam", "sgd", "lamb", "lion", "muon")),
     *(f"optim/{name}.py" for name in ("optimizer", "partition", "master_weights")),
     "model/instance.py",

@@ -27,7 +27,7 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.stages import ownership
+from pure_loop._internal import frames
 
 __all__ = ["CALLS", "FILES", "Walk", "exceeded", "place_of", "walk"]
 
@@ -98,7 +98,7 @@ def walk(**options: Any) -> Walk:
             called.append((frame.f_code, frame.f_globals.get("__name__"), resumed))
 
     count, before = 0, sys.getprofile()
-    with patch.object(ownership, "getprofile", lambda: None):  # else a step with a profiler is walked
+    with patch.object(frames, "getprofile", lambda: None):  # else a step with a profiler is walked
         try:
             for event, _ in pl.fit(model, data, loss=nn.functional.cross_entropy, **options):
                 if event is Event.BATCH_END:

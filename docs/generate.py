@@ -92,8 +92,7 @@ def render_package(package: str) -> str:
     path = ROOT / "pure_loop" / package / "__init__.py"
     docstring = path.read_text().partition('"""')[2].partition('"""')[0]
     public = [module for module in modules(package) if is_public(module.name, package)]
-    names = {name: module.name for module in public for name in module.public}
-    ordered = sorted(names, key=_order)
+    ordered = sorted((name for module in public for name in module.public), key=_order)
     lines = [
         f'"""{docstring}"""\n',
         "# Generated from the modules by docs/generate.py (make docs); only the docstring is written by hand.\n",
@@ -112,8 +111,11 @@ def render_package(package: str) -> str:
     lines += ["", "__all__ = [", *(f'    "{name}",' for name in ordered), "]\n"]
     # To type checkers a module with a __getattr__ has every name, misspelled ones included.
     lines += ["if not TYPE_CHECKING:", "    __getattr__ = _lazily(", "        __name__,", "        {"]
-    lines += [f'            "{name}": "pure_loop.{package}.{names[name]}",' for name in ordered]
-    lines += ["        },", "    )\n\n", "def __dir__() -> list[str]:", "    return __all__\n"]
+    for module in public:
+        others = [f'"{name}"' for name in sorted(module.public, key=_order) if name != module.name]
+        if others:
+            lines.append(f'            "{module.name}": ({", ".join(others)}{"," * (len(others) == 1)}),')
+    lines += ["        },", "        __all__,", "    )\n\n", "def __dir__() -> list[str]:", "    return __all__\n"]
     return "\n".join(lines)
 
 

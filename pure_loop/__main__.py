@@ -155,7 +155,7 @@ def _devices() -> list[str]:
 
 def _donation() -> dict[str, Any]:
     """Whether references can be counted here, on which donation by ``donate="auto"`` rests."""
-    from pure_loop.stages.ownership import can_count, counting_doubt
+    from pure_loop.stages.references import can_count, counting_doubt
 
     if can_count():
         return {

@@ -30,10 +30,9 @@ from pure_loop.time import Time
 if TYPE_CHECKING:
     from pure_loop._internal.names import Fields
     from pure_loop.data.source import Source
-    from pure_loop.loop.call import LastBoundary
     from pure_loop.optim import Optimizer
 
-__all__ = ["Callback", "CallbackLike", "Logger", "LoggerGroup", "Run"]
+__all__ = ["Callback", "CallbackLike", "LastBoundary", "Logger", "LoggerGroup", "Run"]
 
 P = ParamSpec("P")
 
@@ -46,6 +45,21 @@ class Progress(Protocol):
 
     @property
     def batch(self) -> int: ...
+
+
+@attrs.define
+class LastBoundary:
+    """The State of the last boundary, for as long as no step writes to it.
+
+    Attributes:
+        state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
+            out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
+        evaluated: of evaluations since the last batch the States at EVAL_START, with the weights that were measured, by
+            the labels of their evaluators, the last one last: callbacks that save them put them here.
+    """
+
+    state: State | None = None
+    evaluated: dict[str, State] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True, eq=False)

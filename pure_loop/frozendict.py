@@ -132,9 +132,9 @@ def _not_there(key: object, mapping: FrozenDict[Any, Any]) -> str:
 
     near = nearest(key, names) if isinstance(key, str) else None
     meant = f" (did you mean {near!r}?)" if near is not None else ""
-    shown = ", ".join(map(repr, names[:_SHOWN])) + (f", ... {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    listed = ", ".join(map(repr, names[:_SHOWN])) + (f", ... {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     labels = all(isinstance(value, FrozenDict) for value in mapping.values())
-    return f"{key!r} is not here{meant}; there are {shown}." + (f" {_ABOUT_FIELDS}." if labels else "")
+    return f"{key!r} is not here{meant}; there are {listed}." + (f" {_ABOUT_FIELDS}." if labels else "")
 
 
 def _flatten(value: FrozenDict[str, Any]) -> tuple[Sequence[object], object, Sequence[str]]:

@@ -20,7 +20,7 @@ from pure_loop._internal.torch_losses import Implied, implied_by
 from pure_loop.data.batch import describe, num_samples, num_tokens, split
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
-from pure_loop.random.guards import is_users
+from pure_loop.random.authors import is_users
 
 __all__ = ["OnTargets", "Task", "check_loss_function", "has_loss_method", "make_task"]
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import attrs
 
-__all__ = ["Record", "copier"]
+__all__ = ["Record", "copier", "set_class"]
+
+T = TypeVar("T")
 
 
 class Record:
@@ -75,3 +77,12 @@ def draft_class(cls: type) -> type:
     if "__slots__" in vars(cls):
         namespace["__slots__"] = vars(cls)["__slots__"]
     return type(cls)(f"_{cls.__name__}Draft", (cls.__base__ or object,), namespace)
+
+
+def set_class(value: object, cls: type[T]) -> T:
+    """The object itself, of another class of the same layout from here on.
+
+    It keeps what it has, such as names of parameters, hooks and modes; and so does what refers to it.
+    """
+    value.__class__ = cls
+    return cast("T", value)

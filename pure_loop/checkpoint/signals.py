@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from itertools import dropwhile, takewhile
 from types import FrameType
 from typing import Any, TypeAlias
 
+from pure_loop._internal.frames import callers, frame_at
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.suggestions import nearest
 from pure_loop.callback import Run
@@ -112,7 +114,7 @@ class HeldSignals:
         if number is None:
             return
         if isinstance(sys.exception(), GeneratorExit):
-            closed = list(_generators(sys._getframe(1)))
+            closed = list(_generators(frame_at(1)))
             threading.Thread(target=_send_after, args=(closed, number), name="pure_loop-signal").start()
             return
         raised = sys.exception()
@@ -235,11 +237,7 @@ def _on_child(number: int, frame: FrameType | None) -> None:
 
 def _is_in_loader(frame: FrameType | None) -> bool:
     """Whether a loader of torch's runs in this frame, also one of the user's own."""
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.utils.data.dataloader":
-            return True
-        frame = frame.f_back
-    return False
+    return any(caller.f_globals.get("__name__") == "torch.utils.data.dataloader" for caller in callers(frame))
 
 
 ITERATOR_MADE.append(_defer_child_errors)
@@ -247,11 +245,12 @@ ITERATOR_MADE.append(_defer_child_errors)
 
 def _generators(frame: FrameType | None) -> Iterator[FrameType]:
     """The generator that calls, and those that iterate over it."""
-    while frame is not None and not frame.f_code.co_flags & inspect.CO_GENERATOR:
-        frame = frame.f_back
-    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
-        yield frame
-        frame = frame.f_back
+    outside = dropwhile(lambda caller: not _is_generator(caller), callers(frame))
+    return takewhile(_is_generator, outside)
+
+
+def _is_generator(frame: FrameType) -> bool:
+    return bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
 
 
 def _send_after(frames: list[FrameType], number: int) -> None:
@@ -263,9 +262,7 @@ def _send_after(frames: list[FrameType], number: int) -> None:
 
 def _run_in_main_thread(frames: list[FrameType]) -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame not in frames:
-        frame = frame.f_back
-    return frame is not None
+    return any(caller in frames for caller in callers(frame))
 
 
 # For processes that are forked meanwhile.
@@ -290,7 +287,7 @@ class _Fork(threading.local):
     def begin(self) -> None:
         held = {number for listening in _LISTENING for number in listening._before}
         self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, held) if held else None
-        self.loads = bool(held) and is_loading(sys._getframe(1))
+        self.loads = bool(held) and is_loading(frame_at(1))
 
     def in_parent(self) -> None:
         mask, self.mask = self.mask, None

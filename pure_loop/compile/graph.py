@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, Batch
-from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
 from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf, Source
 from pure_loop.compile.lowering import Compiled, compile_function
@@ -35,6 +34,7 @@ from pure_loop.compile.trees import (
 from pure_loop.data.batch import _leaves
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.hooks import Handler
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import apply
 from pure_loop.random.guards import Place

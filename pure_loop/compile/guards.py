@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pure_loop._internal.frames import frame_at, variable
 from pure_loop._internal.profiling import calls_watched
 from pure_loop._internal.torch_private import WRAPPER_OF_FUNCTIONS
 from pure_loop.compile._torch import Function, Options
@@ -337,7 +338,7 @@ class _UncheckedDistributions(TorchFunctionMode):
     def __torch_function__(
         self, function: Function, types: object, args: Sequence[object] = (), kwargs: Options | None = None
     ) -> object:
-        if function is Tensor.__bool__ and _is_check(sys._getframe(1)):
+        if function is Tensor.__bool__ and _is_check(frame_at(1)):
             return True
         return function(*args, **(kwargs or {}))
 
@@ -348,4 +349,4 @@ def _is_check(frame: FrameType | None) -> bool:
     if frame is None or frame.f_code.co_name not in _CHECKS:
         return False
     module = frame.f_globals.get("__name__", "")
-    return module.startswith("torch.distributions.") and not frame.f_locals.get("validate_args")
+    return module.startswith("torch.distributions.") and not variable(frame, "validate_args")

@@ -22,7 +22,7 @@ from pure_loop.data.batch import _open, map_tensors
 from pure_loop.errors import PureLoopError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.precision import LossScale
-from pure_loop.stages.ownership import can_count, count_in, storages_are_unshared
+from pure_loop.stages.references import can_count, count_in, storages_are_unshared
 from pure_loop.state import State
 
 __all__ = [

@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.frames import callers, variable
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.torch_private import default_collate_functions, end_workers
 from pure_loop.data.group import END, grouped, steps
 from pure_loop.data.group import Batches as Group
 from pure_loop.errors import DataError, ResumeError
-from pure_loop.random.guards import runs_users_code
+from pure_loop.random.authors import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
 if TYPE_CHECKING:
@@ -525,15 +526,8 @@ if hasattr(os, "register_at_fork"):
 
 def is_loading(frame: FrameType | None, sources: Collection[Source] | None = None) -> bool:
     """Whether the code that runs in a frame loads a batch: of one of these sources, or of any."""
-    while frame is not None:
-        if frame.f_code is Source.epoch.__code__:
-            if sources is None:
-                return True
-            source = frame.f_locals["self"]
-            if any(source is wanted for wanted in sources):
-                return True
-        frame = frame.f_back
-    return False
+    loading = (caller for caller in callers(frame) if caller.f_code is Source.epoch.__code__)
+    return any(sources is None or any(variable(caller, "self") is source for source in sources) for caller in loading)
 
 
 def _alike(one: Any, other: Any) -> bool:

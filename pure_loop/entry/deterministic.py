@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from pure_loop._internal.frames import look_through, variable
 from pure_loop._internal.torch_private import config_of_compiler
 from pure_loop.errors import ArgumentError, NondeterministicError
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
-from pure_loop.stages.ownership import look_through
 from pure_loop.state import State
 
 __all__ = ["refuse_cublas", "stream_of"]
@@ -112,7 +112,7 @@ def _module_of(traceback: TracebackType | None) -> str | None:
     """The innermost module in whose forward an error was raised, by its path and class."""
     outermost, innermost = None, None
     while traceback is not None:
-        module = traceback.tb_frame.f_locals.get("self")
+        module = variable(traceback.tb_frame, "self")
         if isinstance(module, nn.Module):
             outermost, innermost = outermost or module, module
         traceback = traceback.tb_next

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
 from torch import nn
 
 from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.frames import consumer_doubt
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.algorithm import bind, reversed_at
@@ -23,9 +24,10 @@ from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.plan import Plan
 from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
-from pure_loop.observer import Observer, observers
+from pure_loop.hooks import Observer
+from pure_loop.observer import observers
 from pure_loop.progress import words as _words
-from pure_loop.stages.ownership import consumer_doubt, counting_doubt
+from pure_loop.stages.references import counting_doubt
 from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 

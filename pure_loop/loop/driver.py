@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from _thread import allocate_lock, start_new_thread
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import ref
@@ -12,25 +12,23 @@ import torch
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.processes import generation, here
-from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.hooks import Handler, Handlers, Observer, Observers, refuse_return
 from pure_loop.loop.contract import check_returned
-from pure_loop.observer import Observer, refuse_return
 from pure_loop.random.guards import guard
-from pure_loop.stages.ownership import Ownership, Request, counting_doubt
+from pure_loop.stages.ownership import Ownership, Request
+from pure_loop.stages.references import counting_doubt
 from pure_loop.state import NOT_READY, POSITIONS, State, at_event, position_at, with_fields
 
 if TYPE_CHECKING:
     from pure_loop.loop.strict import Strict
     from pure_loop.stages import Stages
 
-__all__ = ["Handlers", "Script", "apply", "drive", "run_to_end"]
+__all__ = ["Script", "apply", "drive", "run_to_end"]
 
-Handlers = Mapping[Event, tuple[Handler, ...]]
-Observers = Mapping[Event, tuple[Observer, ...]]
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
 
 _NOTHING: FrozenDict[Event, Any] = FrozenDict()
@@ -209,11 +207,11 @@ def apply(
                         "pl.drive(script, stages=...)."
                     )
                 arguments = (state, stages) if handler.takes_stages else (state,)
-                new = _called(handler.function, arguments, state, path, stages)
+                result = _called(handler.function, arguments, state, path, stages)
                 if strict is not None:
                     strict.take_back(state, f"algorithm {handler.algorithm!r}", event)
-                if new is not state:
-                    state = check_returned(new, state, handler.algorithm, event)
+                if result is not state:
+                    state = check_returned(result, state, handler.algorithm, event)
     except BaseException as error:
         _record_failure(event, state, f"algorithm {handler.algorithm!r}", observers, error)
         raise

@@ -16,7 +16,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, StreamAttributeEr
 from pure_loop.event import Event
 from pure_loop.state import State
 
-__all__ = ["Stream", "arguments_of", "pairs_of", "refuse_no_stream", "run"]
+__all__ = ["Stream", "pairs_of", "refuse_no_stream", "run"]
 
 _PROGRESS = {GEN_CREATED: "not started", GEN_RUNNING: "running", GEN_SUSPENDED: "started", GEN_CLOSED: "ended"}
 
@@ -99,15 +99,6 @@ class Stream(Generator[tuple[Event, State], None, Any]):
     def __repr__(self) -> str:
         # Not of which event it is: reading the frame's variables would add a reference to the State.
         return f"Stream of (event, state), {_PROGRESS[getgeneratorstate(self._pairs)]}"
-
-
-def arguments_of(generator: Any) -> Mapping[str, Any]:
-    """The arguments of a generator that has not begun."""
-    variables: Any = generator.gi_frame.f_locals
-    arguments = dict(variables)
-    if isinstance(variables, dict):
-        variables.clear()  # which the frame keeps up to Python 3.12, and with it the State
-    return arguments
 
 
 def refuse_no_stream(value: object, function: str) -> None:

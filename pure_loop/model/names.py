@@ -66,7 +66,7 @@ def _reordered(value: Any, wanted: Places, before: Places | None) -> Any:
         return kind((key, items[key]) for key in keys)
     if kind in _SEQUENCES:
         elements = [_reordered(item, wanted, before) for item in value]
-        if all(new is old for new, old in zip(elements, value, strict=True)):
+        if all(result is old for result, old in zip(elements, value, strict=True)):
             return value
         return deque(elements, value.maxlen) if kind is deque else kind(elements)
     from pure_loop._internal.registry import registered  # records are rare
@@ -75,8 +75,8 @@ def _reordered(value: Any, wanted: Places, before: Places | None) -> Any:
     if record is None or not record.fields:
         return value
     fields = record.take_apart(value)
-    new = {name: _reordered(field, wanted, before) for name, field in fields.items()}
-    return value if all(new[name] is fields[name] for name in fields) else record.put_together(new)
+    result = {name: _reordered(field, wanted, before) for name, field in fields.items()}
+    return value if all(result[name] is fields[name] for name in fields) else record.put_together(result)
 
 
 def _ascend(keys: list[Any], before: Places) -> bool:
@@ -101,8 +101,8 @@ def aligned(value: Any, like: Any) -> Any:
             return value
         return kind(items)
     if kind in _SEQUENCES and type(value) is kind and len(value) == len(like):
-        elements = [aligned(item, other) for item, other in zip(value, like, strict=True)]
-        if all(new is old for new, old in zip(elements, value, strict=True)):
+        elements = [aligned(item, reference) for item, reference in zip(value, like, strict=True)]
+        if all(element is old for element, old in zip(elements, value, strict=True)):
             return value
         return deque(elements, value.maxlen) if kind is deque else kind(elements)
     return value

@@ -168,7 +168,7 @@ def _step_traced(name: str, options: StepOptions, lists: list[list[Tensor]], ste
     counts = list(dict.fromkeys(steps))
     place_of = {step: place for place, step in enumerate(counts)}  # to compare tensors would ask for their numbers
     which = [place_of[step] for step in steps]
-    new = adam_op(*lists, counts, lr, which, name, *numbers, options["eps"], options["maximize"], live)
+    results = adam_op(*lists, counts, lr, which, name, *numbers, options["eps"], options["maximize"], live)
     params, _, *memories = lists
-    for tensor, value in zip([*params, *chain(*memories)], new, strict=True):
+    for tensor, value in zip([*params, *chain(*memories)], results, strict=True):
         tensor.copy_(value)

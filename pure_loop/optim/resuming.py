@@ -16,7 +16,7 @@ from pure_loop.errors import ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.names import aligned
 from pure_loop.optim.optimizer import Optimizer, Params
-from pure_loop.random.guards import is_users
+from pure_loop.random.authors import is_users
 from pure_loop.random.seeds import seeded_all
 
 __all__ = ["AFRESH", "made_by_another", "refuse_other_memory"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -13,8 +13,8 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim._in_torch import InTorch, TorchGroup, part_in_torch
-from pure_loop.optim.optimizer import Optimizer, OptState, Params, time_of_step
+from pure_loop.optim._in_torch import part_in_torch
+from pure_loop.optim.optimizer import InTorch, Optimizer, OptState, Params, TorchGroup, time_of_step
 from pure_loop.optim.resuming import refuse_other_memory
 from pure_loop.state import State
 
@@ -165,10 +165,10 @@ def _served(state: Any, optimizer: Any) -> tuple[Optimizer, Params, Any]:
 
 
 def _parts(optimizer: Optimizer, params: Params) -> dict[str, tuple[Optimizer, Params]]:
-    split = getattr(optimizer.in_torch, "split", None)
+    split: Callable[[Params], dict[str, tuple[Optimizer, Params]]] | None = getattr(optimizer.in_torch, "split", None)
     if split is None:
         raise ArgumentError(f"{optimizer.name} has no parts; only pl.optim.partition has.")
-    return split(params)  # type: ignore[no-any-return]
+    return split(params)
 
 
 def _loaded(optimizer: Optimizer, params: Params, every: list[str], state_dict: Any) -> OptState:

@@ -10,11 +10,12 @@ from typing import Any
 
 import attrs
 
+from pure_loop._internal.frames import generator_arguments
 from pure_loop.cadence import Cadence
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.call import Fit
-from pure_loop.loop.stream import Stream, arguments_of
+from pure_loop.loop.stream import Stream
 from pure_loop.optim import Optimizer
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
@@ -56,7 +57,7 @@ class Facts:
         """Read the arguments of a stream that has not begun; of one that has, nothing is read."""
         pairs: Any = iter(stream) if isinstance(stream, Stream) else None
         while isinstance(pairs, GeneratorType) and getgeneratorstate(pairs) == GEN_CREATED:
-            arguments = arguments_of(pairs)
+            arguments = generator_arguments(pairs)
             fit, evaluators, source = (arguments.get(name) for name in ("fit", "evaluators", "source"))
             if isinstance(fit, Fit):
                 return cls(fit.stages.optimizer, _by_label(fit.evaluators), skips=fit.stages.nonfinite == "skip")

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Stages", "value_and_grad"]
 
 if not TYPE_CHECKING:
-    __getattr__ = _lazily(
-        __name__, {"Stages": "pure_loop.stages.stages", "value_and_grad": "pure_loop.stages.differentiation"}
-    )
+    __getattr__ = _lazily(__name__, {"stages": ["Stages"], "differentiation": ["value_and_grad"]})
 
 
 def __dir__() -> list[str]:

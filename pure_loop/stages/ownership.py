@@ -7,40 +7,39 @@ to the mapping and one to the State. If tensors were read, one precise look foll
 storage, and to what is behind it. In doubt the step copies. Code of the user's that a stage calls counts as having read
 what it is given.
 
-No number of references is written down. Each was counted once, on this interpreter and with this torch, where nothing
-was kept. This is the only module that counts references, and the only one that looks at frames and at bytecode.
+What refers to a tensor, :mod:`pure_loop.stages.references` says; what the consumer's loop does with a pair,
+:mod:`pure_loop._internal.frames`.
 """
 
 from __future__ import annotations
 
-import dis
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection
 from enum import Enum, auto
-from functools import cache
-from operator import attrgetter, is_
-from types import CodeType, FrameType
+from operator import is_
+from types import FrameType
 from typing import Any, TypeAlias
 from weakref import getweakrefcount, ref
 
-import optree
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import shared_cache
 
-from pure_loop._internal.pytree import NAMESPACE, PyTree
-from pure_loop._internal.torch_private import storage_goes_back, storage_uses, tensor_uses, transforms
-from pure_loop._internal.tree_ops import are_sharded, clone_all, local_tensor
+from pure_loop._internal.frames import consumer_doubt, count, frame_at, is_watched, rebinds_loop_variable
+from pure_loop._internal.torch_private import storage_uses, tensor_uses
+from pure_loop._internal.tree_ops import clone_all
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict, Overwritten
 from pure_loop.model.parameters import are_marked
+from pure_loop.stages.references import (
+    LARGE,
+    Tensors,
+    are_unaliased,
+    count_in,
+    counting_doubt,
+    expected_uses,
+    is_private,
+)
 from pure_loop.state import State, raw_opt_state, raw_params
 
-__all__ = [
-    *("LARGE", "Ownership", "Request", "are_torchs", "are_unaliased", "can_count", "consumer_doubt", "count_in"),
-    *("counting_doubt", "has_tensors", "is_watched", "look_through", "overwritten_by", "rebinds_loop_variable"),
-    *("storages_are_unshared", "was_sent"),
-]
+__all__ = ["Ownership", "Request", "overwritten_by"]
 
 
 class Request(Enum):
@@ -166,7 +165,7 @@ class Ownership:
         self._step = ref(state) if event is _BEFORE_STEP else _nothing
         if counting_doubt():
             return
-        frame = sys._getframe(1).f_back
+        frame = frame_at(1).f_back
         if self._first_batch:
             self._look_between(event, state, last, frame)
         if event not in self._decides:
@@ -211,7 +210,10 @@ class Ownership:
         if yielded is state:
             yielded = None
         if yielded is not None:
-            shares = [one is other is not None for one, other in zip(_mappings(yielded), _mappings(state), strict=True)]
+            shares = [
+                mapping is shared is not None
+                for mapping, shared in zip(_mappings(yielded), _mappings(state), strict=True)
+            ]
         counts = _counts(state, shares, yielded, scripts)
         if self.measures:
             Ownership.expected = tuple(map(min, counts, Ownership.expected or counts))
@@ -277,7 +279,7 @@ class Ownership:
             getweakrefcount(params) <= 1 + self.is_of_ranks
             and getweakrefcount(memory) <= 1
             and (read[0] is memory or self._has_parameters_alone(state, leaves))
-            and (read[-1] is not memory or _is_private(memory))
+            and (read[-1] is not memory or is_private(memory))
         )
         for mapping in read:
             if not alone or (marked and mapping is leaves):
@@ -286,7 +288,7 @@ class Ownership:
 
     def _has_parameters_alone(self, state: State, leaves: FrozenDict[str, Tensor] | None) -> bool:
         """Whether nothing else has the parameters that are trained, or their leaves."""
-        params, names, expected = raw_params(state), state.model.trainable, _expected_uses()
+        params, names, expected = raw_params(state), state.model.trainable, expected_uses()
         shared = leaves is not None or self.shares_storage(params)
         if self._tensors is None:
             self._tensors = Tensors(params[name] for name in names)
@@ -299,10 +301,10 @@ class Ownership:
         if getweakrefcount(leaves) > 1 + bound:  # that of the stream, and of the module
             return False
         # Their memory is that of the parameters.
-        places, found = self._instance.places if bound else {}, list(map(leaves.get, names))
-        uses = zip(map(count, found), map(tensor_uses, found), map(getweakrefcount, found), strict=True)
-        variables, *others = expected["alone"][:3]
-        return list(uses) == [(variables + places.get(name, 0), *others) for name in names]
+        places, tensors = self._instance.places if bound else {}, list(map(leaves.get, names))
+        uses = zip(map(count, tensors), map(tensor_uses, tensors), map(getweakrefcount, tensors), strict=True)
+        variables, *counts = expected["alone"][:3]
+        return list(uses) == [(variables + places.get(name, 0), *counts) for name in names]
 
     def take(self, state: State, *fields: str) -> bool:
         """Whether these fields may be written to; the State has them no more then."""
@@ -338,9 +340,9 @@ class Ownership:
             are_private: whether only the graph, the State that it is called with, and the one that it is passed, refer
                 to them; takes them out of both.
         """
-        shown, granted, observed = self._last(), self._granted() is not None, self.observed
+        yielded, granted, observed = self._last(), self._granted() is not None, self.observed
         self._granted, self._last, self.observed = _nothing, _nothing, False
-        if not observed or (granted and are_private is not None and are_private(shown)):
+        if not observed or (granted and are_private is not None and are_private(yielded)):
             return tensors
         return clone_all(tensors)
 
@@ -351,8 +353,6 @@ _OF_LOADING, _AFTER_BATCH = Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT
 _OF_GRAPHS: frozenset[Event | Request] = frozenset({Request.COUNT_REFERENCES, Event.BATCH_START})
 # After these, gradients are added to, divided or clipped, or those of the batch before are of no use any more.
 _OF_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD})
-# Numbers in gradients from which a check of references is cheaper than a copy.
-LARGE = 2**18
 _SLOTS: dict[str, Any] = {name: vars(State)[f"_{name}"] for name in ("params", "opt_state", "grads")}
 
 
@@ -378,341 +378,9 @@ def _lent(*mappings: Any) -> list[Any]:
     return [mapping for mapping in mappings if getattr(mapping, "lent", None) is not None]
 
 
-# Counts of references.
-
-count: Callable[[Any], int] = getattr(sys, "getrefcount", id)
-
-
 def _counts(state: State, shares: list[bool], yielded: Any, scripts: Any) -> tuple[int, ...]:
     """References to a State, to its mappings of parameters, optimizer state and gradients, but for those that another
     one shares, and to two other States.
     """
     mappings = map(int.__sub__, map(count, _mappings(state)), shares)
     return count(state), *mappings, count(yielded), count(scripts)
-
-
-class Tensors:
-    """Tensors in a mapping, of which references are counted.
-
-    Args:
-        tensors: those that are counted; nothing else refers to the mapping meanwhile.
-
-    Attributes:
-        are_plain: whether counts say something of each: no wrapper, sparse one, or one of a transform.
-    """
-
-    __slots__ = ("_bases", "_pointers", "_storages", "_tensors", "_wrappers", "are_plain")
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        listed, self._wrappers = list(tensors), list[Tensor]()
-        if are_sharded(listed):  # a shard is in its DTensor as another tensor is in its mapping
-            self._wrappers, listed = listed, list(map(local_tensor, listed))
-        self._tensors = listed
-        self.are_plain = set(map(type, listed)) <= {Tensor} and set(map(_layout, listed)) <= {torch.strided}
-        self.are_plain = self.are_plain and transforms() is None
-        self._storages = list(map(Tensor.untyped_storage, listed)) if self.are_plain else []
-        self._pointers = [storage._cdata for storage in self._storages]
-        self._bases = list(map(_base, listed)) if self.are_plain else []
-
-    def uses(self) -> list[tuple[Any, ...]]:
-        """What refers to each: variables, torch, weak references; to its storage: variables, tensors; whether another
-        process has it; and, where it is a view, what refers to the tensor behind it: variables, torch.
-        """
-        tensors, storages = self._tensors, self._storages
-        # Handing one to another process moves it to memory that processes share; on an accelerator it stays.
-        sent = [
-            storage.is_shared() if tensor.is_cpu else was_sent(pointer)
-            for tensor, storage, pointer in zip(tensors, storages, self._pointers, strict=True)
-        ]
-        behind = [None if base is None else (count(base), tensor_uses(base)) for base in self._bases]
-        of_tensors = map(count, tensors), map(tensor_uses, tensors), map(getweakrefcount, tensors)
-        of_storages = map(count, storages), map(storage_uses, self._pointers), sent
-        return list(zip(*of_tensors, *of_storages, behind, strict=True))
-
-    def have_uses(self, *expected: tuple[Any, ...]) -> bool:
-        """Whether what refers to each is one of these."""
-        if not self.are_plain or set(map(count, self._wrappers)) - {use[0] for use in expected}:
-            return False
-        return set(self.uses()) <= set(expected)
-
-
-_layout, _base = attrgetter("layout"), attrgetter("_base")
-
-
-@cache
-def _expected_uses() -> dict[str, tuple[Any, ...]]:
-    """What refers to a tensor in a mapping to which nothing else does; if its memory is ``shared`` with one more; and
-    if it is a ``view``, as autograd may give it.
-    """
-    mapping = FrozenDict(one=torch.zeros(2, 3, device="cpu"))
-    tensors = Tensors(mapping.values())
-    (alone,) = tensors.uses()
-    leaf = mapping["one"].detach()
-    (shared,) = tensors.uses()
-    del leaf
-    transposed = FrozenDict(one=torch.zeros(2, 3, device="cpu").t())
-    (view,) = Tensors(transposed.values()).uses()
-    return {"alone": alone, "shared": shared, "view": view}
-
-
-def _is_private(memory: PyTree) -> bool:
-    """Whether nothing but this mapping, and the mappings in it, has the tensors in it."""
-    # Mappings of numbers alone are written to by nothing, and several States may have them.
-    inner = [value for value in memory.values() if not isinstance(value, Tensor) and has_tensors(value)]
-    if any(type(value) is not FrozenDict for value in inner):
-        return False
-    if any(map(getweakrefcount, inner)) or count_in(inner) != [1] * len(inner):
-        return False
-    tensors = Tensors(value for value in memory.values() if isinstance(value, Tensor))
-    return tensors.have_uses(_expected_uses()["alone"]) and all(map(_is_private, inner))
-
-
-def has_tensors(tree: Any) -> bool:
-    """Whether a leaf of a tree is a tensor."""
-    return any(isinstance(leaf, Tensor) for leaf in optree.tree_leaves(tree, namespace=NAMESPACE))
-
-
-def are_unaliased(gradients: Mapping[str, Tensor | None] | Sequence[Tensor | None]) -> bool:
-    """Whether nothing but this mapping or tuple has these tensors, and each has memory of its own.
-
-    >>> weight = torch.ones(2)
-    >>> are_unaliased((torch.ones(2), torch.ones(3))), are_unaliased((weight,)), are_unaliased((weight[:1],))
-    (True, False, False)
-    """
-    values: Any = gradients.values() if isinstance(gradients, Mapping) else gradients
-    if counting_doubt() or not all(map(_is_own, values)):
-        return False
-    # Behind a view there is one tensor more, which may be that of others.
-    expected, tensors = _expected_uses(), Tensors(value for value in values if value is not None)
-    return tensors.have_uses(expected["alone"], expected["view"])
-
-
-def are_torchs(tensors: Iterable[Any]) -> bool:
-    """Whether the memory of these tensors is torch's: no array's, and no file's."""
-    own = Tensors(tensor for tensor in tensors if isinstance(tensor, Tensor))
-    return own.are_plain and all(storage.resizable() for storage in own._storages)
-
-
-def _is_own(tensor: Tensor | None) -> bool:
-    """Whether each element has a place of its own, in memory that is torch's and may be written to."""
-    orders = torch.contiguous_format, torch.channels_last
-    if tensor is None:
-        return True
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_inference():
-        return False
-    return any(tensor.is_contiguous(memory_format=order) for order in orders) and tensor.untyped_storage().resizable()
-
-
-def was_sent(pointer: int) -> bool:
-    """Whether a storage that is not on the CPU, by its pointer, was handed to another process, where it stays.
-
-    Torch lists what was handed over by the allocation that it is in. But it also sees to it that memory which another
-    process may have doesn't go straight back to its allocator, and that tells of each storage.
-    """
-    if not shared_cache:
-        return False
-    if storage_goes_back is not None:
-        return not storage_goes_back(pointer)
-    return any(weak.cdata == pointer for weak in list(shared_cache.values()))
-
-
-@cache
-def counting_doubt() -> str:
-    """Why references are not counted here, so that steps copy; empty where they are: one reference more, of any kind,
-    shows.
-    """
-    if not hasattr(sys, "getrefcount"):
-        return "this interpreter does not count references"
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return "threads run without a global lock here, and take references while they are counted"
-    if tensor_uses is None or storage_uses is None:
-        return "this torch does not say how many references it has itself"
-    try:
-        memory = FrozenDict(inner=FrozenDict(one=torch.zeros(2, device="cpu")))
-        if not _is_private(memory):
-            return "tensors seem to have references that none made"
-        for kind, take in _KINDS.items():
-            kept = take(memory["inner"])
-            if _is_private(memory):
-                return f"{kind} does not show in a count of references"
-            kept = None  # noqa: F841
-        if not _is_private(memory):
-            return "the end of a reference does not show in a count of references"
-    except Exception as error:  # whatever a counter does elsewhere; pl.explain says it
-        return f"counting references raised {type(error).__name__}: {error}"
-    return ""
-
-
-# What refers to a mapping, to a tensor or to its memory.
-_KINDS: dict[str, Callable[[FrozenDict[str, Any]], Any]] = {
-    "a mapping in a variable": lambda mapping: mapping,
-    "a tensor in a variable": lambda mapping: mapping["one"],
-    "a tensor in a list": lambda mapping: [mapping["one"]],
-    "a view": lambda mapping: mapping["one"][:1],
-    "a tensor on the same memory": lambda mapping: mapping["one"].detach(),
-    "a storage": lambda mapping: mapping["one"].untyped_storage(),
-    "a DLPack capsule": lambda mapping: mapping["one"].__dlpack__(),
-    "a weak reference": lambda mapping: ref(mapping["one"]),
-}
-
-
-def can_count() -> bool:
-    """Whether references are counted on this interpreter; if not, :func:`counting_doubt` says why."""
-    return not counting_doubt()
-
-
-def count_in(objects: Sequence[Any]) -> list[int]:
-    """How many references there are to the objects, besides that of this list or tuple.
-
-    >>> one = FrozenDict()
-    >>> count_in([one, FrozenDict()])
-    [1, 0]
-    """
-    (once,) = map(count, [FrozenDict()])
-    return [references - once for references in map(count, objects)]
-
-
-def storages_are_unshared(tensors: Sequence[Tensor]) -> bool:
-    """Whether each of these has a storage of its own, that torch has in this process, and no other tensor has."""
-    own = Tensors(tensors)
-    return own.are_plain and {use[1:] for use in own.uses()} <= {_expected_uses()["alone"][1:]}
-
-
-# The frames of the code that runs, and that of the consumer.
-
-getprofile, gettrace = sys.getprofile, sys.gettrace
-_monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
-# Numbers of tools; one of coverage counts lines, and reads no variables.
-_PROFILER = None if _monitoring is None else _monitoring.PROFILER_ID
-_TOOLS = () if _monitoring is None else tuple({*range(6)} - {_monitoring.COVERAGE_ID})
-
-
-def is_watched(*, by_profilers: bool = True) -> bool:
-    """Whether a debugger, a profiler or another tool may read the variables of the code that runs, and keep them.
-
-    Args:
-        by_profilers: whether one that is set or registered as a profiler counts.
-    """
-    if gettrace() is not None or (by_profilers and getprofile() is not None):
-        return True
-    tools = [tool for tool in _TOOLS if by_profilers or tool != _PROFILER]
-    return bool(tools) and any(_monitoring.get_tool(tool) is not None for tool in tools)
-
-
-def rebinds_loop_variable(frame: FrameType | None, value: object) -> bool:
-    """Whether the first thing that this frame does with the pair it waits for is to put it where it has ``value`` now.
-
-    Generators that only delegate (``yield from``) are looked through. False where it can't be told.
-
-    Args:
-        frame: the one that called ``next`` on the generator that asks.
-        value: the second half of the pair before.
-
-    >>> def numbers():
-    ...     last = None
-    ...     for i in range(3):
-    ...         print(rebinds_loop_variable(sys._getframe(1), last), end=" ")
-    ...         last = [i]
-    ...         yield i, last
-    >>> for i, held in numbers():
-    ...     pass
-    False True True
-    >>> _ = list(numbers())
-    False False False
-    """
-    while frame is not None:
-        code, at = frame.f_code, frame.f_lasti
-        _, operation, name = _plans.get((id(code), at)) or _plan(code, at)
-        if operation != _DELEGATES:
-            break
-        frame = frame.f_back
-    if frame is None or operation not in _STORES:
-        return False
-    variables: Any = frame.f_globals if operation == "STORE_GLOBAL" else frame.f_locals
-    result = variables.get(name, frame) is value
-    if operation == "STORE_FAST":
-        # Up to Python 3.12 it is a copy of the variables, the same that locals() gives, and would keep what they hold.
-        if type(variables) is dict:
-            for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
-                del variables[key]
-        # From Python 3.14 on a parameter may have no reference of its own to what a variable of its caller has.
-        elif result and name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-            return frame.f_back is None or not any(each is value for each in frame.f_back.f_locals.values())
-    return result
-
-
-_LOOKED_THROUGH: set[CodeType] = set()
-
-
-def look_through(code: CodeType) -> None:
-    """Say of a function that it returns what ``next`` gives it, and keeps no reference to that."""
-    _LOOKED_THROUGH.add(code)
-
-
-_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-# Of ``yield from``.
-_DELEGATES = "SEND"
-# No STORE_DEREF: a function that closes over the variable may read it while the step runs.
-_STORES = frozenset({"STORE_FAST", "STORE_NAME", "STORE_GLOBAL"})
-# By the code's address, because hashing code takes long; the code itself is kept, so that its address stays its own.
-_plans: dict[tuple[int, int], tuple[CodeType, str, str]] = {}
-
-
-def _plan(code: CodeType, at: int) -> tuple[CodeType, str, str]:
-    """What is done with the second half of a pair after this instruction, and the variable's name; looked up once."""
-    if len(_plans) >= 256:
-        _plans.clear()
-    instructions = list(dis.get_instructions(code))
-    # Python 3.12 may stand on what comes after an instruction, which is not listed.
-    number = sum(each.offset <= at for each in instructions)
-    here = instructions[number - 1].opname
-    # Python 3.11 does some calls in the instruction before CALL.
-    following: list[tuple[str, Any]] = []
-    for each in instructions[number + (here == "PRECALL") :][:3]:
-        # Two in one, as STORE_FAST_STORE_FAST, have two names.
-        operations = each.opname.replace("_FAST_", "_FAST ").split()
-        following += zip(operations, each.argval if len(operations) > 1 else [each.argval], strict=False)
-    operation, name = "", ""
-    if code in _LOOKED_THROUGH or here == _DELEGATES:
-        operation = _DELEGATES
-    elif following[:1] == [("UNPACK_SEQUENCE", 2)] and following[1][0] in _STORES:
-        operation, name = following[2]
-    result = _plans[id(code), at] = code, operation, name
-    return result
-
-
-def _asked(answers: list[bool]) -> Iterator[tuple[int, object]]:
-    """A stream that notes before each pair but the first whether its consumer rebinds its variable."""
-    last = object()
-    yield 0, last
-    for number in range(1, 4):
-        answers.append(rebinds_loop_variable(sys._getframe(1), last))
-        last = object()
-        yield number, last
-
-
-def _delegating(answers: list[bool]) -> Iterator[tuple[int, object]]:
-    yield from _asked(answers)
-
-
-@cache
-def consumer_doubt() -> str:
-    """Why it can't be told here what becomes of a loop variable; empty where it can."""
-    try:
-        answers: list[bool] = []
-        for number, last in _asked(answers):  # noqa: B007
-            pass
-        for number, last in _delegating(answers):  # noqa: B007
-            pass
-        exec("for number, last in stream: pass", {"stream": _asked(answers)})  # as in a module
-        kept = list(_asked(answers))
-        for _pair in _delegating(answers):
-            pass
-        for number, last in _asked(answers):
-            kept.append((number, last))
-            last = None  # so that the variable no longer holds what was yielded
-        if answers != [True] * 9 + [False] * 9:
-            return "the variable of a for loop over a generator is not told from what keeps a stream's States"
-    except Exception as error:  # of frames or bytecode that are none of those known; pl.explain says it
-        return f"reading the frame of a stream's consumer raised {type(error).__name__}: {error}"
-    return ""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_choice, is_number, positive_or_none, refusal
+from pure_loop._internal.frames import is_watched
 from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop._internal.torch_private import (
     any_autocast_enabled,
@@ -22,11 +23,11 @@ from pure_loop.data.group import parts_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision, PrecisionName
-from pure_loop.random.guards import Place, guard, is_users, runs_users_code
+from pure_loop.random.authors import is_users, runs_users_code
+from pure_loop.random.guards import Place, guard
 from pure_loop.random.seeds import SeededHosts, derive, seeded
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.stages.own_draws import checked_draws
-from pure_loop.stages.ownership import is_watched
 from pure_loop.stages.sizes import FoundSize
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, device_of, raw_params

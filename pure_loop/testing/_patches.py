@@ -12,9 +12,9 @@ from textwrap import dedent
 from typing import TypeAlias
 from unittest.mock import patch
 
+from pure_loop._internal.frames import look_through
 from pure_loop.entry.fit import fit as library_fit
 from pure_loop.event import Event
-from pure_loop.stages import ownership
 from pure_loop.state import State
 from pure_loop.testing.case import Fit
 
@@ -44,7 +44,7 @@ def while_patched(*replacements: Replacement) -> Fit:
                 return
             yield pairs.pop()  # kept in no variable, so that a step may write in place
 
-    ownership.look_through(continued.__code__)
+    look_through(continued.__code__)
     return wrong
 
 

@@ -6,7 +6,6 @@ Laws of your own can be tried on them: a law that nothing breaks proves nothing.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from fractions import Fraction
@@ -16,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from pure_loop._internal.frames import callers, frame_at, variable
 from pure_loop._internal.torch_private import fused_sgd
 from pure_loop.algorithm import Algorithm, algorithm
 from pure_loop.event import Event
@@ -315,10 +315,8 @@ def trains_by_its_evaluations() -> Algorithm:
 @handler("observer_invariance", "show_off", Event.AFTER_LOSS)
 def trains_differently_when_watched(state: State) -> State:
     """It looks up the stack whether the loop has observers, of which a State says nothing."""
-    frame = sys._getframe()
-    while frame is not None and not frame.f_locals.get("observers"):
-        frame = frame.f_back  # type: ignore[assignment]
-    return with_loss(state, 0.5) if frame is not None else state
+    has_observers = any(variable(frame, "observers") for frame in callers(frame_at(0)))
+    return with_loss(state, 0.5) if has_observers else state
 
 
 @handler("composition", "share", Event.AFTER_LOSS)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.frames import generator_arguments
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import Operation, record_operations
-from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
+from pure_loop.hooks import Handler, Observer
 from pure_loop.loop.call import Fit
-from pure_loop.loop.stream import Stream, arguments_of
-from pure_loop.observer import Observer
+from pure_loop.loop.stream import Stream
 from pure_loop.state import State
 from pure_loop.verify.leaves import LOOP, distance, leaves_of
 
@@ -78,9 +78,9 @@ class Parts:
                 f"{function}: the stream has begun: give a new one, pl.{function}(pl.fit(...)); from a State on, "
                 f"pl.{function}(pl.fit(state, ...))."
             )
-        arguments: Mapping[str, Any] = arguments_of(pairs)
+        arguments: Mapping[str, Any] = generator_arguments(pairs)
         script = arguments.get("script")
-        begun = arguments_of(script) if isinstance(script, Generator) else arguments
+        begun = generator_arguments(script) if isinstance(script, Generator) else arguments
         fit, state = begun.get("fit"), begun.get("state")
         if not isinstance(fit, Fit) or not isinstance(state, State):
             raise ArgumentTypeError(

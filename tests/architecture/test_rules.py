@@ -49,14 +49,14 @@ DRIVERS = {
 
 # R2. What changes is a record under way, or the workspace.
 
-_DRAFT = "a draft of a record becomes one"
-# Who sets the class of an object: (module, function).
+# Who sets the class of an object, or calls `set_class`: (module, function). Algorithms do, in a copy of a module.
 SETS_CLASS = {
-    ("_internal/records.py", "copier"): _DRAFT,
+    ("_internal/records.py", "copier"): "a draft of a record becomes one",
+    ("_internal/records.py", "set_class"): "for all others",
     ("stages/workspace.py", "_overwritten"): "a mapping to whose tensors a step has written refuses to be read",
     ("_internal/lazy.py", "lazily"): "a package whose modules are imported at the first access",
     ("model/model.py", "_rebuilt"): "a module that was pickled; its parameters are of a subclass",
-    ("model/tree.py", "set_class"): "a copy of a module: parametrized layers, and those that an algorithm changes",
+    ("model/tree.py", "own_classes"): "a copy of a module: parametrized layers",
     ("tools/profile.py", "_time"): "the stages of a run that is profiled",
 }
 
@@ -91,8 +91,8 @@ MUTABLE = {
     ("stages/nonfinite.py", "_ones"): _CACHE,
     ("random/numpy_state.py", "_spare"): "a cache: bit generators that are lent",
     ("stages/ownership.py", "Ownership"): "what is counted of a State that nothing keeps, on this interpreter",
-    ("stages/ownership.py", "_plans"): "a cache: what code does with what it is given",
-    ("stages/ownership.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
+    ("_internal/frames.py", "_plans"): "a cache: what code does with what it is given",
+    ("_internal/frames.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/digests.py", "_known"): "a cache: digests of frozen tensors",
     ("distributed/ranks.py", "_meshes"): "a cache: meshes of the default process group",
     ("testing/wrong_algorithms.py", "WRONG_ALGORITHMS"): _DEFINED,
@@ -127,19 +127,11 @@ MUTABLE = {
 
 # R3. Frames, counts of references and bytecode are looked at in one module; the memory of a process in none.
 
-# The one file that counts references, and whose business frames are. The other looks are at no State's owners.
-OWNERSHIP = {
-    **{("stages/ownership.py", name): "what the body of a loop does" for name in ("_getframe", "f_locals", "dis")},
-    ("stages/ownership.py", "getrefcount"): "whether a State is kept",
-    ("loop/stream.py", "f_locals"): "the arguments of a generator that has not begun",
-    ("entry/deterministic.py", "f_locals"): "a traceback: which layer an error of torch comes from",
-    ("checkpoint/signals.py", "_getframe"): "a signal: what it interrupts",
-    ("data/source.py", "f_locals"): "a signal: whether it interrupts the loading of a batch",
+# The one file whose business frames are, and what else reads bytecode: (module, name).
+FRAMES = {
+    **{("_internal/frames.py", name): "the functions that others call" for name in ("_getframe", "f_locals", "dis")},
+    ("_internal/frames.py", "getrefcount"): "whether a State is kept",
     ("data/copies.py", "dis"): "which variables the functions of a user's dataset change",
-    ("compile/guards.py", "_getframe"): "whether a comparison of numbers is a check of torch's own",
-    ("compile/guards.py", "f_locals"): "whether a comparison of numbers is a check of torch's own",
-    ("testing/wrong_algorithms.py", "_getframe"): "an algorithm that the laws must refuse",
-    ("testing/wrong_algorithms.py", "f_locals"): "an algorithm that the laws must refuse",
 }
 CTYPES = {
     "_internal/torch_private.py": "the bytes of a tensor without numpy",
@@ -214,7 +206,9 @@ def sets_class(modules: Modules) -> set[Place]:
             stored = isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
             named = isinstance(node, ast.Call) and any(_is_constant(each, "__class__") for each in node.args[1:])
             text = isinstance(node, ast.Constant) and isinstance(node.value, str) and _assigns_class(node.value)
-            if stored or (named and not _only_reads(node)) or text:
+            called = isinstance(node, ast.Call) and ast.unparse(node.func) == "set_class"
+            called = called and not module.startswith("algorithms/")
+            if stored or called or (named and not _only_reads(node)) or text:
                 found.add((module, name))
     return found
 
@@ -330,7 +324,7 @@ LOOKS = frozenset({"_getframe", "getrefcount", "f_locals", "currentframe", "dis"
 
 
 def test_one_module_looks_at_frames_counts_and_bytecode() -> None:
-    assert differences(names_in(modules(), LOOKS), OWNERSHIP) == []
+    assert differences(names_in(modules(), LOOKS), FRAMES) == []
 
 
 def test_no_module_reads_memory_by_its_address() -> None:
@@ -372,6 +366,7 @@ def test_another_driver_is_found(ways: str) -> None:
     [
         ("state.__class__ = Draft", True),
         ("state.__class__, other = Draft, 1", True),
+        ("set_class(state, Draft)", True),
         ("setattr(state, '__class__', Draft)", True),
         ("object.__setattr__(state, '__class__', Draft)", True),
         ("write('state.__class__ = Draft')", True),

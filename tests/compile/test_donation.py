@@ -25,7 +25,8 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event, FrozenDict
 from pure_loop.algorithms import ema
-from pure_loop.stages.ownership import Ownership, can_count
+from pure_loop.stages.ownership import Ownership
+from pure_loop.stages.references import can_count
 from pure_loop.state import raw_opt_state, raw_params
 from tests.support.donating import (
     CONSUMERS,

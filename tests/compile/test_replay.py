@@ -24,7 +24,8 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import replay, tracing
 from pure_loop.compile.numbers import Number
-from pure_loop.stages.ownership import Ownership, can_count
+from pure_loop.stages.ownership import Ownership
+from pure_loop.stages.references import can_count
 from tests.support.donating import DATA, Kept
 from tests.support.replaying import Double
 from tests.support.streams import assert_same

@@ -19,7 +19,7 @@ from pure_loop.compile import interpreted
 from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.distributed.shard import ShardEngine
 from pure_loop.errors import DonatedStateError
-from pure_loop.stages import engine, ownership
+from pure_loop.stages import engine, ownership, references
 from pure_loop.stages.workspace import Workspace
 from tests.support.streams import leaves
 from tests.support.tiers import examples, pairwise
@@ -261,15 +261,15 @@ def test_a_sharded_engine_whose_module_stays_behind_is_caught():
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["a part", "a view of one"])
 def test_a_loop_that_counts_wholes_and_not_their_parts_is_caught(what):
-    real = ownership.Tensors.have_uses
+    real = references.Tensors.have_uses
 
     def have_uses(self, *expected, **more):
         if not self._wrappers:
             return real(self, *expected, **more)
-        return set(map(ownership.count, self._wrappers)) <= {use[0] for use in expected}
+        return set(map(references.count, self._wrappers)) <= {use[0] for use in expected}
 
     def wrong():
-        return patch.object(ownership.Tensors, "have_uses", have_uses)
+        return patch.object(references.Tensors, "have_uses", have_uses)
 
     (_, taken, changed), _ = seen({Event.BATCH_END}, what=what, kind="shard", wrong=wrong)
     assert all(taken)

@@ -15,7 +15,7 @@ import torch
 import pure_loop as pl
 from pure_loop import __main__ as command
 from pure_loop._internal import torch_private
-from pure_loop.stages.ownership import can_count
+from pure_loop.stages.references import can_count
 from tests.support.uncounted import without_counts
 
 

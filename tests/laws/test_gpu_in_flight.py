@@ -19,8 +19,9 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver, _scored, checkpoint_saver
 from pure_loop.compile import interpreted
-from pure_loop.stages import ownership
-from pure_loop.stages.ownership import Ownership, are_unaliased, can_count
+from pure_loop.stages import references
+from pure_loop.stages.ownership import Ownership
+from pure_loop.stages.references import are_unaliased, can_count
 from tests.support.donating import Count
 from tests.support.models import batches, mlp
 
@@ -227,7 +228,7 @@ def test_what_another_process_was_given_is_not_written_to(
 @needs_counts
 def test_where_torch_says_no_more_the_last_one_handed_over_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     count = Count(monkeypatch)
-    monkeypatch.setattr(ownership, "storage_goes_back", None)
+    monkeypatch.setattr(references, "storage_goes_back", None)
     for event, state in fit(DATA):
         if event is Event.BATCH_END and state.timestamp.batch == 2:
             before = count.copied

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.stages.ownership import can_count, rebinds_loop_variable
+from pure_loop._internal.frames import rebinds_loop_variable
+from pure_loop.stages.references import can_count
 from tests.support.donating import DATA, Count, Kept, assert_same, fit, tensors_of
 
 pytestmark = [

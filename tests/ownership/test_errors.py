@@ -17,7 +17,7 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.frozendict import FrozenDict, Overwritten
-from pure_loop.stages.ownership import can_count
+from pure_loop.stages.references import can_count
 from pure_loop.state import raw_opt_state
 from tests.support.donating import DATA, Count, Kept, assert_same, fit, tensors_of
 

@@ -19,8 +19,8 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.stages import ownership
-from pure_loop.stages.ownership import can_count, was_sent
+from pure_loop.stages import references
+from pure_loop.stages.references import can_count, was_sent
 from tests.support.donating import DATA, Count, assert_same, fit, plain
 
 pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")
@@ -88,16 +88,16 @@ def test_memory_that_processes_share_stays_what_it_is() -> None:
 def test_what_processes_hand_each_other_costs_no_copies(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of a loader's workers are on torch's list, too; what a CPU has moves when it is handed over."""
     other = torch.ones(3)
-    monkeypatch.setattr(ownership, "shared_cache", {"other": reductions.StorageWeakRef(other.untyped_storage())})
+    monkeypatch.setattr(references, "shared_cache", {"other": reductions.StorageWeakRef(other.untyped_storage())})
     for _event, _state in fit():
         pass
     assert count.copied == 0
 
 
 def test_a_storage_on_torchs_list_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "storage_goes_back", None)
+    monkeypatch.setattr(references, "storage_goes_back", None)
     one, other = torch.ones(3).untyped_storage(), torch.ones(3).untyped_storage()
-    monkeypatch.setattr(ownership, "shared_cache", {"one": reductions.StorageWeakRef(one)})
+    monkeypatch.setattr(references, "shared_cache", {"one": reductions.StorageWeakRef(one)})
     assert was_sent(one._cdata)
     assert not was_sent(other._cdata)
 

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.stages.ownership import can_count
+from pure_loop.stages.references import can_count
 from pure_loop.stages.workspace import Workspace
 from tests.benchmarks.memory import peaks
 from tests.benchmarks.turns import OfGenerator

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.stages.ownership import can_count
+from pure_loop.stages.references import can_count
 from tests.support.donating import NAMESPACE, Count, Kept, assert_same, fit, partition, plain, tensors_of
 from tests.support.optimizing import WRAPPERS
 

@@ -17,7 +17,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.stages import ownership
 from pure_loop.stages.nonfinite import gradients_nonfinite
-from pure_loop.stages.ownership import can_count
+from pure_loop.stages.references import can_count
 from pure_loop.stages.workspace import Workspace
 from tests.state.test_memory import live_tensors, without_collector
 from tests.support.donating import DATA, Count, assert_same, fit, partition

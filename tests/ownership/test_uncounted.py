@@ -12,7 +12,7 @@ from torch import Tensor
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.errors import DonatedStateError
-from pure_loop.stages import ownership
+from pure_loop.stages import ownership, references
 from pure_loop.stages.ownership import Ownership
 from tests.support.donating import Count, Kept, assert_same, fit
 
@@ -26,22 +26,24 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Count:
 def uncounted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """References can't be counted, for one of the reasons."""
     if request.param == "in doubt":
-        monkeypatch.setattr(ownership, "counting_doubt", lambda: "a reason")
+        for module in ownership, references:
+            monkeypatch.setattr(module, "counting_doubt", lambda: "a reason")
         yield request.param
         return
     if request.param == "no getrefcount":
-        monkeypatch.delattr(sys, "getrefcount")
-        monkeypatch.setattr(ownership, "count", id)
+        for module in ownership, references:
+            monkeypatch.setattr(module, "count", id)
     elif request.param == "no counts of torch":
-        monkeypatch.setattr(ownership, "tensor_uses", None)
+        for module in ownership, references:
+            monkeypatch.setattr(module, "tensor_uses", None)
     else:
         monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     monkeypatch.setattr(Ownership, "expected", None)
-    measured: list[Any] = [ownership.counting_doubt, ownership._expected_uses]
+    measured: list[Any] = [references.counting_doubt, references.expected_uses]
     for each in measured:
         each.cache_clear()
-    assert ownership.counting_doubt()
-    assert not ownership.can_count()
+    assert references.counting_doubt()
+    assert not references.can_count()
     yield request.param
     for each in measured:
         each.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.stages.ownership import can_count
+from pure_loop.stages.references import can_count
 from tests.state.test_memory import live_tensors, without_collector
 from tests.support.donating import (
     Count,

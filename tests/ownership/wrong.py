@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pure_loop as pl
 from pure_loop.loop.driver import measure_references
-from pure_loop.stages import ownership
+from pure_loop.stages import ownership, references
 from pure_loop.stages.ownership import Ownership
 from pure_loop.state import raw_opt_state
 
@@ -89,15 +89,19 @@ def _no_look_at_tensors() -> Iterator[None]:
 @contextmanager
 def _no_look_at_storages() -> Iterator[None]:
     """References to tensors are counted, and those to their memory are not."""
-    real = ownership.Tensors.uses
+    real = references.Tensors.uses
 
-    def uses(this: ownership.Tensors) -> list[tuple[Any, ...]]:
+    def uses(this: references.Tensors) -> list[tuple[Any, ...]]:
         return [(variables, 0, weak, 0, 0, 0, 0) for variables, _, weak, *_ in real(this)]
 
-    ownership._expected_uses.cache_clear()
-    with patch.object(ownership.Tensors, "uses", uses), patch.object(ownership, "tensor_uses", lambda _: 0):
+    references.expected_uses.cache_clear()
+    with (
+        patch.object(references.Tensors, "uses", uses),
+        patch.object(ownership, "tensor_uses", lambda _: 0),
+        patch.object(references, "tensor_uses", lambda _: 0),
+    ):
         yield
-    ownership._expected_uses.cache_clear()
+    references.expected_uses.cache_clear()
 
 
 @contextmanager

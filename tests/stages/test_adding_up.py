@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.stages import engine
-from pure_loop.stages.ownership import are_unaliased, can_count
+from pure_loop.stages.references import are_unaliased, can_count
 from pure_loop.stages.workspace import Workspace
 
 pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted on this interpreter")

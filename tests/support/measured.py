@@ -22,6 +22,6 @@ def _debugger() -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from pure_loop.stages import ownership
+    from pure_loop._internal import frames
 
-    ownership.gettrace = _debugger
+    frames.gettrace = _debugger

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pure_loop.stages.ownership import counting_doubt
+from pure_loop.stages.references import counting_doubt
 
 __all__ = ["without_counts"]
 
