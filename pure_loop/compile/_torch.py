@@ -355,8 +355,7 @@ def _without_writes(graph: GraphModule) -> tuple[GraphModule, list[int]]:
     *nodes, output = graph.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
     writes = [node for node in nodes if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs]
-    pure = Graph()
-    copies: dict[Node, Node] = {}
+    pure, copies = Graph(), dict[Node, Node]()
     for node in nodes:
         if node not in writes:
             copies[node] = pure.node_copy(node, copies.__getitem__)

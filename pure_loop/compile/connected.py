@@ -72,12 +72,8 @@ def differentiate(
 
 def _leaves_of(output: Tensor) -> Iterable[object]:
     """The leaves that a graph leads to; a parameter that is given as it is has none."""
-    return [output] if output.is_leaf else map(_variable, graph_of(output))
-
-
-def _variable(node: object) -> object:
-    """The leaf that a node of a graph stands for, if it does."""
-    return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
+    nodes = (node for node in graph_of(output) if type(node).__name__ == "AccumulateGrad")
+    return [output] if output.is_leaf else [getattr(node, "variable", None) for node in nodes]
 
 
 # (graph, whether it is a backward's, how many of its outputs keep their strides; None: all) -> what calls it, and the
@@ -218,9 +214,11 @@ def connect(joint: GraphModule, connection: Connection, numbers: range, lower: L
     if strides is not None:
         with_layout = dict(zip(order[len(saved) :], strides[connection.results :], strict=True))
         for node in wanted:
-            stride, value = with_layout.get(node.name), node.meta["val"]
-            if stride is not None and tuple(map(int, stride)) != value.stride():
-                node.meta["val"] = _restrided(value, tuple(map(int, stride)))
+            strides_of_node, value = with_layout.get(node.name), node.meta["val"]
+            stride = value.stride() if strides_of_node is None else tuple(map(int, strides_of_node))
+            if stride != value.stride():
+                with mode_of(value):
+                    node.meta["val"] = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
     takes: list[int] = []
     tangents: list[tuple[int, _Layout]] = []
     for node in wanted:
@@ -331,11 +329,6 @@ def _outputs(graph: GraphModule) -> list[Any]:
 
 def _inputs(graph: GraphModule) -> list[Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-def _restrided(value: Tensor, stride: tuple[int, ...]) -> Tensor:
-    with mode_of(value):
-        return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
 
 
 def choosing(call: Call, places: list[int]) -> Call:

@@ -11,6 +11,7 @@ from pure_loop._internal.pytree import Outputs
 from pure_loop.compile.refusals import Untraceable
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.segment import PerBatch, Segment, Traced
+from pure_loop.compile.stages import fields_of
 from pure_loop.loop.batch import LoopStages
 from pure_loop.stages.loss import detached
 from pure_loop.state import State, raw_params, with_fields
@@ -53,8 +54,6 @@ class CompiledEvaluation(LoopStages):
     def of(
         cls, stages: LoopStages, recorders: Recorders, *, with_loss: bool, where_possible: bool
     ) -> CompiledEvaluation:
-        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
-
         def program(gradients: bool, state: State, per_batch: PerBatch, traced: Traced) -> tuple[State, None, PerBatch]:
             state = with_fields(state, microbatch=per_batch[0])
             state = traced.stages.validate(state, label="", batch=0, gradients=gradients)
@@ -71,7 +70,7 @@ class CompiledEvaluation(LoopStages):
             for gradients in (False, True)
         }
         return cls(
-            **fields,
+            **fields_of(stages),
             with_loss=with_loss,
             where_possible=where_possible,
             single=single,
@@ -82,9 +81,8 @@ class CompiledEvaluation(LoopStages):
 
     def with_task(self, task: Task) -> CompiledEvaluation:
         if id(task) not in self.by_task:
-            fields = {field.name: getattr(self, field.name) for field in attrs.fields(LoopStages) if field.init}
             self.by_task[id(task)] = CompiledEvaluation.of(
-                LoopStages(**{**fields, "task": task}),
+                LoopStages(**fields_of(self) | {"task": task}),
                 self.recorders,
                 with_loss=self.with_loss,
                 where_possible=self.where_possible,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop.compile.connected import Connection, differentiate
-from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf, Source
+from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf
 from pure_loop.compile.lowering import Compiled, compile_function
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
 from pure_loop.compile.numbers import Number, TracedTimestamp
@@ -265,12 +265,17 @@ def _graph(
     # What was traced has served: templates of plain tensors are rebuilt more quickly, and hold nothing.
     following.per_batch = [(rebuild(value, repeat(_ANY)), sources) for value, sources in following.per_batch]
     count = len(places)
+    # Numbers that are for the next call what they were for this one.
     carried = {which for field in following.fields for kind, which in field.leaves if kind == KEPT}
     same, same_shape = all(field.same for field in following.fields), following.same_shape(durable)
     return Graph(
         compiled=compiled,
         guards=list(guards),
-        moving=[guard for guard in guards if not all(_lasts(source, carried) for source in guard.sources)],
+        moving=[
+            guard
+            for guard in guards
+            if not all(isinstance(source, Leaf) and source.position in carried for source in guard.sources)
+        ],
         next=following,
         start=[places[i] for i in compiled.taken if i < count],
         tensors=[i - count for i in compiled.taken if i >= count],
@@ -331,11 +336,6 @@ def _refuse_graphs(state: State, names: tuple[str, ...]) -> None:
                 f"to: leave the event out of watch=, or keep the tensor's detach(); {WHERE_POSSIBLE}",
                 ("forward", None),
             )
-
-
-def _lasts(source: Source, carried: set[int]) -> bool:
-    """Whether a number is for the next call what it was for this one."""
-    return isinstance(source, Leaf) and source.position in carried
 
 
 def _stand_in(leaf: object, position: int, name: str, tracing: Tracing) -> object:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pure_loop._internal.frames import frame_at, variable
+from pure_loop._internal.frames import callers, frame_at, variable
 from pure_loop._internal.profiling import calls_watched
 from pure_loop._internal.torch_private import WRAPPER_OF_FUNCTIONS
 from pure_loop.compile._torch import Function, Options
@@ -55,7 +55,7 @@ Evaluate: TypeAlias = Callable[[Env], Any]
 
 
 def named(where: str, evaluate: Evaluate) -> Evaluate:
-    """``evaluate``, whose errors name the code that they come from."""
+    """``evaluate``, with errors that name the code that they come from."""
 
     def value(env: Env) -> Any:
         try:
@@ -234,7 +234,7 @@ class _Calls:
                 if getattr(argument, "__self__", None) is _PYTHON:
                     self._refuse_draw_of_python(frame, getattr(argument, "__name__", ""))
             elif event == "call" or event == "return":
-                module = frame.f_globals.get("__name__", "")
+                module = _module(frame)
                 if module in quiet:
                     return
                 if module != "torch.random" and _is_quiet(module):
@@ -289,28 +289,28 @@ def _is_quiet(module: str) -> bool:
     return module.partition(".")[0] in _QUIET or module.startswith("namedtuple_")
 
 
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
 def _calling(frame: FrameType) -> FrameType | None:
     """The innermost frame of a user's that leads to this one."""
-    caller = frame.f_back
-    while caller is not None and _is_quiet(caller.f_globals.get("__name__", "")):
-        caller = caller.f_back
-    return caller
+    return next((caller for caller in callers(frame.f_back) if not _is_quiet(_module(caller))), None)
 
 
 def _outermost(frame: FrameType, name: str) -> tuple[str, str]:
     """The function of Python's module of random numbers that was called, and the module that called it."""
-    caller: FrameType | None = frame
-    while caller is not None and caller.f_globals.get("__name__") == "random":
-        name, caller = caller.f_code.co_name, caller.f_back
-    return name, "" if caller is None else caller.f_globals.get("__name__", "")
+    for caller in callers(frame):
+        if _module(caller) != "random":
+            return name, _module(caller)
+        name = caller.f_code.co_name
+    return name, ""
 
 
 def _caller(frame: FrameType) -> str:
     """The module that calls a function of torch's, or enters the context that it makes."""
-    caller = frame.f_back
-    while caller is not None and caller.f_globals.get("__name__") in _WRAPPERS:
-        caller = caller.f_back
-    return "" if caller is None else caller.f_globals.get("__name__", "")
+    return next((name for name in map(_module, callers(frame.f_back)) if name not in _WRAPPERS), "")
 
 
 class _OneDefaultDtype(TorchFunctionMode):
@@ -343,10 +343,9 @@ class _UncheckedDistributions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _is_check(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name == "__torch_function__":  # of modes inside
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_name not in _CHECKS:
+def _is_check(frame: FrameType) -> bool:
+    # Modes inside come first.
+    caller = next((item for item in callers(frame) if item.f_code.co_name != "__torch_function__"), frame)
+    if caller.f_code.co_name not in _CHECKS:
         return False
-    module = frame.f_globals.get("__name__", "")
-    return module.startswith("torch.distributions.") and not variable(frame, "validate_args")
+    return _module(caller).startswith("torch.distributions.") and not variable(caller, "validate_args")

@@ -33,7 +33,7 @@ from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 
 __all__ = [
-    *("WHERE_POSSIBLE", "RecurrentLayerError", "Undifferentiated", "Untraceable", "naming", "recurrent_layer"),
+    *("WHERE_POSSIBLE", "Part", "RecurrentLayerError", "Undifferentiated", "Untraceable", "naming", "recurrent_layer"),
     *("refuse_kept", "refuse_memory", "refuse_plain", "refuse_recurrence"),
     *("refuse_subclasses", "refusing_recurrent_layers"),
 ]

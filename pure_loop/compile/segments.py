@@ -65,7 +65,7 @@ class Segments:
         self.single = attrs.evolve(stages, engine=stages.engine.single_rank()) if together else stages
         self.eager: set[str] = set()
         if stages.engine.in_parts:
-            # What works on parts runs eagerly: the optimizer, whose kernels are as fast, and algorithms, which may need
+            # What works on parts runs eagerly: the optimizer, with kernels that are as fast, and algorithms, which may need
             # more than this rank's.
             self.eager.add("update")
             self.observed |= frozenset(stages.handlers)
@@ -76,7 +76,7 @@ class Segments:
 
     def segment(self, name: str, program: Program, *, connected: bool = False) -> Segment:
         """The segment of this name, as far as the events observed now let it reach."""
-        key = name, self.observed, self.stages.size  # of microbatches, whose number is a part of the graph
+        key = name, self.observed, self.stages.size  # of microbatches: their number is a part of the graph
         result = self._segments.get(key)
         if result is None:
             brief = name not in _UPDATING
@@ -130,7 +130,7 @@ class Segments:
 
 
 def _calling_stages(stages: LoopStages) -> frozenset[Event]:
-    """The events outside microbatches whose algorithms ask for the stages: for a gradient of all ranks, it may be."""
+    """Events outside microbatches at which algorithms ask for the stages: for a gradient of all ranks, it may be."""
     return frozenset(
         event for event, listed in stages.handlers.items() if any(handler.takes_stages for handler in listed)
     ).difference(OF_MICROBATCHES)

@@ -20,6 +20,7 @@ from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.numbers import traced_timestamp
 from pure_loop.compile.refusals import (
     WHERE_POSSIBLE,
+    Part,
     Undifferentiated,
     Untraceable,
     naming,
@@ -42,7 +43,7 @@ from pure_loop.stages.update import in_order, select
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, raw_loss, raw_params, with_fields
 
-__all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "traced_handlers", "update"]
+__all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "fields_of", "traced_handlers", "update"]
 
 # What the one number that a step reports is made of.
 LOSS_BAD, UPDATE_BAD = 1, 2
@@ -76,7 +77,7 @@ def _traced(handler: Handler, event: Event, tracing: Tracing, place: Place) -> H
 
     def guarded(function: Function, path: tuple[str | int, ...] | None) -> Function:
         def call(*args: Any) -> object:
-            connected = nullcontext() if tracing.begins_with_leaves else Undifferentiated(what, part)
+            connected = _connected(tracing, what, part)
             with tracing.context.on_behalf_of(what), naming(tracing, what, part), connected, drawing(args[0], path):
                 result = function(*args)
                 refuse_memory(what, args[0].algorithm_state.get(handler.algorithm), part)
@@ -89,6 +90,16 @@ def _traced(handler: Handler, event: Event, tracing: Tracing, place: Place) -> H
     return attrs.evolve(handler, function=guarded(handler.function, path), when=when, path=None)
 
 
+def _connected(tracing: Tracing, what: str, part: Part) -> AbstractContextManager[object]:
+    """Around code that may differentiate, if the forward is in its graph."""
+    return nullcontext() if tracing.begins_with_leaves else Undifferentiated(what, part)
+
+
+def fields_of(stages: LoopStages) -> dict[str, Any]:
+    """What the loop's stages are made of, for others."""
+    return {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
+
+
 @attrs.frozen(kw_only=True)
 class TracedStages(LoopStages):
     """The loop's stages, on tensors without numbers."""
@@ -99,10 +110,9 @@ class TracedStages(LoopStages):
     def of(
         cls, stages: LoopStages, tracing: Tracing, handlers: dict[Event, tuple[Handler, ...]], place: Place
     ) -> TracedStages:
-        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
         # Each event has its turn, and what is written to is decided outside.
-        fields |= {"handlers": handlers, "observed": frozenset(Event), "workspace": Workspace(), "place": place}
-        return cls(**fields, tracing=tracing)
+        changes = {"handlers": handlers, "observed": frozenset(Event), "workspace": Workspace(), "place": place}
+        return cls(**fields_of(stages) | changes, tracing=tracing)
 
     def gradients(self, state: State) -> State:
         with self.tracing.context.quiet():
@@ -144,15 +154,12 @@ class TracedStages(LoopStages):
         with (
             self.tracing.context.quiet(),
             naming(self.tracing, "the loss", ("forward", None)),
-            self._connected("the loss"),
+            _connected(self.tracing, "the loss", ("forward", None)),
         ):
             result = LoopStages.loss(self, state, index=index)
             self._refuse_other_buffers("the loss", state, result)
             refuse_subclasses("the loss", result.loss)
             return result
-
-    def _connected(self, what: str) -> AbstractContextManager[object]:
-        return nullcontext() if self.tracing.begins_with_leaves else Undifferentiated(what, ("forward", None))
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
         with self.tracing.context.quiet(), naming(self.tracing, "the backward", ("forward", None)):
@@ -207,10 +214,10 @@ def update(
     what = f"optimizer {optimizer.name!r}"
     with torch.set_grad_enabled(False):
         with context.on_behalf_of(what), naming(stages.tracing, what, ("update", None)):
-            new, opt_state = in_order(optimizer, stages.engine.update(optimizer, state, trained), trained)
+            updated, opt_state = in_order(optimizer, stages.engine.update(optimizer, state, trained), trained)
         loss = total_loss(raw_loss(state))
         old = list(trained.values())
-        fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]
+        fresh = [tensor for tensor, before in zip(updated.values(), old, strict=True) if tensor is not before]
         grads = [gradient for gradient in state._grads.values() if gradient is not None]
         scale = state.loss_scale
         skips = stages.nonfinite == "skip" or scale is not None
@@ -225,7 +232,7 @@ def update(
             left_out = bad_loss | NONFINITE(grads, zero)
             bad_update = bad_update & ~left_out
             wrong = bad_update if stages.nonfinite == "skip" else bad_update | bad_loss
-            new, opt_state = select(left_out, trained, new), select(left_out, state.opt_state, opt_state)
+            updated, opt_state = select(left_out, trained, updated), select(left_out, state.opt_state, opt_state)
             fields["skipped"] = state.skipped + left_out
             if scale is not None:
                 fields["loss_scale"] = _next_scale(scale, left_out)
@@ -237,7 +244,7 @@ def update(
             noted = torch.zeros_like(earlier) + batch.to(torch.int64)
             fields["nonfinite"] = torch.where(wrong & (earlier < 0), noted, earlier)
         report = wrong.long() * (LOSS_BAD * bad_loss.long() + UPDATE_BAD * bad_update.long())
-    fields["params"] = new if trained is params else FrozenDict({**params, **new})
+    fields["params"] = updated if trained is params else FrozenDict({**params, **updated})
     return with_fields(state, opt_state=opt_state, **fields, **counted), report
 
 
@@ -246,8 +253,8 @@ def _next_scale(scale: LossScale, bad: Tensor) -> LossScale:
     grown = scale.growth_tracker + 1
     grows = grown == LossScale.GROWTH_INTERVAL
     larger = scale.scale * LossScale.GROWTH_FACTOR
-    kept = torch.where(grows & torch.isfinite(larger), larger, scale.scale)
+    grown_scale = torch.where(grows & torch.isfinite(larger), larger, scale.scale)
     return LossScale(
-        torch.where(bad, scale.scale * LossScale.BACKOFF_FACTOR, kept),
+        torch.where(bad, scale.scale * LossScale.BACKOFF_FACTOR, grown_scale),
         torch.where(bad | grows, torch.zeros_like(grown), grown),
     )

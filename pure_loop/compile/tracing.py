@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -198,7 +199,7 @@ def lift_draws(raw: GraphModule, tracing: Tracing) -> list[Draw]:
     for recorded, draw in tracing.draws.items():
         like = recorded.meta["val"]
         if recorded.target is DROPOUT:
-            like, p = like[0], _probability(recorded)
+            like, p = like[0], cast("float", recorded.args[1])
             if p == 1:
                 continue  # which draws nothing
         result.append(Draw.of(draw, like))
@@ -254,12 +255,6 @@ def in_order(raw: GraphModule) -> None:
     for node in reversed(ordered):
         next(iter(raw.graph.nodes)).prepend(node)
     raw.recompile()
-
-
-def _probability(dropout: Node) -> float:
-    p = dropout.args[1]
-    assert isinstance(p, int | float)
-    return float(p)
 
 
 def _drop(graph: Graph, node: Node, mask: Node, p: float) -> None:

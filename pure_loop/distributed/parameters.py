@@ -1,8 +1,8 @@
 """The parameters of a State while a forward and its backward go through them: tensors of their own, made when needed.
 
-:class:`LazyLeaves`: the forward runs on tensors of an engine's own, whose memory will be another State's in the next
-step. So that what a State shows never changes, it shows others, through which a penalty on weights has its gradient. In
-most runs no code looks, and to make them for all parameters costs as much as a small layer for each.
+:class:`LazyLeaves`: the forward runs on tensors of an engine's own, with memory that will be another State's in the
+next step. So that what a State shows never changes, it shows others, through which a penalty on weights has its
+gradient. In most runs no code looks, and to make them for all parameters costs as much as a small layer for each.
 
 :class:`UnshardedParameters`: whole tensors from the parts that ranks hold, and gradients by them on their way into
 parts, for what a graph computes, which can exchange nothing. Many tensors go through one exchange: a *bucket* is flat

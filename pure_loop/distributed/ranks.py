@@ -249,8 +249,8 @@ class Ranks:
             del group
         # A group closes its connections when its last reference goes, and some are in cycles.
         gc.collect()
-        if self._owns and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._owns:
+            _leave()
         self._owns = False
 
     def _roll_call(self, rendezvous: Rendezvous, place: str) -> str:
