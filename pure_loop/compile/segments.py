@@ -65,8 +65,8 @@ class Segments:
         self.single = attrs.evolve(stages, engine=stages.engine.single_rank()) if together else stages
         self.eager: set[str] = set()
         if stages.engine.in_parts:
-            # What works on parts runs eagerly: the optimizer, with kernels that are as fast, and algorithms, which may need
-            # more than this rank's.
+            # What works on parts runs eagerly: the optimizer, with kernels that are as fast, and algorithms, which may
+            # need more than this rank's.
             self.eager.add("update")
             self.observed |= frozenset(stages.handlers)
         self.where_possible = where_possible
