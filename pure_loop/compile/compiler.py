@@ -261,15 +261,10 @@ class Compiler(Segments):
 
     def _rest(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
         buffers = state.buffers
-        state = run_to_end(
-            gradients(with_fields(state, batch=per_batch[0]), traced.stages), traced.handlers, traced.stages
-        )
-        return self._finish(state, buffers, traced)
+        return self._finish(_with_gradients(state, per_batch, traced), buffers, traced)
 
     def _gradients_alone(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
-        state = run_to_end(
-            gradients(with_fields(state, batch=per_batch[0]), traced.stages), traced.handlers, traced.stages
-        )
+        state = _with_gradients(state, per_batch, traced)
         return state, None, tuple(getattr(state, name) for name in _OF_GRADIENTS)
 
     def _update(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
@@ -284,6 +279,12 @@ class Compiler(Segments):
         if Event.BATCH_END in self.observed:
             return state, report, tuple(getattr(state, name) for name in _PER_BATCH_FIELDS)
         return at(Event.BATCH_END, state, traced), report, ()
+
+
+def _with_gradients(state: State, per_batch: PerBatch, traced: Traced) -> State:
+    script = gradients(with_fields(state, batch=per_batch[0]), traced.stages)
+    result: State = run_to_end(script, traced.handlers, traced.stages)
+    return result
 
 
 def _loop_is_due(before: Timestamp, after: Timestamp, end: Time, fit: Fit) -> bool:

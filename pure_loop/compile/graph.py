@@ -162,7 +162,6 @@ def make_graph(
             f"the segment {name!r} can't be compiled: {error}. Forwards and losses of training may draw from the "
             "global generator; other code draws from pl.random.generator(...). "
             'compile="where possible" runs it eagerly.',
-            ("forward", None),
         ) from None
     except NotImplementedError as error:
         if "SparseTensorImpl" in str(error):  # of one between two operations
@@ -233,7 +232,7 @@ class _Function:
             place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad
         }
         leaves_by_place |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
-        with naming(tracing, "the backward", ("forward", None)):
+        with naming(tracing, "the backward"):
             return results, written, differentiate(tracing, results, _with_graphs(self.result), leaves_by_place)
 
     def _stand_ins(self, fakes: list[Tensor]) -> list[object]:
@@ -316,13 +315,11 @@ def _refuse_closed(values: PerBatch, inputs: PerBatch) -> None:
             raise Untraceable(
                 "a number of the step is put into the batch, the outputs or the loss: make a tensor of it, "
                 f"torch.zeros(()) + state.timestamp.batch; {WHERE_POSSIBLE}",
-                ("forward", None),
             )
         if any(isinstance(item, Tensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise Untraceable(
                 f"a {type(leaf).__name__} holds tensors where no graph finds them: register the class with "
                 f"optree.register_pytree_node(..., namespace={NAMESPACE!r}), or give a dict; {WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
 
@@ -334,7 +331,6 @@ def _refuse_graphs(state: State, names: tuple[str, ...]) -> None:
             raise Untraceable(
                 f"{name} carries a graph of autograd from the forward to what follows an event that is observed "
                 f"to: leave the event out of watch=, or keep the tensor's detach(); {WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
 

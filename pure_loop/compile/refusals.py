@@ -33,9 +33,9 @@ from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 
 __all__ = [
-    *("WHERE_POSSIBLE", "Part", "RecurrentLayerError", "Undifferentiated", "Untraceable", "naming", "recurrent_layer"),
-    *("refuse_kept", "refuse_memory", "refuse_plain", "refuse_recurrence"),
-    *("refuse_subclasses", "refusing_recurrent_layers"),
+    *("FORWARD", "WHERE_POSSIBLE", "Part", "RecurrentLayerError", "Undifferentiated", "Untraceable", "naming"),
+    *("recurrent_layer", "refuse_kept", "refuse_memory", "refuse_plain", "refuse_recurrence", "refuse_subclasses"),
+    "refusing_recurrent_layers",
 ]
 
 WHERE_POSSIBLE = 'compile="where possible" runs it eagerly between graphs.'
@@ -48,12 +48,13 @@ _NUMERIC = "Compute with tensors instead: torch.where(condition, a, b) for a bra
 
 # What is left out where a part can't be traced: "forward", "update", or the handlers of an event.
 Part: TypeAlias = tuple[str, Event | None]
+FORWARD: Part = ("forward", None)
 
 
 class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
     """A CompileError that knows which part it is about: ``(kind, event)``, by which that part is left out."""
 
-    def __init__(self, message: str, part: Part, *, runs_eagerly: bool = False) -> None:
+    def __init__(self, message: str, part: Part = FORWARD, *, runs_eagerly: bool = False) -> None:
         super().__init__(message)
         self.part = part
         # Whether the part runs eagerly with ``compile=True`` as well.
@@ -77,7 +78,7 @@ class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
 
 
 @contextmanager
-def naming(tracing: Tracing, what: str, part: Part) -> Iterator[None]:
+def naming(tracing: Tracing, what: str, part: Part = FORWARD) -> Iterator[None]:
     """Turn an error of the tracer, raised inside user code, into one that names that code.
 
     What it doesn't notice is an error, too: writing to memory that others read, which a graph has apart.
@@ -232,9 +233,7 @@ def refuse_recurrence(what: str, model: ModelDef) -> None:
     """
     layer = recurrent_layer(model.skeleton)
     if layer is not None:
-        raise Untraceable(
-            f"{what} is not compiled: {layer} is a recurrent layer.", ("forward", None), runs_eagerly=True
-        )
+        raise Untraceable(f"{what} is not compiled: {layer} is a recurrent layer.", runs_eagerly=True)
 
 
 def refuse_kept(what: str, model: ModelDef) -> None:
@@ -245,7 +244,6 @@ def refuse_kept(what: str, model: ModelDef) -> None:
                 f"{what} can't be compiled: it gives a tensor to an object outside of the module tree to keep (a "
                 f"{type(value).__name__}, by a hook or an attribute), and Python runs only while a graph is made. "
                 f"Return the tensor from the forward; {WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
 
@@ -257,7 +255,6 @@ def refuse_subclasses(what: str, result: PyTree) -> None:
             raise Untraceable(
                 f"{what} can't be compiled: it returned a tensor of class {type(leaf).__name__} and layout "
                 f"{leaf.layout}, and a graph gives dense tensors of torch's own class. Return those; {WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
 

@@ -391,5 +391,4 @@ def _too_many_values(name: str, per_batch: PerBatch, env: Env) -> Untraceable:
         f"{MOST_DECISIONS} graphs of the segment {name!r} differ only in what a batch holds besides tensors, and batch "
         f"{env.timestamps[1].batch} would need one more: {what}. A graph holds it for ever. Make it a tensor "
         f"(torch.tensor(index)), or leave it out of the batch; {WHERE_POSSIBLE}",
-        ("forward", None),
     )

@@ -153,12 +153,7 @@ _READERS: tuple[Callable[[State], object], ...] = (
 
 
 def microbatch(
-    segments: Segments,
-    timestamps: tuple[Timestamp, ...],
-    state: State,
-    index: int,
-    last: bool,
-    weight: float | Tensor,
+    segments: Segments, timestamps: tuple[Timestamp, ...], state: State, index: int, last: bool, weight: float | Tensor
 ) -> Script:
     """From the State of BEFORE_FORWARD to that of AFTER_BACKWARD."""
     engine = segments.stages.engine

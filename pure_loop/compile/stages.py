@@ -19,6 +19,7 @@ from pure_loop.compile.draws import Group
 from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.numbers import traced_timestamp
 from pure_loop.compile.refusals import (
+    FORWARD,
     WHERE_POSSIBLE,
     Part,
     Undifferentiated,
@@ -90,7 +91,7 @@ def _traced(handler: Handler, event: Event, tracing: Tracing, place: Place) -> H
     return attrs.evolve(handler, function=guarded(handler.function, path), when=when, path=None)
 
 
-def _connected(tracing: Tracing, what: str, part: Part) -> AbstractContextManager[object]:
+def _connected(tracing: Tracing, what: str, part: Part = FORWARD) -> AbstractContextManager[object]:
     """Around code that may differentiate, if the forward is in its graph."""
     return nullcontext() if tracing.begins_with_leaves else Undifferentiated(what, part)
 
@@ -121,7 +122,7 @@ class TracedStages(LoopStages):
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         what = f"the forward of {type(state.model.skeleton).__name__}"
         refuse_recurrence(what, state.model)
-        with self.tracing.context.quiet(), naming(self.tracing, what, ("forward", None)):
+        with self.tracing.context.quiet(), naming(self.tracing, what):
             result = LoopStages.forward(self, state, index=index, last=last)
             self._refuse_other_buffers(what, state, result)
             refuse_subclasses(what, result.outputs)
@@ -147,14 +148,13 @@ class TracedStages(LoopStages):
                 "graph has buffers of one shape. Register a buffer of the full size in __init__ and write into it (a "
                 "ring buffer, with its position), or call the model on one batch before training; "
                 f"{WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
     def loss(self, state: State, *, index: int = 0) -> State:
         with (
             self.tracing.context.quiet(),
-            naming(self.tracing, "the loss", ("forward", None)),
-            _connected(self.tracing, "the loss", ("forward", None)),
+            naming(self.tracing, "the loss"),
+            _connected(self.tracing, "the loss"),
         ):
             result = LoopStages.loss(self, state, index=index)
             self._refuse_other_buffers("the loss", state, result)
@@ -162,27 +162,26 @@ class TracedStages(LoopStages):
             return result
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
-        with self.tracing.context.quiet(), naming(self.tracing, "the backward", ("forward", None)):
+        with self.tracing.context.quiet(), naming(self.tracing, "the backward"):
             state = LoopStages.backward(self, state, weight=weight)
         for name, gradient in (state._grads or {}).items():
             if gradient is not None and gradient.is_sparse:
                 raise Untraceable(
                     f"the gradient of {name!r} is sparse, and a graph holds dense tensors: use "
                     f"torch.nn.Embedding(..., sparse=False); {WHERE_POSSIBLE}",
-                    ("forward", None),
                 )
         return state
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
         what = f"the forward of {type(state.model.skeleton).__name__} in evaluation"
         refuse_recurrence(what, state.model)
-        with naming(self.tracing, what, ("forward", None)):
+        with naming(self.tracing, what):
             result = LoopStages.validate(self, state, label=label, batch=batch, index=index, gradients=gradients)
         self._refuse_other_buffers(what, state, result)
         return result
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
-        with naming(self.tracing, "the loss in evaluation", ("forward", None)):
+        with naming(self.tracing, "the loss in evaluation"):
             return LoopStages.validation_loss(self, state, gradients=gradients)
 
     def code_of(self, state: State, stage: str) -> Code:

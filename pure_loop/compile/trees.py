@@ -268,10 +268,7 @@ class Memory:
         positions: of the durable leaves that they are.
     """
 
-    __slots__ = (
-        *("_containers", "_ends", "_fields", "_inner", "_tensors"),
-        "positions",
-    )
+    __slots__ = (*("_containers", "_ends", "_fields", "_inner", "_tensors"), "positions")
 
     def __init__(self, positions: Sequence[int], durable: DurableFields) -> None:
         self.positions = frozenset(positions)

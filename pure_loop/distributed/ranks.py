@@ -106,11 +106,7 @@ class Ranks:
             if not joined:
                 assert self._rendezvous is not None
                 dist.init_process_group(
-                    self.backend,
-                    timeout=patience,
-                    store=self._rendezvous.store,
-                    rank=self.rank,
-                    world_size=self.size,
+                    self.backend, timeout=patience, store=self._rendezvous.store, rank=self.rank, world_size=self.size
                 )
                 self._owns = True
             group = self.new_group()
@@ -119,7 +115,7 @@ class Ranks:
             control = dist.new_group(timeout=patience, backend="gloo") if apart else group
         self.group, self._control = group, control
         if self._left:
-            self._disconnect()
+            self.close()
 
     @property
     def backend(self) -> str:
@@ -219,7 +215,7 @@ class Ranks:
         rendezvous, self._rendezvous = self._rendezvous, None
         assert rendezvous is not None
         rendezvous.report("fell", text)
-        self._disconnect()
+        self.close()
         rendezvous.finish()
 
     def _lost(self, error: BaseException, place: str) -> DistributedError:
@@ -229,16 +225,13 @@ class Ranks:
         rendezvous.report("waited", f"waited for another rank after {place}")
         # Its frames hold what holds the group, and connections of the group close when nothing does.
         traceback.clear_frames(error.__traceback__)
-        self._disconnect()
+        self.close()
         text = self._roll_call(rendezvous, place)
         rendezvous.finish()
         return DistributedError(text)
 
     def close(self) -> None:
         """Leave the others; nothing is left behind."""
-        self._disconnect()
-
-    def _disconnect(self) -> None:
         groups = {id(group): group for group in (self.group, self._control) if group is not None}
         self.group = self._control = self._rendezvous = None
         self._left = True
