@@ -392,9 +392,9 @@ def mps_generator() -> torch.Generator:
     return generator()
 
 
-def broadcast_coalesced(group: ProcessGroup, tensors: list[Tensor], size: int, source: int) -> None:
+def broadcast_coalesced(group: ProcessGroup | None, tensors: list[Tensor], size: int, source: int) -> None:
     """Send what tensors hold on one rank of the group to all, in messages of at most ``size`` bytes."""
-    at_once: Callable[[ProcessGroup, list[Tensor], int, int], object] | None
+    at_once: Callable[[ProcessGroup | None, list[Tensor], int, int], object] | None
     at_once = getattr(getattr(torch._C, "_distributed_c10d", None), "_broadcast_coalesced", None)
     if at_once is not None:
         at_once(group, tensors, size, source)
