@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    *("KEPT_ITERATOR", "WRAPPER_OF_FUNCTIONS", "DispatchMode", "Operation", "amp_update_scale"),
-    *("any_autocast_enabled", "any_global_hook", "any_optimizer_hook", "broadcast_coalesced"),
-    *("code_around_operations", "config_of_compiler", "default_collate_functions", "default_store"),
-    *("drop_groups_of_fsdp", "drop_groups_of_mesh", "dtensor_like", "dump_memory_snapshot", "end_workers"),
-    *("fake_ranks", "fill_buckets", "find_nonfinite", "foreach_clone", "fused_adam", "fused_adamw", "fused_sgd"),
-    *("graph_task", "has_gradient_hooks", "import_compiler", "is_transformed", "iterator_of_loader", "local_tensor"),
-    *("map_pytree", "missing", "mps_generator", "no_dispatch", "of_one_pass", "record_memory_history"),
-    *("record_operations", "register_pytree", "registered_pytrees", "replaceable_world", "run_backward"),
-    *("storage_goes_back", "storage_uses", "subclass_of_tensor", "tensor_uses", "transforms", "wait_tensor"),
-    *("without_compiler"),
-]
-
 C = TypeVar("C")
 M = TypeVar("M")
 T = TypeVar("T")

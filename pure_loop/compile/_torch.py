@@ -31,20 +31,13 @@ from pure_loop.errors import CompileError
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch by torch
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
+        from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 except ImportError as error:  # documented, so that there is no other way
     raise CompileError(
         f"this version of torch ({torch.__version__}) can't write down what Python does: {error}. Leave compile out, "
         "or install a version of torch that pure_loop was tested with."
     ) from error
-
-__all__ = [
-    *("NAMES", "Call", "Schema", "decompositions", "end_allocating_to_pool", "fake_mode", "fake_tensor_class"),
-    *("look_up_all", "lower", "missing", "mode_of", "partition", "prevents_recording", "python_dispatcher"),
-    *("schema_of", "storage_key"),
-    "get_proxy_mode",
-    "make_fx",
-]
 
 # What calls a graph: takes a list of tensors, and empties it.
 Call: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]

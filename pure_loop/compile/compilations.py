@@ -10,8 +10,6 @@ import attrs
 from torch import Tensor
 from torch.fx import GraphModule
 
-__all__ = ["Compilation", "interpret", "interpreted", "is_on", "note", "record"]
-
 
 @attrs.frozen
 class Compilation:

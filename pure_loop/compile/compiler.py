@@ -10,8 +10,9 @@ from torch import Tensor
 from pure_loop._internal.pytree import Batch
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
+from pure_loop.compile.graph import Ended, PerBatch, Traced, at
 from pure_loop.compile.guards import Env
-from pure_loop.compile.segment import Ended, PerBatch, Run, Traced, at
+from pure_loop.compile.segment import Run
 from pure_loop.compile.segments import BEFORE_GRADIENTS, OF_MICROBATCHES, Segments, microbatch
 from pure_loop.compile.stages import UPDATE_BAD, update
 from pure_loop.data.group import END
@@ -26,8 +27,6 @@ from pure_loop.loop.training import Eager, train_batch
 from pure_loop.stages.ownership import Ownership, Request
 from pure_loop.state import NON_FINITE_ADVICE, State, outside_batch, with_fields
 from pure_loop.time import Time, Timestamp, TimeUnit, due
-
-__all__ = ["Compiler"]
 
 _OF_A_BATCH = BEFORE_GRADIENTS | OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
 _OF_UPDATES = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END})

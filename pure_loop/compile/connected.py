@@ -20,8 +20,6 @@ from pure_loop.compile._torch import Call, mode_of, partition
 from pure_loop.compile.tracing import Tracing
 from pure_loop.errors import CompileError
 
-__all__ = ["Connection", "choosing", "connect", "differentiate", "drop_unused", "halved"]
-
 
 @attrs.frozen
 class Connection:

@@ -34,11 +34,6 @@ from pure_loop.random import derive, seeded
 from pure_loop.random.guards import seed_at
 from pure_loop.random.seeds import tracer
 
-__all__ = [
-    *("DROPOUT", "Draw", "DrawnFromDataError", "Group", "RecordedDraw", "SeedContext", "StrayGeneratorError"),
-    *("TracedGenerator", "draw_all", "is_draw", "traced_generators", "written"),
-]
-
 _aten = torch.ops.aten
 # In place, with parameters that are numbers: what was in the tensor doesn't matter.
 _FILLING = frozenset(

@@ -8,16 +8,15 @@ import attrs
 from torch import Tensor
 
 from pure_loop._internal.pytree import Outputs
+from pure_loop.compile.graph import PerBatch, Traced
 from pure_loop.compile.refusals import Untraceable
 from pure_loop.compile.replay import Recorders
-from pure_loop.compile.segment import PerBatch, Segment, Traced
+from pure_loop.compile.segment import Segment
 from pure_loop.compile.stages import fields_of
 from pure_loop.loop.batch import LoopStages
 from pure_loop.stages.loss import detached
 from pure_loop.state import State, raw_params, with_fields
 from pure_loop.task import Task
-
-__all__ = ["CompiledEvaluation"]
 
 
 @attrs.define

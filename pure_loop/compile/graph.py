@@ -40,8 +40,6 @@ from pure_loop.loop.driver import apply
 from pure_loop.random.guards import Place
 from pure_loop.state import State, outside_batch, seal, with_fields
 
-__all__ = ["Ended", "Graph", "PerBatch", "Program", "Traced", "at", "make_graph"]
-
 _ANY = torch.empty(0)
 # The model is called in one place at a time; a loss that calls it again, or an algorithm, needs another instance.
 SPARE_MODULES = 4

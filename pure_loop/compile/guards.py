@@ -33,11 +33,6 @@ from pure_loop.errors import CompileError
 from pure_loop.random.seeds import seeds_hosts
 from pure_loop.time import Timestamp
 
-__all__ = [
-    *("MOST_DECISIONS", "DefaultDtypeError", "Env", "Evaluate", "Guard", "GuardedCallError", "Leaf", "Source"),
-    *("TraceContext", "all_hold", "named", "reasons", "refusing_global_state", "too_many_decisions"),
-]
-
 # Graphs of one segment that differ only in what Python decided by a number.
 MOST_DECISIONS = 8
 

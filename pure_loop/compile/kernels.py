@@ -23,11 +23,6 @@ from pure_loop._internal.torch_private import fused_adam, fused_adamw
 from pure_loop.compile._torch import Call, Function, storage_key
 from pure_loop.stages.nonfinite import find_nonfinite
 
-__all__ = [
-    *("ADAM", "NONFINITE", "TENSORS", "CutGraph", "cut", "has_kernels", "memory_of"),
-    *("origin", "run_nonfinite", "serves"),
-]
-
 # A list of so many tensors is walked by the kernel. Below that loops of its own, fused with what is around them, are
 # faster, and soon compiled.
 TENSORS = 32

@@ -33,8 +33,6 @@ from pure_loop.compile.trees import describe
 from pure_loop.errors import CompileError
 from pure_loop.random.seeds import rng_lock
 
-__all__ = ["Compiled", "compile_function"]
-
 
 class _Turn:
     """Compiling is one thread's at a time; a thread that waits for its turn lends the generators to the others.

@@ -16,8 +16,6 @@ from pure_loop.compile.numbers import Number
 from pure_loop.compile.trees import DurableFields, tensors_of
 from pure_loop.state import State
 
-__all__ = ["KEPT", "NUMBER", "OUTPUT", "PLAIN", "Field", "Inputs", "NextState", "after", "plan"]
-
 # KEPT: the leaf (or, per batch, the input) at this position. OUTPUT: the output at this position. NUMBER: what a
 # function of the Env gives. PLAIN: the value itself.
 KEPT, OUTPUT, NUMBER, PLAIN = range(4)

@@ -26,8 +26,6 @@ from pure_loop.optim.optimizer import rate_at
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = ["Number", "TracedTimestamp", "decided", "stands_for_elements", "traced_timestamp"]
-
 
 def _is_array(value: object) -> bool:
     """Whether it is an array of NumPy's, or a table of such; one number of NumPy's is none."""

@@ -29,8 +29,6 @@ from pure_loop.compile._torch import Decompositions, Function, Options
 from pure_loop.compile.kernels import ADAM, NONFINITE
 from pure_loop.compile.numbers import Number, decided, stands_for_elements
 
-__all__ = ["Constructors", "DrawnApart", "declared", "decompositions", "taken_apart"]
-
 _aten = torch.ops.aten
 
 

@@ -32,12 +32,6 @@ from pure_loop.event import Event
 from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 
-__all__ = [
-    *("FORWARD", "WHERE_POSSIBLE", "Part", "RecurrentLayerError", "Undifferentiated", "Untraceable", "naming"),
-    *("recurrent_layer", "refuse_kept", "refuse_memory", "refuse_plain", "refuse_recurrence", "refuse_subclasses"),
-    "refusing_recurrent_layers",
-]
-
 WHERE_POSSIBLE = 'compile="where possible" runs it eagerly between graphs.'
 _DRAW = (
     'Draw from pl.random.generator(seed, "name", state.timestamp.batch, device=...), or inside pl.random.seeded(...); '

@@ -26,8 +26,6 @@ from torch.fx import GraphModule, Node
 from pure_loop.compile._torch import Call, Function, end_allocating_to_pool, prevents_recording
 from pure_loop.random.seeds import rng_lock
 
-__all__ = ["Recorders", "Replaying", "device_of_recording", "note_not_recorded"]
-
 # (what is recorded, what it is called with) -> what replays it, what it gives.
 Recorder: TypeAlias = Callable[[Call, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
 

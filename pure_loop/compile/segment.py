@@ -15,7 +15,7 @@ from torch import Tensor
 from pure_loop._internal.tree_ops import clone_all
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import SeedContext, draw_all
-from pure_loop.compile.graph import Ended, Graph, PerBatch, Program, Traced, at, make_graph
+from pure_loop.compile.graph import Graph, PerBatch, Program, make_graph
 from pure_loop.compile.guards import MOST_DECISIONS, Env, all_hold, reasons, too_many_decisions
 from pure_loop.compile.next_state import OUTPUT, after
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable
@@ -42,8 +42,6 @@ from pure_loop.loop.batch import LoopStages
 from pure_loop.stages.ownership import Ownership, overwritten_by
 from pure_loop.state import State, raw_opt_state, with_fields
 from pure_loop.time import Timestamp
-
-__all__ = ["Ended", "PerBatch", "Program", "Run", "Segment", "Traced", "at"]
 
 # Results of evaluations come and go; memory of the optimizer may be large, and is no matter of forwards and losses.
 _READ_BY_FEW = ("metrics", "opt_state")

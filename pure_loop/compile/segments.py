@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.weights import is_number
+from pure_loop.compile.graph import Ended, PerBatch, Program, Traced, at
 from pure_loop.compile.refusals import Untraceable
 from pure_loop.compile.replay import Recorders
-from pure_loop.compile.segment import Ended, PerBatch, Program, Run, Segment, Traced, at
+from pure_loop.compile.segment import Run, Segment
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import Script, run_to_end
 from pure_loop.stages.ownership import Ownership
 from pure_loop.state import State, raw_loss, raw_outputs, raw_params, with_fields
 from pure_loop.time import Timestamp
-
-__all__ = ["BEFORE_GRADIENTS", "OF_MICROBATCHES", "Segments", "microbatch"]
 
 BEFORE_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_TRAIN_BATCH})
 AROUND_MICROBATCH = frozenset({Event.BEFORE_FORWARD, Event.AFTER_BACKWARD})

@@ -44,8 +44,6 @@ from pure_loop.stages.update import in_order, select
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, raw_loss, raw_params, with_fields
 
-__all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "fields_of", "traced_handlers", "update"]
-
 # What the one number that a step reports is made of.
 LOSS_BAD, UPDATE_BAD = 1, 2
 

@@ -22,8 +22,6 @@ from pure_loop.compile.guards import Evaluate, TraceContext
 from pure_loop.compile.replay import Recorders
 from pure_loop.errors import CompileError
 
-__all__ = ["StrayDrawError", "Tracing", "in_order", "lift_captured", "lift_draws", "lift_inputs"]
-
 _aten = torch.ops.aten
 # What Python makes of numbers while it is traced, torch.tensor(2.0), is copied before it is used. It may be folded.
 _MADE = frozenset({_aten.lift_fresh.default, _aten.lift_fresh_copy.default})

@@ -25,11 +25,6 @@ from pure_loop.precision import LossScale
 from pure_loop.stages.references import can_count, count_in, storages_are_unshared
 from pure_loop.state import State
 
-__all__ = [
-    *("DurableFields", "LazyField", "Memory", "UnreadFieldError", "describe", "durable_fields", "field_of", "key_of"),
-    *("reader_of", "rebuild", "tensors_at", "tensors_in", "tensors_of", "walk"),
-]
-
 _OF_THE_STEP = frozenset(
     {
         *("model", "timestamp", "previous_timestamp", "seed", "event", "position", "evaluator"),

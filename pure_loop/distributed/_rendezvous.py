@@ -26,8 +26,6 @@ from pure_loop._internal.processes import world
 from pure_loop._internal.torch_private import default_store
 from pure_loop.errors import DistributedError
 
-__all__ = ["Rendezvous", "first_line", "named", "within"]
-
 T = TypeVar("T")
 
 # What a store raises where its server is gone, silent, or another program.

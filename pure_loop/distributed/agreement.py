@@ -18,11 +18,6 @@ from pure_loop.errors import DistributedError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
-__all__ = [
-    *("Buffers", "broadcast_state", "compare", "digests", "is_wide", "refuse_sparse", "settings_of"),
-    *("untouched", "versions"),
-]
-
 # What ranks have to choose alike; the mesh is compared by its shape.
 _CHOICES = ("kind", "data", "uneven", "find_unused_parameters", "bucket_cap_mb", "groups", "mesh")
 

@@ -42,8 +42,6 @@ from pure_loop.task import Task
 
 T = TypeVar("T")
 
-__all__ = ["Gradients", "MultiRankEngine", "no_parameters", "register_hook"]
-
 # A sum of checksums stays below it, and exact in a float64.
 _CHECKSUMS = 1 << 48
 # What a rank has instead of a batch that counts.

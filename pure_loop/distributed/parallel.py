@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _PARALLEL = "Parallel"  # in errors
 _ON_PURPOSE = "or parallel=False, if each is a run of its own on purpose"
 
-__all__ = ["Parallel", "rank", "read_parallel", "refuse_lone", "world_size"]
-
 
 def refuse_lone(parallel: Parallel | None) -> None:
     """Refuse what would be n trainings of one model by n processes that a launcher started.

@@ -24,8 +24,6 @@ from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.tree_ops import local_tensor
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["LazyLeaves", "UnshardedParameters", "origin_of"]
-
 # Under their names since torch 2.13, and before.
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

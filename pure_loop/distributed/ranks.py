@@ -33,8 +33,6 @@ from pure_loop.state import State, raw_params
 
 T = TypeVar("T")
 
-__all__ = ["Ranks", "break_mesh", "find_mesh", "gathered", "map_state", "mesh_of", "on_usable_mesh", "patience"]
-
 _NUMBERS = 8
 # Of the last stream of this process that met the others.
 _patience = 300.0

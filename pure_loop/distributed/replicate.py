@@ -27,8 +27,6 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State, device_of, raw_params, with_fields
 
-__all__ = ["ReplicateEngine"]
-
 T = TypeVar("T")
 
 

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.arguments import is_number
+from pure_loop._internal.processes import rank, world_size
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.distributed.parallel import Parallel, rank, world_size
+from pure_loop.distributed.parallel import Parallel
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DistributedError
 from pure_loop.event import Event
 from pure_loop.state import State
-
-__all__ = ["Alone", "Meeting", "mean", "refuse_of_fit"]
 
 T = TypeVar("T")
 

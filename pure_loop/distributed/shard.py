@@ -38,8 +38,6 @@ from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import time_of_step
 from pure_loop.state import State, raw_opt_state, raw_outputs, raw_params, with_fields
 
-__all__ = ["ShardEngine", "repeated_layers"]
-
 T = TypeVar("T")
 Path: TypeAlias = tuple[str, ...]
 

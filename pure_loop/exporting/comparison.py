@@ -14,8 +14,6 @@ from pure_loop.checkpoint import container
 from pure_loop.data.batch import tensors_in
 from pure_loop.exporting.graphs import arguments_of, tensors_in_order
 
-__all__ = ["ONNX_TOLERANCES", "differing", "weights_of"]
-
 ONNX_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """How far an output of an ONNX file may be from the module's, as a fraction of the module's largest one, by dtype.
 

@@ -16,8 +16,6 @@ from pure_loop._internal.torch_private import map_pytree
 from pure_loop.data.batch import describe
 from pure_loop.errors import ExportError
 
-__all__ = ["arguments_of", "onnx_file", "refuse_missing_onnx", "tensors_in_order", "traced"]
-
 # What protobuf, the format of an ONNX file, can hold.
 _LARGEST_ONNX = 2**31 - 1
 
