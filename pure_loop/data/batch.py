@@ -90,7 +90,8 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
     True
     """
     device = torch.device(device)
-    if _are_all_on(batch, device):
+    # By far the commonest batch: a tuple or list of tensors.
+    if type(batch) in (tuple, list) and all([type(leaf) is Tensor and leaf.device == device for leaf in batch]):
         return batch
     moved: dict[int, Tensor] = {}
 
@@ -103,13 +104,6 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
         return moved[id(tensor)]
 
     return map_tensors(move, batch, lambda value: _moved(value, device))
-
-
-def _are_all_on(batch: object, device: torch.device) -> bool:
-    """Whether a batch is a tuple or list of tensors on a device, which is by far the commonest one."""
-    if type(batch) is not tuple and type(batch) is not list:
-        return False
-    return all(type(leaf) is Tensor and leaf.device == device for leaf in batch)
 
 
 def _moved(value: Movable, device: torch.device) -> object:
