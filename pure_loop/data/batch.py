@@ -90,9 +90,11 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
     True
     """
     device = torch.device(device)
-    if type(batch) is tuple or type(batch) is list:  # by far the commonest batches are of tensors alone
-        if {(type(leaf), getattr(leaf, "device", None)) for leaf in batch} <= {(Tensor, device)}:
-            return batch
+    # By far the commonest batch: a tuple or list of tensors.
+    if isinstance(batch, tuple | list) and {(type(leaf), getattr(leaf, "device", None)) for leaf in batch} <= {
+        (Tensor, device)
+    }:
+        return batch
     moved: dict[int, Tensor] = {}
 
     def move(tensor: Tensor) -> Tensor:
