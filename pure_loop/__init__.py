@@ -122,38 +122,33 @@ __all__ = [
 ]
 
 # What a plain fit doesn't use.
-_LAZY: dict[str, str | None] = {
-    "Script": "pure_loop.loop.driver",
-    "ablate": "pure_loop.tools.ablate",
-    "best": "pure_loop.checkpoint",
-    "blame": "pure_loop.tools.changes",
-    "changes": "pure_loop.tools.changes",
-    "diff": "pure_loop.tools.diff",
-    "drive": "pure_loop.entry.drive",
-    "evaluate": "pure_loop.entry.evaluate",
-    "explain": "pure_loop.entry.explain",
-    "export": "pure_loop.exporting",
-    "inspect": "pure_loop.tools.inspection",
-    "largest_microbatch": "pure_loop.entry.largest_microbatch",
-    "latest": "pure_loop.checkpoint",
-    "load": "pure_loop.checkpoint",
-    "lr_find": "pure_loop.tools.lr_find",
-    "predict": "pure_loop.entry.evaluate",
-    "profile": "pure_loop.tools.profile",
-    "progress": "pure_loop.progress",
-    "rehearse": "pure_loop.rehearsal.rehearse",
-    "rewind": "pure_loop.tools.rewind",
-    "save": "pure_loop.checkpoint",
-    "Stages": "pure_loop.stages.stages",
-    **dict.fromkeys(
-        (
-            *("algorithms", "callbacks", "checkpoint", "compile", "distributed", "loggers", "order", "schedules"),
-            *("testing", "typing"),
-        )
-    ),
+_LAZY = {
+    "checkpoint": ("best", "latest", "load", "save"),
+    "entry.drive": ("drive",),
+    "entry.evaluate": ("evaluate", "predict"),
+    "entry.explain": ("explain",),
+    "entry.largest_microbatch": ("largest_microbatch",),
+    "exporting": ("export",),
+    "loop.driver": ("Script",),
+    "progress": ("progress",),
+    "rehearsal.rehearse": ("rehearse",),
+    "stages.stages": ("Stages",),
+    "tools.ablate": ("ablate",),
+    "tools.changes": ("blame", "changes"),
+    "tools.diff": ("diff",),
+    "tools.inspection": ("inspect",),
+    "tools.lr_find": ("lr_find",),
+    "tools.profile": ("profile",),
+    "tools.rewind": ("rewind",),
 }
+_SUBMODULES = frozenset(
+    {
+        *("algorithms", "callbacks", "checkpoint", "compile", "distributed", "loggers", "order", "schedules"),
+        *("testing", "typing"),
+    }
+)
 if not TYPE_CHECKING:  # to type checkers a module with a __getattr__ has every name, misspelled ones included
-    __getattr__ = _lazily(__name__, _LAZY)
+    __getattr__ = _lazily(__name__, _LAZY, submodules=_SUBMODULES)
 
 
 def __dir__() -> list[str]:

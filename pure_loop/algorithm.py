@@ -22,7 +22,8 @@ from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event, EventName, as_event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.random.guards import is_users
+from pure_loop.hooks import Handler, HandlerFunction
+from pure_loop.random.authors import is_users
 from pure_loop.state import State
 from pure_loop.time import TimeUnit
 
@@ -30,23 +31,10 @@ if TYPE_CHECKING:
     from pure_loop.callback import Run
     from pure_loop.loop.batch import LoopStages
 
-__all__ = ["Algorithm", "AlgorithmLike", "Composition", "Handler", "algorithm", "bind", "compose", "reversed_at"]
+__all__ = ["Algorithm", "AlgorithmLike", "Composition", "algorithm", "bind", "compose", "reversed_at"]
 
 S = TypeVar("S", bound=State)
-HandlerFunction: TypeAlias = Callable[..., State]
 UserHandler: TypeAlias = "Callable[[Any], State] | Callable[[Any, LoopStages], State]"
-
-
-@attrs.frozen
-class Handler:
-    """One function of an algorithm at one event."""
-
-    algorithm: str
-    function: HandlerFunction
-    when: Predicate | None
-    takes_stages: bool
-    # Its path in seeds, if it may draw from global generators; None: it draws from none.
-    path: tuple[str | int, ...] | None = None
 
 
 def _takes_stages(function: HandlerFunction, where: str) -> bool:

@@ -45,7 +45,7 @@ class FrozenDict(dict[K, V]):
     # have a tensor of it. True: code outside of the loop has, and may keep one. `readers`: what reads it now in other
     # threads, where no step may write with donate=True either (pure_loop/stages/workspace.py).
     # Of parameters that are leaves of autograd, which are a mapping as any other to code that goes through both:
-    # `origin`: the parameters whose memory they share. `frozen`: the names of those that need no gradient. `holder`:
+    # `origin`: the parameters that have the same memory. `frozen`: the names of those that need no gradient. `holder`:
     # between a forward and its backward, the module instance that the graph goes through (pure_loop/model/model.py).
     __slots__ = ("__weakref__", "frozen", "holder", "lent", "origin", "readers")
 
@@ -132,9 +132,9 @@ def _not_there(key: object, mapping: FrozenDict[Any, Any]) -> str:
 
     near = nearest(key, names) if isinstance(key, str) else None
     meant = f" (did you mean {near!r}?)" if near is not None else ""
-    shown = ", ".join(map(repr, names[:_SHOWN])) + (f", ... {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    listed = ", ".join(map(repr, names[:_SHOWN])) + (f", ... {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     labels = all(isinstance(value, FrozenDict) for value in mapping.values())
-    return f"{key!r} is not here{meant}; there are {shown}." + (f" {_ABOUT_FIELDS}." if labels else "")
+    return f"{key!r} is not here{meant}; there are {listed}." + (f" {_ABOUT_FIELDS}." if labels else "")
 
 
 def _flatten(value: FrozenDict[str, Any]) -> tuple[Sequence[object], object, Sequence[str]]:
@@ -211,7 +211,7 @@ for _name in (*_COMPARISONS, *_CONVERSIONS, *_OF_ONE, *_BINARY):
 
 
 class Overwritten(_Refusing, FrozenDict[Any, Any]):
-    """In the place of a mapping to whose tensors a step has written."""
+    """In the place of a mapping, after a step has written to its tensors."""
 
     __slots__ = ()
 

@@ -37,8 +37,8 @@ def map_present(
     if not present:
         return FrozenDict(grads)
     tensors = list(present.values())
-    new = _on_values(function, tensors) if any(map(_is_sparse, tensors)) else map_local(function, tensors)
-    changed: FrozenDict[str, Tensor | None] = FrozenDict(zip(present, new, strict=True))
+    results = _on_values(function, tensors) if any(map(_is_sparse, tensors)) else map_local(function, tensors)
+    changed: FrozenDict[str, Tensor | None] = FrozenDict(zip(present, results, strict=True))
     return changed if len(changed) == len(grads) else FrozenDict((name, changed.get(name)) for name in grads)
 
 
@@ -49,7 +49,9 @@ def _on_values(function: Callable[[list[Tensor]], list[Tensor]], tensors: list[T
     """A function of a list of tensors, applied to the numbers that sparse ones among them hold."""
     tensors = [tensor.coalesce() if tensor.is_sparse else tensor for tensor in tensors]
     values = function([tensor.values() if tensor.is_sparse else tensor for tensor in tensors])
-    return [_with_values(tensor, new) if tensor.is_sparse else new for tensor, new in zip(tensors, values, strict=True)]
+    return [
+        _with_values(tensor, part) if tensor.is_sparse else part for tensor, part in zip(tensors, values, strict=True)
+    ]
 
 
 def _with_values(coalesced: Tensor, values: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ def _with_values(coalesced: Tensor, values: Tensor) -> Tensor:
     )
 
 
-def in_dtypes_of(tensors: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+def in_dtypes_of(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
     """``new`` in the dtypes of ``tensors``: of two tensors of shape () the wider dtype is that of their product.
 
     >>> tensors = [torch.tensor(1.0, dtype=torch.bfloat16)]
@@ -68,7 +70,7 @@ def in_dtypes_of(tensors: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tenso
     """
     return [
         result if result.dtype is tensor.dtype else result.to(tensor.dtype)
-        for result, tensor in zip(new, tensors, strict=True)
+        for result, tensor in zip(results, tensors, strict=True)
     ]
 
 
@@ -104,13 +106,13 @@ def inner_product(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]
     tensor(11.)
     """
     present = [(tensor, b.get(name)) for name, tensor in a.items() if tensor is not None]
-    pairs = [(one, other) for one, other in present if other is not None]
+    pairs = [(left, right) for left, right in present if right is not None]
     if not pairs:
         return torch.zeros(())
-    local = [(local_tensor(one), local_tensor(other)) for one, other in pairs]
-    parts = [(_wide(one) * _wide(other).conj()).sum().real for one, other in local]
+    local = [(local_tensor(left), local_tensor(right)) for left, right in pairs]
+    parts = [(_wide(left) * _wide(right).conj()).sum().real for left, right in local]
     total = torch.stack([part.to(parts[0]) for part in parts]).sum()
-    return sum_over_shards(total, next((one for one, _ in pairs if is_sharded(one)), total))
+    return sum_over_shards(total, next((left for left, _ in pairs if is_sharded(left)), total))
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -190,7 +192,8 @@ def clip_by_value(grads: Mapping[str, Tensor | None], max_value: float) -> Froze
         # x - x is 0, and NaN where x is infinite.
         result = torch._foreach_add(clamped, torch._foreach_sub(real, real))
         return [
-            torch.view_as_complex(new) if each.is_complex() else new for new, each in zip(result, present, strict=True)
+            torch.view_as_complex(part) if source.is_complex() else part
+            for part, source in zip(result, present, strict=True)
         ]
 
     return map_present(clamp, grads)
@@ -216,14 +219,14 @@ def clip_adaptively(
     vectors = [name for name, g in grads.items() if g is not None and g.ndim < 2 and is_sharded(g)]
     both = [*(params[name] for name in vectors), *(cast("Tensor", grads[name]) for name in vectors)]
     lengths = norms_of(both)
-    known = dict(zip(vectors, zip(lengths[: len(vectors)], lengths[len(vectors) :], strict=True), strict=True))
+    norms = dict(zip(vectors, zip(lengths[: len(vectors)], lengths[len(vectors) :], strict=True), strict=True))
 
     def clip(name: str, gradient: Tensor) -> Tensor:
         if gradient.is_sparse:
             dense, gradient = clip(name, gradient.to_dense()), gradient.coalesce()
             return _with_values(gradient, dense[tuple(gradient.indices())])
-        if name in known:
-            size, norm = known[name]
+        if name in norms:
+            size, norm = norms[name]
         else:
             size, norm = _unit_norm(local_tensor(params[name]).detach()), _unit_norm(local_tensor(gradient))
         limit = clipping * size.clamp(min=eps)

@@ -105,14 +105,14 @@ def with_part(batch: Any, key: BatchKey, value: Any) -> Any:
     if isinstance(batch, tuple):
         return batch._replace(**{str(key): value})  # type: ignore[attr-defined]
     if isinstance(batch, list | Mapping) or hasattr(batch, "__setitem__"):
-        new = copy.copy(batch)
-        new[key] = value
-        return new
+        result = copy.copy(batch)
+        result[key] = value
+        return result
     name = str(key)
     if attrs.has(type(batch)):
         return attrs.evolve(batch, **{name.lstrip("_"): value})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return dataclasses.replace(batch, **{name: value})
-    new = copy.copy(batch)
-    setattr(new, name, value)
-    return new
+    result = copy.copy(batch)
+    setattr(result, name, value)
+    return result

@@ -13,24 +13,14 @@ from pure_loop._internal.arguments import accepts, name_of
 from pure_loop._internal.tree_ops import alone_on_rank
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.callback import Callback, Logger, LoggerGroup, Run
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CallbackReturnError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event, nearest_event
-from pure_loop.random.guards import is_users
+from pure_loop.hooks import Observer
+from pure_loop.random.authors import is_users
 from pure_loop.random.seeds import derive, seeded_apart
 from pure_loop.state import State
 
-__all__ = ["Observer", "bind_callbacks", "observers", "refuse_return"]
-
-
-@attrs.frozen
-class Observer:
-    """One callback at one event; ``records`` is that of the callback."""
-
-    name: str
-    observe: Callable[[Event, State], object]
-    records: bool = False
-    # Its path in seeds, if it may draw from global generators; None: it draws from none.
-    path: tuple[str | int, ...] | None = None
+__all__ = ["bind_callbacks", "observers"]
 
 
 def _alone(observer: Observer) -> Observer:
@@ -88,7 +78,7 @@ def _calling(method: Callable[[State, LoggerGroup], object], logger: LoggerGroup
 
 
 def _refuse_near_misses(callback: Callback) -> None:
-    """Refuse a method for an event whose name is almost that of one: it would silently never be called."""
+    """Refuse a method with almost the name of an event: it would silently never be called."""
     names = {event.value for event in Event}
     methods = [name for name, _ in inspect.getmembers(type(callback), inspect.isroutine)]
     for name in [*methods, *getattr(callback, "__dict__", ())]:
@@ -214,14 +204,3 @@ def _listed(value: Any, argument: str) -> list[Any]:
                 "(event, state)."
             )
     return items
-
-
-def refuse_return(value: object, name: str, event: Event) -> None:
-    """
-    Raises:
-        CallbackReturnError: always; a callback returned something.
-    """
-    raise CallbackReturnError(
-        f"callback {name} returned {type(value).__name__} at {event.name}. Callbacks observe and return nothing; what "
-        "changes training is an algorithm: @pl.algorithm(Event...) on a function State -> State."
-    )

@@ -162,7 +162,7 @@ class State(Record):
         loss: the microbatch's loss from AFTER_LOSS to AFTER_BACKWARD, the whole batch's at
             AFTER_TRAIN_BATCH and BATCH_END; a tensor, or a dict with the key ``total``.
         grads: gradients accumulated so far; complete, unscaled and clipped at AFTER_TRAIN_BATCH. Before, at
-            AFTER_BACKWARD, they are sums whose factors (weights, loss scale) are still to be divided by.
+            AFTER_BACKWARD, they are sums, still to be divided by their factors (weights, loss scale).
         grad_norm: at AFTER_TRAIN_BATCH and BATCH_END the global norm of these gradients, those of the whole batch on
             all ranks, unscaled and before clipping; shape (). It is computed for ``clip_grad=`` with a number, and for
             callbacks with ``needs_grad_norm = True`` (``GradMonitor``); else None.
@@ -324,12 +324,12 @@ class State(Record):
                     values[name] = value
                 else:
                     raise ArgumentError(_no_field(type(self), name))
-            state = copier(self.__class__, *values)(self, *values.values())
+            state = with_fields(self, **values)
             if "model" in changes and isinstance(state.model, ModelDef):  # what is none is refused where it is trained
                 state = sort_by_model(state, self.model)
             elif not _KNOWN_BY_NAME.isdisjoint(changes):
                 state = _in_order(state)
-            return state  # type: ignore[no-any-return]
+            return state
 
     __replace__ = replace
 
@@ -352,8 +352,8 @@ class State(Record):
         (1, 8, 0)
         """
         samples, tokens = check_integer("samples", samples, least=0), check_integer("tokens", tokens, least=0)
-        now = self.timestamp.next_batch(samples, tokens, check_number("seconds", seconds, least=0))
-        return self.replace(timestamp=now, previous_timestamp=self.timestamp)
+        timestamp = self.timestamp.next_batch(samples, tokens, check_number("seconds", seconds, least=0))
+        return self.replace(timestamp=timestamp, previous_timestamp=self.timestamp)
 
     def has_ended(self) -> bool:
         """Whether training ends at this boundary: an algorithm stopped it, or ``max_duration`` is reached.
@@ -494,7 +494,7 @@ class State(Record):
 
 
 def lend(mapping: object) -> None:
-    """Note on a mapping of a State, and on that whose memory it shares, that code outside of the loop has read it.
+    """Note on a mapping of a State, and on that with which it shares memory, that code outside of the loop has read it.
 
     That code may keep what is in it.
     """
@@ -626,8 +626,8 @@ def sort_by_model(state: S, before: ModelDef | None = None) -> S:
     """
     state = _in_order(state)
     wanted, were = order_of(state.model), None if before is None else order_of(before)
-    kept = state.algorithm_state if were is None else reordered(state.algorithm_state, wanted, were)
-    return with_fields(state, opt_state=reordered(raw_opt_state(state), wanted, were), algorithm_state=kept)
+    memories = state.algorithm_state if were is None else reordered(state.algorithm_state, wanted, were)
+    return with_fields(state, opt_state=reordered(raw_opt_state(state), wanted, were), algorithm_state=memories)
 
 
 _ENDS = events_between(Event.BATCH_END, Event.EPOCH_CHECKPOINT)
@@ -661,7 +661,8 @@ at_event = _OfClass(lambda cls: copier(cls, "event", "position"))
 
 def seal(state: S, event: Event) -> S:
     """The State of an event."""
-    return at_event[type(state)](state, event, position_at(event, state))  # type: ignore[no-any-return]
+    sealed: S = at_event[type(state)](state, event, position_at(event, state))
+    return sealed
 
 
 def position_at(event: Event, state: State) -> Event | None:
@@ -681,19 +682,23 @@ def setter(*fields: str, without: tuple[str, ...] = ()) -> Mapping[type, Callabl
 
 def device_of(state: State) -> torch.device:
     """Where the parameters of a State are."""
-    params: Any = raw_params(state)
+    params = raw_params(state)
     # Leaves are made at the first access, and this is none.
-    return next(iter(getattr(params, "origin", params).values())).device  # type: ignore[no-any-return]
+    tensor: Tensor = next(iter(getattr(params, "origin", params).values()))
+    return tensor.device
 
 
 def with_fields(state: S, /, **fields: object) -> S:
     """A State with these fields, by the names of slots: ``_grads``; nothing is converted or checked."""
-    return copier(type(state), *fields)(state, *fields.values())  # type: ignore[arg-type, no-any-return]
+    cls: Any = type(state)
+    copy: Callable[..., S] = copier(cls, *fields)
+    return copy(state, *fields.values())
 
 
 def outside_batch(state: S) -> S:
     """The State without an event and without what belongs to a batch."""
-    return _outside[type(state)](state)  # type: ignore[no-any-return]
+    outside: S = _outside[type(state)](state)
+    return outside
 
 
 def _no_field(cls: type, name: str) -> str:
@@ -743,7 +748,7 @@ for _name, _place in _ELSEWHERE.items():
 
 
 def refuse_misfit(state: State) -> None:
-    """Refuse a State whose tensors don't fit its model.
+    """Refuse a State with tensors that don't fit its model.
 
     Raises:
         ResumeError: names the leaf, what the model has and what the State has.

@@ -63,10 +63,10 @@ _EXAMPLES = {
 
 
 def _forms(units: Iterable[TimeUnit]) -> str:
-    *others, last = (_EXAMPLES[unit] for unit in units)
-    forms = f"{', '.join(others)}, or {last}" if others else last
+    *units_before, last = (_EXAMPLES[unit] for unit in units)
+    forms = f"{', '.join(units_before)}, or {last}" if units_before else last
     # An int counts epochs, also where those are refused.
-    return f"write {forms}" + ("; an int counts epochs" if others else "")
+    return f"write {forms}" + ("; an int counts epochs" if units_before else "")
 
 
 _FORMS = _forms(TimeUnit)
@@ -175,16 +175,16 @@ class Time:
     def in_a_call(self) -> str:
         return repr(str(self))
 
-    def _like(self, other: object, verb: str) -> Time:
-        if not isinstance(other, (Time, str)):
-            raise ArgumentTypeError(f"can't {verb} {self} and {other!r}; write a Time or a text such as {str(self)!r}")
-        other = Time.parse(other)
-        if other.unit is not self.unit:
+    def _like(self, value: object, verb: str) -> Time:
+        if not isinstance(value, (Time, str)):
+            raise ArgumentTypeError(f"can't {verb} {self} and {value!r}; write a Time or a text such as {str(self)!r}")
+        value = Time.parse(value)
+        if value.unit is not self.unit:
             raise ArgumentError(
-                f"can't {verb} {self} and {other}: only a Timestamp has both {_plural(self.unit)} and "
-                f"{_plural(other.unit)}: timestamp.get({self.unit.value!r}), timestamp >= {str(other)!r}"
+                f"can't {verb} {self} and {value}: only a Timestamp has both {_plural(self.unit)} and "
+                f"{_plural(value.unit)}: timestamp.get({self.unit.value!r}), timestamp >= {str(value)!r}"
             )
-        return other
+        return value
 
 
 def _whole(value: object) -> int:
@@ -254,8 +254,8 @@ def _meant(text: str) -> str | None:
 
 def _in_our_units(result: re.Match[str]) -> str:
     number, word = result.groups()
-    one = word.removesuffix("s") if len(word) > 2 else word
-    return number + _WORDS.get(one, one)
+    singular = word.removesuffix("s") if len(word) > 2 else word
+    return number + _WORDS.get(singular, singular)
 
 
 def read_time(value: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
@@ -282,8 +282,8 @@ def read_interval(value: object, name: str, units: Iterable[TimeUnit] = TimeUnit
     """
     interval = read_time(value, name, units)
     if not interval and isinstance(value, str | Time):
-        shown = str(value)
-        raise ArgumentError(f"{name}={shown!r}: an interval is longer than 0; to say never, write {name}=0.")
+        text = str(value)
+        raise ArgumentError(f"{name}={text!r}: an interval is longer than 0; to say never, write {name}=0.")
     return interval
 
 
@@ -505,16 +505,16 @@ class Timestamp(Record):
 
     def __repr__(self) -> str:
         fields = ((field.name, getattr(self, field.name)) for field in attrs.fields(type(self)))
-        shown = [f"{name}={value!r}" for name, value in fields if value or name in ("epoch", "batch")]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        parts = [f"{name}={value!r}" for name, value in fields if value or name in ("epoch", "batch")]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def __ge__(self, other: Time | str) -> bool:
         time = self._time(other)
         return NotImplemented if time is None else self.get(time.unit) >= time.value
 
     @staticmethod
-    def _time(other: object) -> Time | None:
-        return Time.parse(other) if isinstance(other, (Time, str)) else None
+    def _time(value: object) -> Time | None:
+        return Time.parse(value) if isinstance(value, (Time, str)) else None
 
 
 def in_batches(timestamp: Timestamp, length: int) -> int:

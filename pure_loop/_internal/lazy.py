@@ -7,29 +7,37 @@ package imports the same names under ``TYPE_CHECKING`` as well.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from pure_loop._internal.hints import hint
+from pure_loop._internal.records import set_class
+from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import MissingExtraError
 
 __all__ = ["lazily", "require"]
 
 
-def lazily(package: str, names: Mapping[str, str | None]) -> Callable[[str], Any]:
+def lazily(
+    package: str, modules: Mapping[str, Iterable[str]], names: Iterable[str] = (), submodules: Collection[str] = ()
+) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package.
 
     Args:
         package: its ``__name__``.
-        names: each name, and the module that has it; None for a name that is itself a module of the package.
+        modules: by module of the package, the names that it has.
+        names: all names; those of no such module stand in a module of their own name.
+        submodules: names of modules of the package.
     """
-    functions = frozenset(name for name, module in names.items() if module == f"{package}.{name}")
+    places = {name: name for name in names} | {name: module for module, listed in modules.items() for name in listed}
+    functions = frozenset(name for name, module in places.items() if name == module)
 
     class Package(ModuleType):
         """Importing ``optim/sgd.py`` would put the module where the function of that name belongs."""
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             named_alike = name in functions and isinstance(value, ModuleType)
             super().__setattr__(name, getattr(value, name) if named_alike else value)
 
@@ -37,17 +45,14 @@ def lazily(package: str, names: Mapping[str, str | None]) -> Callable[[str], Any
             # cloudpickle knows how to send plain modules to another process, and not their subclasses.
             return import_module, (self.__name__,)
 
-    module = sys.modules[package]
-    module.__class__ = Package
+    module = set_class(sys.modules[package], Package)
 
     def get(name: str) -> Any:
-        try:
-            where = names[name]
-        except KeyError:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{_instead(package, name)}") from None
-        if where is None:
+        if name in submodules:
             return import_module(f"{package}.{name}")
-        value = getattr(import_module(where), name)
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_instead(package, name)}")
+        value = getattr(import_module(f"{package}.{places[name]}"), name)
         setattr(module, name, value)
         return value
 
@@ -58,9 +63,6 @@ def _instead(package: str, name: str) -> str:
     """What to write instead, for an error; "" for names that Python itself looks up."""
     if name.startswith("__"):
         return ""
-    from pure_loop._internal.hints import hint  # only on the way to an error
-    from pure_loop._internal.suggestions import nearest
-
     text = hint(package, name)
     if text is not None:
         return f": {text}"

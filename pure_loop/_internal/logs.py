@@ -51,12 +51,12 @@ class Seldom:
 
     def warning(self, message: str, *values: object) -> bool:
         """Whether it was said."""
-        now = time.monotonic()
-        if self._said is not None and now - self._said < _SECONDS:
+        seconds = time.monotonic()
+        if self._said is not None and seconds - self._said < _SECONDS:
             self._left_out += 1
             return False
         more = f" ({self._left_out} more such messages since the last one)" if self._left_out else ""
-        self._said, self._left_out = now, 0
+        self._said, self._left_out = seconds, 0
         self._log.warning(message + more, *values)
         return True
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import attrs
 
-__all__ = ["Record", "copier"]
+__all__ = ["Record", "copier", "set_class"]
+
+T = TypeVar("T")
 
 
 class Record:
@@ -47,12 +49,12 @@ def copier(cls: Any, *fields: str, without: tuple[str, ...] = ()) -> Callable[..
     >>> copier(Point, "y")(Point(1, 2), 5)
     Point(x=1, y=5)
     """
-    kept = [field.name for field in attrs.fields(cls) if field.name not in (*fields, *without)]
+    unchanged = [field.name for field in attrs.fields(cls) if field.name not in (*fields, *without)]
     # No field has the name of another variable of the function: a class of the user's may have a field "draft".
     lines = [
         f"def copy(record{''.join(f', new_{name}' for name in fields)}):",
         "    draft = make_draft()",
-        *(f"    draft.{name} = record.{cls._slots_behind.get(name, name)}" for name in kept),
+        *(f"    draft.{name} = record.{cls._slots_behind.get(name, name)}" for name in unchanged),
         *(f"    draft.{name} = None" for name in without),
         *(f"    draft.{name} = new_{name}" for name in fields),
         "    draft.__class__ = cls",
@@ -67,7 +69,7 @@ def copier(cls: Any, *fields: str, without: tuple[str, ...] = ()) -> Callable[..
 
 @cache
 def draft_class(cls: type) -> type:
-    """A class of the same layout whose instances take assignments."""
+    """A class of the same layout with instances that take assignments."""
     namespace: dict[str, Any] = {
         "__setattr__": object.__setattr__,
         "__init__": object.__init__,
@@ -75,3 +77,12 @@ def draft_class(cls: type) -> type:
     if "__slots__" in vars(cls):
         namespace["__slots__"] = vars(cls)["__slots__"]
     return type(cls)(f"_{cls.__name__}Draft", (cls.__base__ or object,), namespace)
+
+
+def set_class(value: object, cls: type[T]) -> T:
+    """The object itself, of another class of the same layout from here on.
+
+    It keeps what it has, such as names of parameters, hooks and modes; and so does what refers to it.
+    """
+    value.__class__ = cls
+    return cast("T", value)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pure_loop._internal.records import set_class
 from pure_loop.algorithms._surgery import LayerFilter, with_layers
-from pure_loop.model.tree import set_class
 
 __all__ = ["with_low_precision"]
 

@@ -19,10 +19,10 @@ from typing import Annotated, TypeAlias, TypeGuard, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pure_loop._internal.records import set_class
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._surgery import copied, surgery
 from pure_loop.errors import ArgumentError, ModelError
-from pure_loop.model.tree import set_class
 from pure_loop.ranges import AtLeast, Flag, checked
 
 __all__ = ["apply_blurpool", "blurpool"]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pure_loop._internal.records import set_class
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._surgery import surgery, with_layers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
-from pure_loop.model.tree import set_class
 from pure_loop.ranges import checked
 
 __all__ = ["FeedForward", "apply_gated_linear_units", "gated", "gated_linear_units"]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pure_loop._internal.records import set_class
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._surgery import LayerFilter, surgery, with_layers
-from pure_loop.model.tree import set_class
 from pure_loop.ranges import AtLeast, checked
 
 __all__ = ["apply_ghost_batchnorm", "ghost_batchnorm"]

@@ -16,12 +16,12 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.records import set_class
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._spans import as_span
 from pure_loop.algorithms._surgery import LayerFilter, with_layers
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
-from pure_loop.model.tree import set_class
 from pure_loop.random import derive, generator
 from pure_loop.ranges import AtLeast, Between, checked
 from pure_loop.state import State

@@ -40,7 +40,7 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.batch import LoopStages
 from pure_loop.random import derive, seeded
-from pure_loop.random.guards import is_users
+from pure_loop.random.authors import is_users
 from pure_loop.ranges import Duration, checked
 from pure_loop.state import State
 from pure_loop.task import Task

@@ -13,9 +13,9 @@ from typing import Annotated, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pure_loop._internal.records import set_class
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._surgery import LayerFilter, chosen, copied, nothing_fits, surgery
-from pure_loop.model.tree import set_class
 from pure_loop.ranges import Above, AtLeast, checked
 
 __all__ = ["apply_weight_standardization", "bake", "standardized", "weight_standardization"]

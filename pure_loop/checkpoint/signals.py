@@ -17,10 +17,10 @@ from typing import TypeAlias
 from pure_loop._internal.frames import callers, frame_at
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.suggestions import nearest
-from pure_loop.callback import Run
-from pure_loop.data.source import ITERATOR_MADE, is_loading
+from pure_loop.callback import LastBoundary, Run
+from pure_loop.data.passes import ITERATOR_MADE
+from pure_loop.data.source import is_loading
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.loop.call import LastBoundary
 
 __all__ = ["HeldSignals", "SignalLike", "any_came", "read_signals", "signal_name"]
 

@@ -13,7 +13,7 @@ from pure_loop.compile.numbers import Env
 from pure_loop.compile.segment import Ended, PerBatch, Run, Traced, at
 from pure_loop.compile.segments import BEFORE_GRADIENTS, OF_MICROBATCHES, Segments
 from pure_loop.compile.stages import UPDATE_BAD, update
-from pure_loop.data.source import END
+from pure_loop.data.group import END
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages, gradients

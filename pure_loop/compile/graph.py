@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.algorithm import Handler
 from pure_loop.compile.connected import Connection, differentiate
 from pure_loop.compile.lowering import Compiled, compile_function
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
@@ -30,8 +29,9 @@ from pure_loop.compile.trees import (
     rebuild,
     tensors_of,
 )
-from pure_loop.data.batch import _leaves
+from pure_loop.data.batch import leaves
 from pure_loop.event import Event
+from pure_loop.hooks import Handler
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import apply
 from pure_loop.random.guards import Place
@@ -297,8 +297,8 @@ def _with_graphs(following: NextState) -> dict[int, Tensor]:
 
 def _refuse_closed(values: tuple[Any, ...], value: tuple[Any, ...]) -> None:
     """Refuse what would be for ever what it was while the graph was made; what was given passes."""
-    known = {id(leaf) for _, leaf in _leaves(value)}
-    for _, leaf in _leaves(values):
+    known = {id(leaf) for _, leaf in leaves(value)}
+    for _, leaf in leaves(values):
         if isinstance(leaf, Tensor) or id(leaf) in known:
             continue
         if isinstance(leaf, Number):

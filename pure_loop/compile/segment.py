@@ -33,7 +33,7 @@ from pure_loop.compile.trees import (
     tensors_of,
     walk,
 )
-from pure_loop.data.batch import _leaves
+from pure_loop.data.batch import leaves
 from pure_loop.errors import CompileError
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.loop.batch import LoopStages
@@ -432,8 +432,9 @@ def _about(guard: Guard) -> str:
 
 
 def _too_many_values(name: str, per_batch: PerBatch, env: Env) -> Untraceable:
-    leaves = [result for value in per_batch if value is not None and not is_number(value) for result in _leaves(value)]
-    what = ", ".join(f"{path} is {leaf!r:.40}" for path, leaf in leaves if not isinstance(leaf, Tensor | None))
+    values = [value for value in per_batch if value is not None and not is_number(value)]
+    pairs = [pair for value in values for pair in leaves(value)]
+    what = ", ".join(f"{path} is {leaf!r:.40}" for path, leaf in pairs if not isinstance(leaf, Tensor | None))
     return Untraceable(
         f"{MOST_DECISIONS} graphs of the segment {name!r} differ only in what a batch holds besides tensors, and batch "
         f"{env.timestamps[1].batch} would need one more: {what}. A graph holds it for ever. Make it a tensor "

@@ -14,7 +14,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop.algorithm import Handler
 from pure_loop.compile.draws import Group
 from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.refusals import (
@@ -31,6 +30,7 @@ from pure_loop.compile.refusals import (
 from pure_loop.compile.tracing import Tracing
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.hooks import Handler
 from pure_loop.loop.batch import LoopStages
 from pure_loop.precision import LossScale
 from pure_loop.random.guards import Place

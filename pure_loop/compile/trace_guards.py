@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pure_loop._internal.frames import frame_at, variable
-from pure_loop._internal.profiling import calls_watched
+from pure_loop._internal.frames import calls_watched, frame_at, variable
 from pure_loop._internal.torch_private import WRAPPER_OF_FUNCTIONS
 from pure_loop.random.seeds import seeds_hosts
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.data.batch import _open, map_tensors
+from pure_loop.data.batch import map_tensors, open_node
 from pure_loop.errors import PureLoopError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
@@ -211,10 +211,10 @@ def walk(value: Any, *, by_value: bool = True) -> Any:
     plain = _plain(value)
     if plain is not None:
         return type(value), tuple(value) if isinstance(value, dict) else (), tuple(map(describe, plain))
-    node = _open(value)
+    node = open_node(value)
     if node is None:
         return _leaf_key(value) if by_value else type(value)
-    return type(value), tuple(node[1]), tuple([walk(item, by_value=by_value) for item in node[0]])
+    return type(value), tuple(node.names), tuple([walk(item, by_value=by_value) for item in node.children])
 
 
 def rebuild(template: Any, tensors: Iterator[Tensor]) -> Any:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Literal
+from typing import Literal
 
-from pure_loop.data.source import Iterated, Listed, OneShot, Share, Source, assigns_in_iter
+from pure_loop.data.changes import writes_attributes
+from pure_loop.data.group import Share
+from pure_loop.data.source import Iterated, Listed, OneShot, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["source"]
 
 
 def source(
-    dataloader: Any,
+    dataloader: object,
     *,
     seed: int,
     stream: str,
@@ -59,7 +61,7 @@ def source(
     return result
 
 
-def _kind(loader: Any) -> type[Source]:
+def _kind(loader: object) -> type[Source]:
     name = type(loader).__name__
     # A DataLoader can only exist if torch.utils.data is imported, which takes longer than importing this package.
     if "torch.utils.data" in sys.modules:
@@ -75,7 +77,7 @@ def _kind(loader: Any) -> type[Source]:
         )
     if isinstance(loader, Sequence) or (hasattr(loader, "__getitem__") and not hasattr(loader, "__iter__")):
         return Listed
-    if isinstance(loader, Iterator) and not assigns_in_iter(loader):
+    if isinstance(loader, Iterator) and not writes_attributes(type(loader), "__iter__"):
         return OneShot
     if isinstance(loader, Iterable):
         return Iterated

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Parallel", "mean", "rank", "shard_like", "world_size"]
 
 
-__getattr__ = _lazily(__name__, {"mean": "pure_loop.distributed.scripts"})
+__getattr__ = _lazily(__name__, {"scripts": ["mean"]})
 
 
 def __dir__() -> list[str]:

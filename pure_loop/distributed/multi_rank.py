@@ -18,7 +18,8 @@ from pure_loop._internal.pytree import NAMESPACE, Batch, PyTree
 from pure_loop._internal.tree_ops import are_sharded, full_tensor, is_sharded
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data.batch import map_tensors, to_device
-from pure_loop.data.source import END, Part, Source
+from pure_loop.data.group import END, Part
+from pure_loop.data.source import Source
 from pure_loop.distributed._meshes import on_usable_mesh
 from pure_loop.distributed._rendezvous import named
 from pure_loop.distributed.parallel import Parallel

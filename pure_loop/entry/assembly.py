@@ -11,8 +11,9 @@ from contextlib import nullcontext
 
 import attrs
 
+from pure_loop.callback import LastBoundary
 from pure_loop.callback import Run as BoundRun
-from pure_loop.data.batch import num_tokens
+from pure_loop.data.samples import num_tokens
 from pure_loop.entry.deterministic import stream_of
 from pure_loop.entry.plan import Plan
 from pure_loop.entry.record import new_run_name, noted_run_name, recorded_run_name
@@ -20,13 +21,14 @@ from pure_loop.entry.resume import loading
 from pure_loop.entry.schedule_checks import counted_in, of_fit, refuse_no_iterations
 from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
-from pure_loop.loop.call import Fit, LastBoundary
+from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import drive
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.observer import bind_callbacks
-from pure_loop.random.guards import guard, is_users
+from pure_loop.random.authors import is_users
+from pure_loop.random.guards import guard
 from pure_loop.time import TimeUnit
 
 __all__ = ["Assembly", "assemble", "start"]

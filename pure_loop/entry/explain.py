@@ -24,7 +24,8 @@ from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.plan import Plan
 from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
-from pure_loop.observer import Observer, observers
+from pure_loop.hooks import Observer
+from pure_loop.observer import observers
 from pure_loop.progress import words as _words
 from pure_loop.stages.references import counting_doubt
 from pure_loop.stages.sizes import found_size

@@ -25,10 +25,11 @@ from pure_loop.entry.start import Start, first_state
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator, bind_evaluators, refuse_empty, with_own_tasks
 from pure_loop.event import Event
+from pure_loop.hooks import Observer
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Strategy
 from pure_loop.loop.training import Eager
-from pure_loop.observer import Observer, observers
+from pure_loop.observer import observers
 from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages
 from pure_loop.stages.engine import Engine

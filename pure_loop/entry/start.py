@@ -24,7 +24,8 @@ from pure_loop.event import Event
 from pure_loop.model.checks import refuse_untrainable
 from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
-from pure_loop.random.guards import guard, is_users
+from pure_loop.random.authors import is_users
+from pure_loop.random.guards import guard
 from pure_loop.stages.engine import Engine
 from pure_loop.state import POSITIONS, State, refuse_misfit, sort_by_model
 from pure_loop.task import Task

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, PyTree
-from pure_loop.algorithm import Algorithm, HandlerFunction
+from pure_loop.algorithm import Algorithm
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.hooks import HandlerFunction
 from pure_loop.metrics._base import Metric, updated
 from pure_loop.stages.loss import measured_loss, weighed_loss
 from pure_loop.state import State

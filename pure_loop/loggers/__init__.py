@@ -47,18 +47,19 @@ if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
         {
-            "CSVLogger": "pure_loop.loggers.csv_file",
-            "CometMLLogger": "pure_loop.loggers.comet_ml",
-            "ConsoleLogger": "pure_loop.loggers.console",
-            "InMemoryLogger": "pure_loop.loggers.in_memory",
-            "JSONLinesLogger": "pure_loop.loggers.json_lines",
-            "MLFlowLogger": "pure_loop.loggers.mlflow",
-            "NeptuneLogger": "pure_loop.loggers.neptune",
-            "RemoteUploader": "pure_loop.loggers.remote_uploader",
-            "SlackLogger": "pure_loop.loggers.slack",
-            "TensorBoardLogger": "pure_loop.loggers.tensorboard",
-            "WandBLogger": "pure_loop.loggers.wandb",
+            "comet_ml": ("CometMLLogger",),
+            "console": ("ConsoleLogger",),
+            "csv_file": ("CSVLogger",),
+            "in_memory": ("InMemoryLogger",),
+            "json_lines": ("JSONLinesLogger",),
+            "mlflow": ("MLFlowLogger",),
+            "neptune": ("NeptuneLogger",),
+            "remote_uploader": ("RemoteUploader",),
+            "slack": ("SlackLogger",),
+            "tensorboard": ("TensorBoardLogger",),
+            "wandb": ("WandBLogger",),
         },
+        __all__,
     )
 
 

@@ -8,9 +8,9 @@ from typing import TypeAlias
 import attrs
 from torch import Tensor
 
-from pure_loop.algorithm import Handler
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event, events_between
+from pure_loop.hooks import Handler
 from pure_loop.loop.driver import Script, run_to_end
 from pure_loop.stages import Stages
 from pure_loop.state import Loss, State, raw_loss, setter, with_fields

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from pure_loop._internal.pytree import Batch
+from pure_loop.callback import LastBoundary
 from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import BoundEvaluator
@@ -18,7 +19,7 @@ from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.time import Time
 
-__all__ = ["Feed", "Fit", "Graphs", "LastBoundary", "Stopwatch", "Strategy"]
+__all__ = ["Feed", "Fit", "Graphs", "Stopwatch", "Strategy"]
 
 
 # Of which a sum of many stays finite, and which are 30 million years.
@@ -47,34 +48,19 @@ class Stopwatch:
         """The seconds since the last lap; 0 where the clock was set back."""
         value: Any = self._clock()
         try:
-            now = float(value)
+            time = float(value)
         except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentTypeError(
                 f"clock returned {value!r:.60} of type {type(value).__name__}: fit(clock=...) is a function that "
                 "returns seconds as a float, such as time.monotonic."
             ) from error
-        if not abs(now) < _MOST_SECONDS:
+        if not abs(time) < _MOST_SECONDS:
             raise ArgumentError(
-                f"clock returned {now}: fit(clock=...) is a function that returns seconds as a finite float below "
+                f"clock returned {time}: fit(clock=...) is a function that returns seconds as a finite float below "
                 f"{_MOST_SECONDS:g}, such as time.monotonic."
             )
-        seconds, self.last = now - self.last, now
+        seconds, self.last = time - self.last, time
         return max(0.0, seconds)
-
-
-@attrs.define
-class LastBoundary:
-    """The State of the last boundary, for as long as no step writes to it.
-
-    Attributes:
-        state: a ``CheckpointSaver`` puts it here at a boundary, the loop at the start of evaluations; the loop takes it
-            out as soon as the next batch is loaded. None: a batch is under way, or nothing saves.
-        evaluated: of evaluations since the last batch the States at EVAL_START, with the weights that were measured, by
-            the labels of their evaluators, the last one last: callbacks that save them put them here.
-    """
-
-    state: State | None = None
-    evaluated: dict[str, State] = attrs.field(factory=dict)
 
 
 class Feed(Protocol):

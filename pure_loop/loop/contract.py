@@ -33,55 +33,57 @@ from pure_loop.state import (
 __all__ = ["check_returned"]
 
 
-def check_returned(new: Any, old: State, name: str, event: Event) -> State:
+def check_returned(returned: object, old: State, name: str, event: Event) -> State:
     """What an algorithm returned, with its events and mappings in order; or the error that says what is wrong."""
-    if type(new) is not type(old):
-        _refuse_type(new, type(old), name, event)
-    if new.event is not event:
-        if new.event is not None:
-            other = new.event.name if isinstance(new.event, Event) else repr(new.event)
+    if type(returned) is not type(old):
+        _refuse_type(returned, type(old), name, event)
+    result = returned
+    if result.event is not event:
+        if result.event is not None:
+            event_name = result.event.name if isinstance(result.event, Event) else repr(result.event)
             raise AlgorithmStructureError(
-                f"algorithm {name!r} at {event.name} returned a State of {other}: it returned a State that it "
+                f"algorithm {name!r} at {event.name} returned a State of {event_name}: it returned a State that it "
                 "had kept, or changed state.event. Return state.replace(...) of its argument."
             )
-        new = new.replace(event=event)
-    if new.timestamp is not old.timestamp and new.timestamp != old.timestamp:
+        result = result.replace(event=event)
+    if result.timestamp is not old.timestamp and result.timestamp != old.timestamp:
         _refuse_field("timestamp", name, event, "only the loop counts")
-    if new.previous_timestamp is not old.previous_timestamp or new.position is not old.position:
+    if result.previous_timestamp is not old.previous_timestamp or result.position is not old.position:
         _refuse_field("previous_timestamp or position", name, event, "only the loop counts")
-    if new.seed != old.seed:
+    if result.seed != old.seed:
         _refuse_field("seed", name, event, "derive seeds of your own: pl.random.derive(state.seed, ...)")
-    if new.frozen is not old.frozen and new.frozen != old.frozen:
-        _refuse_frozen(new, name, event)
-    if new.model is not old.model:
+    if result.frozen is not old.frozen and result.frozen != old.frozen:
+        _refuse_frozen(result, name, event)
+    if result.model is not old.model:
         if event is not Event.INIT:
             _refuse_field("model", name, event, "model surgery is done at INIT, with state.with_module(module)")
-        if not isinstance(new.model, ModelDef):
-            what = f"to a {type(new.model).__name__}"
+        model: object = result.model
+        if not isinstance(model, ModelDef):
+            what = f"to a {type(model).__name__}"
             _refuse_field(f"model {what}", name, event, "it is the structure alone; write state.with_module(module)")
-        refuse_misfit(new)
-        return new  # type: ignore[no-any-return]
-    _refuse_ill_typed(new, old, name, event)
-    _refuse_mistimed(new, old, name, event)
-    if raw_params(new) is not raw_params(old):
+        refuse_misfit(result)
+        return result
+    _refuse_ill_typed(result, old, name, event)
+    _refuse_mistimed(result, old, name, event)
+    if raw_params(result) is not raw_params(old):
         if are_leaves(raw_params(old)):
             raise AlgorithmStructureError(
                 f"algorithm {name!r} replaced params at {event.name}, between the forward and the backward of a "
                 "microbatch: the loss is a function of the old ones. Replace params at BEFORE_FORWARD or earlier, "
                 "or from AFTER_BACKWARD on."
             )
-        new = _same_tensors("params", new, raw_params(new), raw_params(old), name, event)
-    if new.buffers is not old.buffers:
-        new = _same_tensors("buffers", new, new.buffers, old.buffers, name, event)
-    if raw_opt_state(new) is not raw_opt_state(old):
-        new = _same_structure(new, raw_opt_state(new), raw_opt_state(old), name, event)
-    grads = new._grads
+        result = _same_tensors("params", result, raw_params(result), raw_params(old), name, event)
+    if result.buffers is not old.buffers:
+        result = _same_tensors("buffers", result, result.buffers, old.buffers, name, event)
+    if raw_opt_state(result) is not raw_opt_state(old):
+        result = _same_structure(result, raw_opt_state(result), raw_opt_state(old), name, event)
+    grads = result._grads
     if grads is None and event is not Event.BATCH_END and old._grads not in (None, NOT_READY):
         _refuse_field("grads to None", name, event, "the step needs them; to skip it, multiply them by 0")
     if grads is not old._grads and grads is not None and grads is not NOT_READY:
         reference = FrozenDict((key, raw_params(old)[key]) for key in old.model.trainable)
-        new = _same_tensors("grads", new, grads, reference, name, event)
-    return new  # type: ignore[no-any-return]
+        result = _same_tensors("grads", result, grads, reference, name, event)
+    return result
 
 
 # What is needed to resume from these events.
@@ -94,18 +96,18 @@ _OF_THE_LOSS = frozenset({Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_B
 _DIFFERENTIATED = frozenset({Event.AFTER_LOSS, Event.BEFORE_BACKWARD})
 
 
-def _refuse_ill_typed(new: Any, old: State, name: str, event: Event) -> None:
+def _refuse_ill_typed(result: Any, old: State, name: str, event: Event) -> None:
     """Refuse here what would fail later, where the algorithm could no longer be named."""
-    if raw_loss(new) is not raw_loss(old) and event in _OF_THE_LOSS:
-        _refuse_loss(new, old, name, event)
+    if raw_loss(result) is not raw_loss(old) and event in _OF_THE_LOSS:
+        _refuse_loss(result, old, name, event)
     needed = _NEEDED.get(event)
-    if needed is not None and getattr(new, needed) is None and getattr(old, needed) is not None:
+    if needed is not None and getattr(result, needed) is None and getattr(old, needed) is not None:
         _refuse_field(f"{needed} to None", name, event, "the step needs it")
-    if new.loss_scale is not old.loss_scale and not isinstance(new.loss_scale, LossScale | None):
-        what = f"loss_scale to a {type(new.loss_scale).__name__}"
+    if result.loss_scale is not old.loss_scale and not isinstance(result.loss_scale, LossScale | None):
+        what = f"loss_scale to a {type(result.loss_scale).__name__}"
         _refuse_field(what, name, event, "precision='amp_fp16' brings a LossScale, and others None")
     for field in ("skipped", "nonfinite"):
-        before, after = getattr(old, field), getattr(new, field)
+        before, after = getattr(old, field), getattr(result, field)
         if after is not before and before is not None and not isinstance(after, torch.Tensor):
             _refuse_field(
                 f"{field} to a {type(after).__name__}", name, event, "it is a tensor, which the loop counts in"
@@ -116,9 +118,9 @@ def _refuse_ill_typed(new: Any, old: State, name: str, event: Event) -> None:
 _RATE_IS_FIXED = events_between(Event.BEFORE_TRAIN_BATCH, Event.BATCH_END)
 
 
-def _refuse_mistimed(new: State, old: State, name: str, event: Event) -> None:
+def _refuse_mistimed(result: State, old: State, name: str, event: Event) -> None:
     """Refuse ``stop`` and ``lr_scale`` where they have no effect, or another one than they seem to have."""
-    stop: Any = new.stop
+    stop: Any = result.stop
     if stop is not old.stop:
         if type(stop) is not bool:
             what = f"stop to {stop!r:.60} of type {type(stop).__name__}"
@@ -126,8 +128,8 @@ def _refuse_mistimed(new: State, old: State, name: str, event: Event) -> None:
         if event not in STOPPING:
             where = "at EVAL_END, keep it in algorithm_state and set stop" if event.is_eval else "set it"
             _refuse_field("stop", name, event, f"training stops at a boundary: {where} at BATCH_CHECKPOINT")
-    if new.lr_scale is not old.lr_scale:
-        scale = new.lr_scale
+    if result.lr_scale is not old.lr_scale:
+        scale = result.lr_scale
         right = scale is None or (isinstance(scale, torch.Tensor) and scale.shape == () and scale.is_floating_point())
         if not right or (scale is not None and scale.device.type != "cpu"):
             value = _describe(scale) if isinstance(scale, torch.Tensor) else f"a {type(scale).__name__}"
@@ -137,37 +139,37 @@ def _refuse_mistimed(new: State, old: State, name: str, event: Event) -> None:
             _refuse_field("lr_scale", name, event, "set it at BATCH_CHECKPOINT for the next batch, or at BATCH_START")
 
 
-def _refuse_frozen(new: State, name: str, event: Event) -> None:
-    problem = frozen_problem(new.frozen, new.model)
+def _refuse_frozen(result: State, name: str, event: Event) -> None:
+    problem = frozen_problem(result.frozen, result.model)
     if problem is not None:
         _refuse(f"changed frozen, and it {problem}.", name, event)
     if event.is_eval or event in _RATE_IS_FIXED - {Event.BATCH_END}:
         _refuse_field("frozen", name, event, "set it at BATCH_END for the next batch, or at BATCH_START")
 
 
-def _refuse_loss(new: State, old: State, name: str, event: Event) -> None:
+def _refuse_loss(result: State, old: State, name: str, event: Event) -> None:
     if loss_problem(old.loss) is not None:  # that of a script which means something else by it
         return
     where = f"the loss that algorithm {name!r} returned at {event.name}, batch {old.timestamp.batch},"
-    problem = loss_problem(new.loss)
+    problem = loss_problem(result.loss)
     if problem is not None:
         raise LossError(f"{where} {problem}")
-    if event in _DIFFERENTIATED and total_loss(old.loss).requires_grad and not total_loss(new.loss).requires_grad:
+    if event in _DIFFERENTIATED and total_loss(old.loss).requires_grad and not total_loss(result.loss).requires_grad:
         raise LossError(
             f"{where} has no graph, so that nothing can be differentiated: compute it from state.loss without "
             ".detach(), .item() or torch.no_grad(). To leave a step out, multiply grads by 0 at AFTER_TRAIN_BATCH."
         )
 
 
-def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any], name: str, event: Event) -> State:
+def _same_tensors(field: str, state: State, mapping: Any, old: FrozenDict[str, Any], name: str, event: Event) -> State:
     """Refuse other names, shapes, dtypes or devices. What remains comes in the model's order, as in every State."""
-    if new.keys() != old.keys():
-        missing, unknown = sorted(old.keys() - new.keys())[:3], sorted(new.keys() - old.keys())[:3]
+    if mapping.keys() != old.keys():
+        missing, unknown = sorted(old.keys() - mapping.keys())[:3], sorted(mapping.keys() - old.keys())[:3]
         surgery = "; to replace the model: at INIT, state.with_module(module)." if field == "params" else "."
         advice = f"Keep the names: state.replace({field}={{**state.{field}, name: tensor}}){surgery}"
         _refuse(f"changed the names in {field}: missing {missing}, unknown {unknown}. {advice}", name, event)
     in_parts = False
-    for key, tensor in new.items():
+    for key, tensor in mapping.items():
         before = old[key]
         if tensor is before or (tensor is None and field == "grads"):
             continue
@@ -177,25 +179,31 @@ def _same_tensors(field: str, state: State, new: Any, old: FrozenDict[str, Any],
             change = f"changed {field}[{key!r}] from {_describe(before)} to {_describe(tensor)}"
             _refuse(f"{change}; shapes, dtypes and devices stay as they are.", name, event)
         if not have_same_sharding(tensor, before):
-            was, now = placements_of(before), placements_of(tensor)
+            was_by, is_by = placements_of(before), placements_of(tensor)
             advice = "each rank keeps the part that it has: tensor.redistribute(placements=before.placements)."
-            _refuse(f"changed {field}[{key!r}] from parts by {was} to parts by {now}; {advice}", name, event)
+            _refuse(
+                f"changed {field}[{key!r}] from parts by {was_by} to parts by {is_by}; {advice}",
+                name,
+                event,
+            )
         in_parts = in_parts or is_sharded(before)
-    kept = new
+    tensors = mapping
     if in_parts:
-        kept = FrozenDict((key, each if each is None else shard_like(each, old[key])) for key, each in kept.items())
-    if any(t is not None and t.requires_grad for t in kept.values()):
-        kept = FrozenDict((key, t if t is None else t.detach()) for key, t in kept.items())
-    return state if kept is new else state.replace(**cast("StateFields", {field: kept}))
+        tensors = FrozenDict(
+            (key, part if part is None else shard_like(part, old[key])) for key, part in tensors.items()
+        )
+    if any(t is not None and t.requires_grad for t in tensors.values()):
+        tensors = FrozenDict((key, t if t is None else t.detach()) for key, t in tensors.items())
+    return state if tensors is mapping else state.replace(**cast("StateFields", {field: tensors}))
 
 
-def _same_structure(state: State, new: Any, old: Any, name: str, event: Event) -> State:
+def _same_structure(state: State, tree: Any, old: Any, name: str, event: Event) -> State:
     """Refuse an optimizer state of another tree, or leaves of other shapes; bring its names back into their order."""
-    in_order = aligned(new, old)
-    if in_order is not new:
-        new, state = in_order, state.replace(opt_state=in_order)
+    in_order = aligned(tree, old)
+    if in_order is not tree:
+        tree, state = in_order, state.replace(opt_state=in_order)
     before, spec = optree.tree_flatten(old, namespace=NAMESPACE)
-    after, value = optree.tree_flatten(new, namespace=NAMESPACE)
+    after, value = optree.tree_flatten(tree, namespace=NAMESPACE)
     if value != spec:
         change = "changed the structure of opt_state, in which the optimizer would not find its memory again"
         advice = f"keep the tree: optree.tree_map(function, state.opt_state, namespace={NAMESPACE!r})."
@@ -217,19 +225,19 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
-def _refuse_type(new: Any, cls: type, name: str, event: Event) -> NoReturn:
-    if new is None:
+def _refuse_type(out: Any, cls: type, name: str, event: Event) -> NoReturn:
+    if out is None:
         raise AlgorithmReturnError(
             f"algorithm {name!r} at {event.name} returned None. An algorithm returns the next State: end it with "
             "`return state.replace(...)`, or `return state` where nothing changes."
         )
-    if isinstance(new, State):
+    if isinstance(out, State):
         raise AlgorithmReturnError(
-            f"algorithm {name!r} at {event.name} returned a {type(new).__name__} where it was given a {cls.__name__}: "
+            f"algorithm {name!r} at {event.name} returned a {type(out).__name__} where it was given a {cls.__name__}: "
             "use state.replace(...), which keeps the class."
         )
     raise AlgorithmReturnError(
-        f"algorithm {name!r} at {event.name} returned {type(new).__name__}, not a State: return state.replace(...)."
+        f"algorithm {name!r} at {event.name} returned {type(out).__name__}, not a State: return state.replace(...)."
     )
 
 

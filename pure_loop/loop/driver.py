@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from _thread import allocate_lock, start_new_thread
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from weakref import ref
@@ -12,13 +12,12 @@ import torch
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.processes import generation, here
-from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.hooks import Handler, Handlers, Observer, Observers, refuse_return
 from pure_loop.loop.contract import check_returned
-from pure_loop.observer import Observer, refuse_return
 from pure_loop.random.guards import guard
 from pure_loop.stages.ownership import Ownership, Request
 from pure_loop.stages.references import counting_doubt
@@ -28,10 +27,8 @@ if TYPE_CHECKING:
     from pure_loop.loop.strict import Strict
     from pure_loop.stages import Stages
 
-__all__ = ["Handlers", "Script", "apply", "drive", "run_to_end"]
+__all__ = ["Script", "apply", "drive", "run_to_end"]
 
-Handlers = Mapping[Event, tuple[Handler, ...]]
-Observers = Mapping[Event, tuple[Observer, ...]]
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
 
 _NOTHING: FrozenDict[Event, Any] = FrozenDict()
@@ -141,7 +138,7 @@ def _no_state() -> None:
 
 
 def measure_references() -> None:
-    """Count references once, in a stream whose consumer keeps nothing but the first State, in one variable.
+    """Count references once, in a stream of which the consumer keeps nothing but the first State, in one variable.
 
     It runs in a thread of its own, where no debugger and no profiler reads the variables of frames, which would refer
     to States. Of three counts the lowest is right: another thread may look at all frames.
@@ -210,11 +207,11 @@ def apply(
                         "pl.drive(script, stages=...)."
                     )
                 arguments = (state, stages) if handler.takes_stages else (state,)
-                new = _called(handler.function, arguments, state, path, stages)
+                result = _called(handler.function, arguments, state, path, stages)
                 if strict is not None:
                     strict.take_back(state, f"algorithm {handler.algorithm!r}", event)
-                if new is not state:
-                    state = check_returned(new, state, handler.algorithm, event)
+                if result is not state:
+                    state = check_returned(result, state, handler.algorithm, event)
     except BaseException as error:
         _record_failure(event, state, f"algorithm {handler.algorithm!r}", observers, error)
         raise
@@ -243,7 +240,7 @@ def _called(
 def refuse_fork(event: Event, state: State) -> NoReturn:
     """
     Raises:
-        ForkedError: always: this process is a child of the one whose callbacks these are.
+        ForkedError: always: this process is a child of the one that made these callbacks.
     """
     raise ForkedError(
         f"this process was forked inside of the loop, and continues the parent's stream, at {event.name} of batch "

@@ -16,7 +16,8 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.cadence import Cadence
 from pure_loop.data.batch import map_tensors
-from pure_loop.data.source import END, Source
+from pure_loop.data.group import END
+from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
@@ -27,7 +28,7 @@ from pure_loop.loop.driver import Script, drive
 from pure_loop.metrics import Metric
 from pure_loop.metrics._base import updated
 from pure_loop.metrics._defaults import default_metrics
-from pure_loop.random.guards import is_users
+from pure_loop.random.authors import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
@@ -195,14 +196,16 @@ def _has_numbers(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
 
 
-def _are_close(some: list[Tensor], others: list[Tensor]) -> bool:
+def _are_close(tensors: list[Tensor], references: list[Tensor]) -> bool:
     """Whether they are equal, but for the order in which a device adds."""
 
-    def close(one: Tensor, other: Tensor) -> bool:
-        rtol = max(1e-3, 8 * torch.finfo(one.dtype).eps) if one.is_floating_point() else 1e-3
-        return torch.allclose(one.to(torch.complex128), other.to(torch.complex128), rtol=rtol, equal_nan=True)
+    def close(tensor: Tensor, reference: Tensor) -> bool:
+        rtol = max(1e-3, 8 * torch.finfo(tensor.dtype).eps) if tensor.is_floating_point() else 1e-3
+        return torch.allclose(tensor.to(torch.complex128), reference.to(torch.complex128), rtol=rtol, equal_nan=True)
 
-    return list(map(torch.Tensor.size, some)) == list(map(torch.Tensor.size, others)) and all(map(close, some, others))
+    return list(map(torch.Tensor.size, tensors)) == list(map(torch.Tensor.size, references)) and all(
+        map(close, tensors, references)
+    )
 
 
 def _shown(numbers: list[Tensor]) -> str:
@@ -271,8 +274,8 @@ def refuse_misfits(state: State, stages: LoopStages, evaluators: Sequence[BoundE
             script, label = evaluation(state, stages, evaluator), evaluator.label
             about = noting(lambda: f"raised by the first microbatch of evaluator {label!r}, before training")  # noqa: B023
             with closing(script), about:
-                for _, shown in drive(script, stages.handlers, stages=stages, watch={Event.EVAL_AFTER_FORWARD}):
-                    refuse_misfit(shown, stages, evaluator.metrics or ())
+                for _, evaluated in drive(script, stages.handlers, stages=stages, watch={Event.EVAL_AFTER_FORWARD}):
+                    refuse_misfit(evaluated, stages, evaluator.metrics or ())
                     break
 
 

@@ -24,7 +24,7 @@ from pure_loop.event import Event, events_between
 from pure_loop.state import State, raw_params, with_fields
 
 if TYPE_CHECKING:
-    from pure_loop.algorithm import Handler
+    from pure_loop.hooks import Handler
     from pure_loop.order import Checker
 
 __all__ = ["Strict"]
@@ -48,7 +48,7 @@ Value: TypeAlias = tuple[list[int], list[Digest | None]]
 
 # Events of which a batch has one or more, besides those of its evaluations.
 _OF_A_BATCH = events_between(Event.BEFORE_DATALOADER, Event.BATCH_CHECKPOINT)
-_COUNTED = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT})  # whose timestamp counts their batch
+_COUNTED = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT})  # the timestamp of these counts their batch
 
 
 class Strict:
@@ -178,13 +178,13 @@ class Strict:
         """
         if not self._is_out or self._valued is None:
             return
-        before, now = self._valued[1], _value_of(state)
+        old, value = self._valued[1], _value_of(state)
         self._is_out = False
-        if now == before:
+        if value == old:
             return
         self._valued = None
         raise ImpurityError(
-            f"{holder} changed {_difference(state, before, now, f'in place, at or after {event.name}')}. A State never "
+            f"{holder} changed {_difference(state, old, value, f'in place, at or after {event.name}')}. A State never "
             "changes: compute a new tensor (`x = x + 1`, not `x += 1` or `x.add_(1)`), and give it back with "
             "state.replace(...)."
         )
@@ -204,15 +204,15 @@ def _value_of(state: State) -> Value:
     return [child.num_leaves for child in spec.children()], list(map(digest, leaves))
 
 
-def _difference(state: State, before: Value, now: Value, where: str) -> str:
+def _difference(state: State, before: Value, after: Value, where: str) -> str:
     """The first leaf that differs, or the field that has another number of them."""
-    (sizes, leaves), (sizes_now, leaves_now) = before, now
+    (sizes, leaves), (sizes_now, leaves_now) = before, after
     if sizes != sizes_now:
         names = optree.tree_structure(_stored(state), namespace=NAMESPACE).entries()
         fields = zip(names, sizes, sizes_now, strict=True)
         name, size_before, size_now = next(item for item in fields if item[1] != item[2])
         return f"state.{name} {where}: it had {size_before} values and has {size_now}"
     pairs = enumerate(zip(leaves, leaves_now, strict=True))
-    index, one, other = next((index, one, other) for index, (one, other) in pairs if one != other)
+    index, left, right = next((index, left, right) for index, (left, right) in pairs if left != right)
     path = optree.tree_accessors(_stored(state), namespace=NAMESPACE)[index].codify("state")
-    return f"{path} {where}: it was {one or 'no tensor'} and is {other or 'no tensor'}"
+    return f"{path} {where}: it was {left or 'no tensor'} and is {right or 'no tensor'}"

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import Batch
-from pure_loop.data.source import END
+from pure_loop.data.group import END
 from pure_loop.errors import DataError
 from pure_loop.event import Event
 from pure_loop.loop.batch import gradients
@@ -56,8 +56,8 @@ class Eager:
         state = stages.engine.sync_buffers(state, buffers)
         state = yield Event.AFTER_TRAIN_BATCH, state
         before = state.timestamp
-        now = before.next_batch(*stages.engine.counts(samples, tokens, seconds))
-        state = stages.update(state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before)
+        timestamp = before.next_batch(*stages.engine.counts(samples, tokens, seconds))
+        state = stages.update(state, buffers=buffers, model=model, timestamp=timestamp, previous_timestamp=before)
         if state.metrics:
             state = current(state, fit, Event.BATCH_END)
         return (yield Event.BATCH_END, state)

@@ -48,20 +48,10 @@ if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
         {
-            "Metric": "pure_loop.metrics._base",
-            "accuracy": "pure_loop.metrics.accuracy",
-            "confusion_matrix": "pure_loop.metrics.confusion_matrix",
-            "dice": "pure_loop.metrics.dice",
-            "dice_loss": "pure_loop.metrics.dice",
-            "expected_calibration_error": "pure_loop.metrics.expected_calibration_error",
-            "f1": "pure_loop.metrics.f1",
-            "from_torchmetrics": "pure_loop.metrics.from_torchmetrics",
-            "loss": "pure_loop.metrics.loss",
-            "mean": "pure_loop.metrics.mean",
-            "mean_iou": "pure_loop.metrics.mean_iou",
-            "perplexity": "pure_loop.metrics.perplexity",
-            "top_k": "pure_loop.metrics.top_k",
+            "_base": ("Metric",),
+            "dice": ("dice_loss",),
         },
+        __all__,
     )
 
 

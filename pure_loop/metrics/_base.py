@@ -15,7 +15,7 @@ from pure_loop._internal.pytree import Batch, Outputs, PyTree
 from pure_loop._internal.reprs import call
 from pure_loop._internal.weights import is_number
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.random.guards import is_users
+from pure_loop.random.authors import is_users
 
 __all__ = ["Metric"]
 

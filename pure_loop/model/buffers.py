@@ -108,7 +108,7 @@ def places_of(module: nn.Module, altered: Altered) -> dict[str, list[str]]:
 def alterations(module: nn.Module, came: nn.Module, before: Altered) -> Altered:
     """What has become of the buffers of ``came`` in its copy ``module``, after ``before``."""
     first, was = _registered(came)
-    tensors, now = _registered(module)
+    tensors, slots = _registered(module)
     groups = places_of(came, UNALTERED)
     torn = {
         path
@@ -119,8 +119,8 @@ def alterations(module: nn.Module, came: nn.Module, before: Altered) -> Altered:
         if len(paths) > 1
     }
     altered = {}
-    for path in dict.fromkeys([*now, *before, *was]):
-        slot, old = now.get(path, Slot("deleted")), was.get(path, Slot("deleted"))
+    for path in dict.fromkeys([*slots, *before, *was]):
+        slot, old = slots.get(path, Slot("deleted")), was.get(path, Slot("deleted"))
         if path in torn:
             altered[path] = slot
         elif slot.kind == "tensor" == old.kind:
@@ -182,8 +182,8 @@ def refuse_misplaced(altered: Altered, module: nn.Module) -> None:
             raise LookupError(f"the buffer {path!r} is no tensor there")
 
 
-def _alike(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.shape == other.shape and tensor.dtype is other.dtype
+def _alike(tensor: Tensor, reference: Tensor) -> bool:
+    return tensor.shape == reference.shape and tensor.dtype is reference.dtype
 
 
 def _place(module: nn.Module, path: str) -> tuple[nn.Module, str]:

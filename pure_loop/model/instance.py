@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor, nn
@@ -16,10 +16,19 @@ from pure_loop.model.buffers import UNALTERED, Altered, alterations, places_of, 
 from pure_loop.model.mirrored import Mirrored, mirror, stands_twice
 from pure_loop.model.tree import entries, places_at, set_mode, tensor_places
 
-if TYPE_CHECKING:
-    from pure_loop.model.model import ModelDef
-
 __all__ = ["Instance"]
+
+
+class Structure(Protocol):
+    """What an instance reads of a ``ModelDef``."""
+
+    skeleton: nn.Module
+    parameter_names: tuple[str, ...]
+    altered: Altered
+    modes: tuple[tuple[str, bool], ...]
+    buffer_places: dict[str, list[str]]
+
+    def copied(self) -> nn.Module: ...
 
 
 def _no_mapping(_: object = None) -> None:
@@ -33,7 +42,7 @@ class Instance:
         altered: buffers that differ from those of the user's module, by name.
         notes: names that were registered, replaced or removed since the last check; see ``mirror``.
         places: the number of references of the module to each parameter.
-        bound: a weak reference to the mapping whose tensors are in the module.
+        bound: a weak reference to the mapping of the tensors that are in the module.
         params: that mapping, while no leaves hold this instance.
     """
 
@@ -42,7 +51,7 @@ class Instance:
         *("altered", "bound", "buffers", "module", "notes", "params", "places", "training"),
     )
 
-    def __init__(self, model: ModelDef) -> None:
+    def __init__(self, model: Structure) -> None:
         self.module = model.copied()
         self.notes: list[str] = []
         mirror(self.module, self.notes)
@@ -61,7 +70,7 @@ class Instance:
         self.training: bool | None = None
         self._modes = model.modes
 
-    def take_structure(self, model: ModelDef) -> None:
+    def take_structure(self, model: Structure) -> None:
         """Register the buffers of this structure, and no others."""
         came = self._came
         put_slots(self.module, {path: slot_of(came, path) for path in self.altered if path not in model.altered})
@@ -103,7 +112,7 @@ class Instance:
                 tensors[key] = buffer
 
     def bind_to_graph(self, leaves: FrozenDict[str, Tensor]) -> None:
-        """Stay with these leaves, whose graph goes through this module, until :meth:`ModelDef.release_graph`."""
+        """Stay with these leaves, since their graph goes through this module, until :meth:`ModelDef.release_graph`."""
         # No reference cycle: a stream that is closed meanwhile would keep its parameters until a collection.
         leaves.holder, self.params = self, None
 
@@ -195,23 +204,23 @@ class Instance:
             self._assigned |= assigned
 
     def _refuse_other_submodules(self) -> None:
-        now = dict(self.module.named_modules())
-        known = set(map(id, self._submodules))
-        new = [(name, module) for name, module in now.items() if id(module) not in known]
-        for name, module in new:
+        modules = dict(self.module.named_modules())
+        ids = set(map(id, self._submodules))
+        additions = [(name, module) for name, module in modules.items() if id(module) not in ids]
+        for name, module in additions:
             if any(True for _ in (*module.parameters(), *module.buffers())):
                 raise ModelError(
                     f"the forward put a {type(module).__name__} in the model, as {name!r}, whose parameters and "
                     "buffers are in neither the optimizer nor a State: create it in __init__ (for a lazy module call "
                     "the model on one batch before training)."
                 )
-        removed = [name for name, _ in self._came.named_modules() if name not in now]
+        removed = [name for name, _ in self._came.named_modules() if name not in modules]
         if removed:
             raise ModelError(
                 f"the forward removed the submodule {removed[0]!r}, of which a State holds the structure: leave it "
                 "where it is, and don't call it."
             )
-        self._submodules += [module for _, module in new]
+        self._submodules += [module for _, module in additions]
 
     def _refuse_other_parameters(self) -> None:
         places = {(id(tensors), key): name for name, tensors, key in self._parameters}
@@ -219,9 +228,9 @@ class Instance:
         for name, tensors, key, tensor in entries(self.module, "_parameters"):
             if tensor is None:
                 continue
-            known = places.pop((id(tensors), key), None)
-            if known is None or (bound is not None and tensor is not bound[known]):
-                what = "created the parameter" if known is None else "replaced the parameter"
+            place = places.pop((id(tensors), key), None)
+            if place is None or (bound is not None and tensor is not bound[place]):
+                what = "created the parameter" if place is None else "replaced the parameter"
                 raise ModelError(
                     f"the forward {what} {name!r}, which is in neither the optimizer nor a State: create it in "
                     "__init__ (for a lazy module call the model on one batch before training); a tensor that is "

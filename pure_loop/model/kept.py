@@ -31,24 +31,24 @@ class Kept:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], params: Iterable[Tensor]) -> Kept:
-        known = _numbered(params)
-        return cls({key: _snapshot(value, known) for key, value in values.items()})
+        numbers = _numbered(params)
+        return cls({key: _snapshot(value, numbers) for key, value in values.items()})
 
     def changed(self, after: Mapping[str, Any], params: Iterable[Tensor]) -> list[str]:
         """The keys that are new, or have another value."""
-        known = _numbered(params)
+        numbers = _numbered(params)
         before = self.values
         return [
             key
             for key, value in after.items()
             if key not in before
-            or not ((value is before[key] and _is_atom(value)) or _same(_snapshot(value, known), before[key]))
+            or not ((value is before[key] and _is_atom(value)) or _same(_snapshot(value, numbers), before[key]))
         ]
 
     def carried(self, after: Mapping[str, Any], earlier: Mapping[str, Any], params: Iterable[Tensor]) -> dict[str, Any]:
         """What differs from a newly built optimizer, and what did so before."""
-        new = [key for key in self.changed(after, params) if key not in earlier]
-        return {key: after[key] for key in (*(key for key in earlier if key in after), *new)}
+        keys = [key for key in self.changed(after, params) if key not in earlier]
+        return {key: after[key] for key in (*(key for key in earlier if key in after), *keys)}
 
     def removed(self, after: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of a newly built optimizer that are gone."""
@@ -100,7 +100,7 @@ def _snapshot(value: Any, params: Mapping[int, int], within: tuple[int, ...] = (
         return kind, copy.deepcopy(getattr(getattr(value, "bit_generator", value), "state", value))
     if callable(value) or package in sys.stdlib_module_names or not hasattr(value, "__dict__"):
         return value
-    return kind, id(value), [(name, _snapshot(each, params, inside)) for name, each in vars(value).items()]
+    return kind, id(value), [(name, _snapshot(attribute, params, inside)) for name, attribute in vars(value).items()]
 
 
 def _same(a: Any, b: Any) -> bool:

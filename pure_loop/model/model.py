@@ -1,6 +1,6 @@
 """A module's structure without its numbers, and calling it with numbers from a State.
 
-:class:`ModelDef` keeps a copy of the user's module whose tensors are on the meta device: classes,
+:class:`ModelDef` keeps a copy of the user's module with tensors on the meta device: classes,
 hyperparameters, hooks and ties, no numbers. To run it, tensors are put straight into the
 ``_parameters`` and ``_buffers`` of a private instance (0.03 us a tensor; ``functional_call`` looks
 each one up by name, at 100 times the cost). Instances are taken from a pool for the length of one
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import name_of
+from pure_loop._internal.records import set_class
 from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.frozendict import FrozenDict
@@ -42,14 +43,22 @@ from pure_loop.model.tree import (
     set_mode,
     tensor_places,
 )
-from pure_loop.random.guards import is_users
-
-if TYPE_CHECKING:
-    from pure_loop.optim import Optimizer
+from pure_loop.random.authors import is_users
 
 __all__ = ["ModelDef"]
 
 T = TypeVar("T")
+
+
+class Seeing(Protocol):
+    """An optimizer with parts that may depend on attributes that the user gave to parameters."""
+
+    @property
+    def seeing(self) -> Callable[[Callable[[str, Tensor], Tensor]], Any] | None:
+        """From a function that gives a parameter as it was declared to the optimizer that sees it so; or None."""
+
+
+S = TypeVar("S", bound=Seeing)
 
 
 class ModelDef:
@@ -110,7 +119,7 @@ class ModelDef:
         parameters = dict(skeleton.named_parameters())
         self.declared = {name: param for name, param in parameters.items() if is_declared(param)}
         # An optimizer, and what it is for these parameters.
-        self._served: tuple[Optimizer, Optimizer] | None = None
+        self._served: tuple[Any, Any] | None = None
         self.parameter_names = tuple(parameters)
         self.trainable = tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
         self._alter(altered)
@@ -171,12 +180,12 @@ class ModelDef:
         """This structure after forwards have altered buffers; it shares everything else, private modules included."""
         if altered == self.altered:
             return self
-        other = object.__new__(ModelDef)
+        result = object.__new__(ModelDef)
         for name in _SHARED:
-            setattr(other, name, getattr(self, name))
-        other._alter(altered)
-        self._registered.update(other.buffer_names)
-        return other
+            setattr(result, name, getattr(self, name))
+        result._alter(altered)
+        self._registered.update(result.buffer_names)
+        return result
 
     def fitting(self, buffers: Mapping[str, Tensor]) -> ModelDef:
         """This structure with the buffers of these names, which forwards have registered; itself, if it has them."""
@@ -236,7 +245,7 @@ class ModelDef:
         return result, after
 
     def show(self) -> None:
-        """Code of the user's is given a private module, which it may keep, and whose parameters it may read later."""
+        """Code of the user's is given a private module: it may keep that, and read its parameters later."""
         self._shown[0] = True
 
     @property
@@ -267,7 +276,7 @@ class ModelDef:
         return result, after, self if altered is self.altered else self.with_altered(altered)
 
     def enter(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], *, training: bool) -> Instance:
-        """An instance whose module holds these tensors; :meth:`apply` for code that calls the module itself."""
+        """An instance with these tensors in its module; :meth:`apply` for code that calls the module itself."""
         instance: Instance | None = getattr(params, "holder", None)
         if instance is None:
             try:
@@ -282,7 +291,7 @@ class ModelDef:
         return instance
 
     def release_graph(self, leaves: FrozenDict[str, Tensor]) -> None:
-        """Free the instance of these leaves, whose graph is gone, for other calls."""
+        """Free the instance of these leaves, now that their graph is gone, for other calls."""
         instance: Instance | None = getattr(leaves, "holder", None)
         if instance is not None:
             leaves.holder, instance.params = None, instance.bound()
@@ -334,14 +343,15 @@ class ModelDef:
         vars(tensor).update(attributes_of(declared))
         return tensor
 
-    def served_by(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer for these parameters, whose label function receives them as the user declared them."""
+    def served_by(self, optimizer: S) -> S:
+        """The optimizer for these parameters, which gives them to its label function as the user declared them."""
         if not self.declared or optimizer.seeing is None:
             return optimizer
         served = self._served
         if served is None or served[0] is not optimizer:
             served = self._served = optimizer, optimizer.seeing(self.seen_as_declared)
-        return served[1]
+        result: S = served[1]
+        return result
 
     def copied(self, *, independent: bool = False) -> nn.Module:
         """A copy of the module, on the meta device; see :func:`pure_loop.model.structure.copied`."""
@@ -485,7 +495,7 @@ def _no_module() -> None:
 def _rebuilt(skeleton: nn.Module, classes: dict[str, type], altered: Altered = UNALTERED) -> ModelDef:
     for name, parameter in skeleton.named_parameters():
         if name in classes:
-            parameter.__class__ = classes[name]
+            set_class(parameter, classes[name])
     return ModelDef(skeleton, altered)
 
 

@@ -38,7 +38,7 @@ def sorted_by(names: tuple[str, ...], mapping: FrozenDict[str, Any]) -> FrozenDi
 
 
 def reordered(value: Any, wanted: Places, before: Places | None = None) -> Any:
-    """A tree in which mappings whose keys are all names come in the wanted order; itself where none is in another one.
+    """A tree in which mappings with names alone as keys come in the wanted order; itself where none is in another one.
 
     Args:
         value: a tree of mappings, sequences and registered records.
@@ -66,7 +66,7 @@ def _reordered(value: Any, wanted: Places, before: Places | None) -> Any:
         return kind((key, items[key]) for key in keys)
     if kind in _SEQUENCES:
         elements = [_reordered(item, wanted, before) for item in value]
-        if all(new is old for new, old in zip(elements, value, strict=True)):
+        if all(result is old for result, old in zip(elements, value, strict=True)):
             return value
         return deque(elements, value.maxlen) if kind is deque else kind(elements)
     from pure_loop._internal.registry import registered  # records are rare
@@ -75,8 +75,8 @@ def _reordered(value: Any, wanted: Places, before: Places | None) -> Any:
     if record is None or not record.fields:
         return value
     fields = record.take_apart(value)
-    new = {name: _reordered(field, wanted, before) for name, field in fields.items()}
-    return value if all(new[name] is fields[name] for name in fields) else record.put_together(new)
+    result = {name: _reordered(field, wanted, before) for name, field in fields.items()}
+    return value if all(result[name] is fields[name] for name in fields) else record.put_together(result)
 
 
 def _ascend(keys: list[Any], before: Places) -> bool:
@@ -87,7 +87,7 @@ def _ascend(keys: list[Any], before: Places) -> bool:
 
 
 def aligned(value: Any, like: Any) -> Any:
-    """A tree whose mappings have the order, and the classes, of those of ``like`` of the same keys.
+    """A tree of mappings in the order, and of the classes, of those of ``like`` with the same keys.
 
     >>> aligned({"b": 1, "a": {"y": 2, "x": 3}}, FrozenDict(a=FrozenDict(x=0, y=0), b=0))
     FrozenDict({'a': FrozenDict({'x': 3, 'y': 2}), 'b': 1})
@@ -101,8 +101,8 @@ def aligned(value: Any, like: Any) -> Any:
             return value
         return kind(items)
     if kind in _SEQUENCES and type(value) is kind and len(value) == len(like):
-        elements = [aligned(item, other) for item, other in zip(value, like, strict=True)]
-        if all(new is old for new, old in zip(elements, value, strict=True)):
+        elements = [aligned(item, reference) for item, reference in zip(value, like, strict=True)]
+        if all(element is old for element, old in zip(elements, value, strict=True)):
             return value
         return deque(elements, value.maxlen) if kind is deque else kind(elements)
     return value

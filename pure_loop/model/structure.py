@@ -1,6 +1,6 @@
 """Copies of a module: the module tree is copied, and what it refers to besides is the user's own object.
 
-``copy.deepcopy`` would copy everything that a module refers to: the object whose method is a hook, so that what it
+``copy.deepcopy`` would copy everything that a module refers to: the object with a method as a hook, so that what it
 collects is lost; a frozen teacher in a list, with its weights. Here modules and their registered tensors are copied,
 and references to them lead to the copies, from bound methods, closures, ``functools.partial`` and containers too.
 Anything else stays the object that the user has.
@@ -74,9 +74,9 @@ def copied(
     walk.attributes(independent)
     if prepare is not None:
         prepare(walk.memo)
-    new: nn.Module = copy.deepcopy(module, walk.memo)
+    clone: nn.Module = copy.deepcopy(module, walk.memo)
     walk.close_over()
-    return new
+    return clone
 
 
 def referred_to(module: nn.Module) -> list[Any]:
@@ -166,12 +166,12 @@ class _Walk:
                 self.memo[id(value)] = value
             return
         kind = type(value)
-        whole = not isinstance(value, _OPENED)
+        is_shared = not isinstance(value, _OPENED)
         if isinstance(value, _WRAPPED_HOOK):
             self._share(value.hook, called=True)
             return
         touching = self.touches(value)
-        ours = called and whole and kind.__module__.partition(".")[0] != "torch"
+        ours = called and is_shared and kind.__module__.partition(".")[0] != "torch"
         if (ours or not touching) and not independent and (containers or not isinstance(value, _CONTAINERS)):
             self.memo[id(value)] = value
             return
@@ -214,22 +214,22 @@ class _Walk:
             if id(cell) not in self._cells and self.touches(_content(cell)):
                 self._cells[id(cell)] = cell, types.CellType()
             cells.append(self._cells[id(cell)][1] if id(cell) in self._cells else cell)
-        new = types.FunctionType(
+        copy_of_function = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
         )
-        vars(new).update(vars(function))
-        new.__kwdefaults__, new.__qualname__ = function.__kwdefaults__, function.__qualname__
-        new.__doc__, new.__module__, new.__annotations__ = (
+        vars(copy_of_function).update(vars(function))
+        copy_of_function.__kwdefaults__, copy_of_function.__qualname__ = function.__kwdefaults__, function.__qualname__
+        copy_of_function.__doc__, copy_of_function.__module__, copy_of_function.__annotations__ = (
             *(function.__doc__, function.__module__),
             function.__annotations__,
         )
-        self.memo[id(function)] = new
-        self._functions.append((function, new))
+        self.memo[id(function)] = copy_of_function
+        self._functions.append((function, copy_of_function))
 
     def close_over(self) -> None:
         """After the tree was copied: put the copies where functions find them."""
-        for old, new in self._cells.values():
-            new.cell_contents = copy.deepcopy(_content(old), self.memo)
+        for old, cell in self._cells.values():
+            cell.cell_contents = copy.deepcopy(_content(old), self.memo)
         for function, result in self._functions:
             result.__defaults__ = copy.deepcopy(function.__defaults__, self.memo)
             result.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, self.memo)
@@ -247,7 +247,7 @@ def children(value: Any) -> list[Any]:
     if isinstance(value, (Tensor, *_ATOMIC)):
         return []
     if isinstance(value, dict):
-        # A subclass may refuse to be read: a mapping whose memory was donated does.
+        # A subclass may refuse to be read: a mapping does after its memory was donated.
         return [*dict.keys(value), *dict.values(value)]
     for container in _CONTAINERS:
         if isinstance(value, container):
@@ -292,13 +292,13 @@ def _globals_of(function: types.FunctionType) -> Iterator[Any]:
                 yield value
 
 
-def _uncopyable(value: Any, path: str, known: set[int]) -> tuple[str, str, str] | None:
+def _uncopyable(value: Any, path: str, ids: set[int]) -> tuple[str, str, str] | None:
     """The path of an object that deepcopy would raise about, its class and why; None where there is none."""
     pending = [(value, path)]
     seen: dict[int, Any] = {}
     while pending:
         value, path = pending.pop()
-        if isinstance(value, (Tensor, types.FunctionType, *_ATOMIC)) or id(value) in known or id(value) in seen:
+        if isinstance(value, (Tensor, types.FunctionType, *_ATOMIC)) or id(value) in ids or id(value) in seen:
             continue
         seen[id(value)] = value
         name = type(value).__name__

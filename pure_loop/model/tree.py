@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
+from pure_loop._internal.records import set_class
+
 __all__ = [
     *("class_of", "entries", "may_use_rng", "modes_to_keep", "own_classes", "places_at", "plain_attributes"),
-    *("set_class", "set_mode", "tensor_places"),
+    *("set_mode", "tensor_places"),
 ]
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def entries(module: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
@@ -75,16 +75,6 @@ def own_classes(module: nn.Module) -> None:
             namespace = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
             metaclass: Any = type(cls)
             set_class(layer, metaclass(cls.__name__, cls.__bases__, namespace))
-
-
-def set_class(module: nn.Module, cls: type[M]) -> M:
-    """The module itself, of another class of the same layout from here on.
-
-    It keeps what it has: names of parameters, hooks and modes; and so does what refers to it. A copy in its place would
-    have to be put into every module that shares it.
-    """
-    module.__class__ = cls
-    return cast("M", module)
 
 
 def class_of(module: nn.Module) -> type:

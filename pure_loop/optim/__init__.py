@@ -43,19 +43,10 @@ if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
         {
-            "adam": "pure_loop.optim.adam",
-            "adamw": "pure_loop.optim.adam",
-            "evaluation_params": "pure_loop.optim.state_dicts",
-            "from_torch": "pure_loop.optim.from_torch",
-            "lamb": "pure_loop.optim.lamb",
-            "lion": "pure_loop.optim.lion",
-            "load_state_dict": "pure_loop.optim.state_dicts",
-            "master_weights": "pure_loop.optim.master_weights",
-            "muon": "pure_loop.optim.muon",
-            "partition": "pure_loop.optim.partition",
-            "sgd": "pure_loop.optim.sgd",
-            "to_state_dict": "pure_loop.optim.state_dicts",
+            "adam": ("adamw",),
+            "state_dicts": ("evaluation_params", "load_state_dict", "to_state_dict"),
         },
+        __all__,
     )
 
 

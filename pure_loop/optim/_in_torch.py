@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -15,64 +15,20 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim._rules import Rule
 from pure_loop.optim.kernels import FUSED_DEVICES
-from pure_loop.optim.optimizer import Optimizer, OptState, Params, options_in_step, rate_at
-
-if TYPE_CHECKING:
-    from pure_loop.optim._rules import Rule
-    from pure_loop.time import Timestamp
+from pure_loop.optim.optimizer import InTorch, Optimizer, OptState, Params, TorchGroup, options_in_step, rate_at
+from pure_loop.time import Timestamp
 
 __all__ = [
     "AdamInTorch",
-    "InTorch",
     "MuonInTorch",
     "RuleInTorch",
     "SGDInTorch",
-    "TorchGroup",
     "no_class",
     "part_in_torch",
     "refuse_other_options",
 ]
-
-
-@attrs.frozen(kw_only=True)
-class TorchGroup:
-    """One parameter group.
-
-    Attributes:
-        options: what the group holds besides its parameters.
-        memory: what is kept for each parameter, in their order; empty for one without a step.
-        rest: what the optimizer keeps for no parameter.
-    """
-
-    options: Mapping[str, Any]
-    memory: Mapping[str, Mapping[str, Any]]
-    rest: Mapping[Any, Any] = attrs.field(factory=dict)
-
-
-class InTorch(Protocol):
-    """An optimizer state as that of a class of torch."""
-
-    def cls(self) -> type[torch.optim.Optimizer]:
-        """The class."""
-
-    def names(self, params: Params) -> list[list[str]]:
-        """The parameters of each group, in their order."""
-
-    def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
-        """The groups. Their tensors may be those of ``opt_state``.
-
-        Raises:
-            ArgumentError: the class has no place for what this optimizer does or keeps.
-        """
-
-    def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState:
-        """The optimizer state. Its tensors may be those of the groups.
-
-        Raises:
-            ArgumentError: the groups were made with other options.
-            ResumeError: they hold something else, or other shapes.
-        """
 
 
 def part_in_torch(optimizer: Optimizer) -> InTorch:
@@ -86,7 +42,7 @@ def part_in_torch(optimizer: Optimizer) -> InTorch:
 
 
 def no_class(name: str) -> ArgumentError:
-    """The refusal of an optimizer whose state no class of torch has."""
+    """The refusal of an optimizer with a state that no class of torch has."""
     return ArgumentError(
         f"no class of torch.optim has the state of {name}, so it has no state dict of torch's. Its state is in "
         "state.opt_state, which pl.save writes."
@@ -97,7 +53,9 @@ def no_class(name: str) -> ArgumentError:
 _NOT_COMPARED = frozenset({"lr", "foreach", "fused", "capturable", "differentiable"})
 
 
-def refuse_other_options(where: str, options: Mapping[str, Any], given: Mapping[str, Any], skip: Iterable[str]) -> None:
+def refuse_other_options(
+    where: str, options: Mapping[str, Any], written: Mapping[str, Any], skip: Iterable[str]
+) -> None:
     """
     Args:
         where: the optimizer, for the error.
@@ -109,10 +67,10 @@ def refuse_other_options(where: str, options: Mapping[str, Any], given: Mapping[
         ArgumentError: an option has another value.
     """
     for key, value in options.items():
-        if key in _NOT_COMPARED or key in skip or key not in given or _plain(given[key]) == _plain(value):
+        if key in _NOT_COMPARED or key in skip or key not in written or _plain(written[key]) == _plain(value):
             continue
         raise ArgumentError(
-            f"the state dict was made with {key}={given[key]!r}, and {where} has {key}={value!r}: load it with an "
+            f"the state dict was made with {key}={written[key]!r}, and {where} has {key}={value!r}: load it with an "
             "optimizer that has the same options. fit may be given other ones then."
         )
 
@@ -194,9 +152,11 @@ def _like(value: Any, param: Tensor, name: str, key: str) -> Tensor | None:
     if value is None:
         return None
     if not isinstance(value, Tensor) or value.shape != param.shape or value.dtype != param.dtype:
-        shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        description = (
+            f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        )
         raise ResumeError(
-            f"the state dict holds {shown} as {key} of parameter {name!r}, which is {tuple(param.shape)} "
+            f"the state dict holds {description} as {key} of parameter {name!r}, which is {tuple(param.shape)} "
             f"{param.dtype}: it is another model's, or lists its parameters in another order. Name them, "
             "state_dict['param_groups'][0]['param_names'] = [...], as torch.optim does that is given "
             "model.named_parameters()."
@@ -245,23 +205,23 @@ class AdamInTorch(RuleInTorch):
         memory: dict[str, dict[str, Any]] = {}
         for name, param in params.items():
             count = step - opt_state["skipped"][name]
-            kept = {key: opt_state[key][name] for key in self.rule.memories}
+            memories = {key: opt_state[key][name] for key in self.rule.memories}
             # Where there was no step, the class makes its state in the first one.
             started = bool(count > 0)
-            memory[name] = {"step": count.to(param.device if fused else "cpu"), **kept} if started else {}
+            memory[name] = {"step": count.to(param.device if fused else "cpu"), **memories} if started else {}
         return [TorchGroup(options=options, memory=memory)]
 
     def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState:
         (group,) = groups
         self.refuse_other_options(group)
-        kept = self.memory(group, params, self.rule.memories, counts=True)
+        memories = self.memory(group, params, self.rule.memories, counts=True)
         steps = {name: _count(memory["step"], name) if memory else 0 for name, memory in group.memory.items()}
         most = max(steps.values(), default=0)
         device = next(iter(params.values())).device if params else None
         return FrozenDict(
             step=torch.full((), float(most), dtype=torch.float32, device=device),
             skipped=FrozenDict((name, most - steps[name]) for name in params),
-            **{key: _zeros(values, params) for key, values in kept.items()},
+            **{key: _zeros(values, params) for key, values in memories.items()},
         )
 
 
@@ -318,5 +278,5 @@ class MuonInTorch(RuleInTorch):
         ratio = group.options.get("adjust_lr_fn") or "original"  # which is torch's word for None
         group = attrs.evolve(group, options={**group.options, "adjust_lr_fn": ratio})
         self.refuse_other_options(group)
-        kept = self.memory(group, params, ("momentum_buffer",), counts=False)
-        return FrozenDict({key: _zeros(values, params) for key, values in kept.items()})
+        memories = self.memory(group, params, ("momentum_buffer",), counts=False)
+        return FrozenDict({key: _zeros(values, params) for key, values in memories.items()})

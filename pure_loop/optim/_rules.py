@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -21,6 +21,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.kernels import are_alike, check_state, in_order, laid_out
 from pure_loop.optim.optimizer import (
     Grads,
+    InTorch,
     Optimizer,
     OptState,
     Params,
@@ -31,9 +32,6 @@ from pure_loop.optim.optimizer import (
     rate_at,
 )
 from pure_loop.time import Timestamp
-
-if TYPE_CHECKING:
-    from pure_loop.optim._in_torch import RuleInTorch
 
 __all__ = ["Rule", "StepOptions", "add_multiple", "add_multiple_", "between", "decay_", "shrink_"]
 
@@ -56,7 +54,7 @@ class Rule:
         counts: whether the optimizer state holds ``step`` and ``skipped``, and the kernel is given the number of the
             step for each parameter, of those that it took part in.
         marks_first: whether the optimizer state holds ``started``, and the kernel is called once for the parameters
-            whose first step it is, and once for the others.
+            that make their first step, and once for the others.
         takes_found_inf: see :class:`Optimizer`.
         in_torch: the state as that of a class of torch.
         lr: the learning rate.
@@ -71,7 +69,7 @@ class Rule:
     counts: bool = False
     marks_first: bool = False
     takes_found_inf: bool = False
-    in_torch: type[RuleInTorch] | None = None
+    in_torch: Callable[[Rule], InTorch] | None = None
     lr: RateFunction = attrs.field(init=False)
     options: FrozenDict[str, Any] = attrs.field(init=False)
     fixed: StepOptions | None = attrs.field(init=False)
@@ -194,10 +192,10 @@ class Rule:
                 first = bool(started) and not started[index]
                 kinds.setdefault((param.device, param.dtype, first), []).append(index)
         for (device, dtype, first), used in kinds.items():
-            tensors = [[each[index] for index in used] for each in lists]
+            tensors = [[listed[index] for index in used] for listed in lists]
             if dtype.is_complex:
                 # Elementwise in the real and the imaginary part, as torch.optim treats complex parameters.
-                tensors = [list(map(torch.view_as_real, each)) for each in tensors]
+                tensors = [list(map(torch.view_as_real, listed)) for listed in tensors]
             counts = [steps[index].to(device) for index in used] if steps else []
             self.kernel({**options, "first": first}, tensors[0], tensors[1], tensors[2:], counts)
 

@@ -162,13 +162,13 @@ def _step_traced(name: str, options: StepOptions, lists: list[list[Tensor]], ste
     adam_op: Any = torch.ops.pure_loop.adam.default  # defined by pure_loop/compile/kernels.py, which calls this
     lr, live = options["lr"], None
     numbers = [*options["betas"], options["weight_decay"]]
-    if any(isinstance(number, Tensor) for number in numbers):  # schedules, whose values are inputs of the graph
+    if any(isinstance(number, Tensor) for number in numbers):  # schedules: their values are inputs of the graph
         live = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=lr.device) for number in numbers])
         numbers = [0.0, 0.0, 0.0]
     counts = list(dict.fromkeys(steps))
     place_of = {step: place for place, step in enumerate(counts)}  # to compare tensors would ask for their numbers
     which = [place_of[step] for step in steps]
-    new = adam_op(*lists, counts, lr, which, name, *numbers, options["eps"], options["maximize"], live)
+    results = adam_op(*lists, counts, lr, which, name, *numbers, options["eps"], options["maximize"], live)
     params, _, *memories = lists
-    for tensor, value in zip([*params, *chain(*memories)], new, strict=True):
+    for tensor, value in zip([*params, *chain(*memories)], results, strict=True):
         tensor.copy_(value)

@@ -34,7 +34,7 @@ from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.kept import ATOMS, COMMON, Kept, overlap, range_of, tensors_in, unholdable
-from pure_loop.optim._in_torch import TorchGroup, refuse_other_options
+from pure_loop.optim._in_torch import refuse_other_options
 from pure_loop.optim.kernels import check_state, in_order, is_dense, match_layout
 from pure_loop.optim.optimizer import (
     Grads,
@@ -43,6 +43,7 @@ from pure_loop.optim.optimizer import (
     Params,
     RateFunction,
     ScaledTimestamp,
+    TorchGroup,
     as_schedule,
     rate_at,
 )
@@ -78,7 +79,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     """A pure optimizer that does what ``cls(params, **options)`` does.
 
     Args:
-        cls: a subclass of ``torch.optim.Optimizer`` whose ``step()`` needs no closure.
+        cls: a subclass of ``torch.optim.Optimizer`` with a ``step()`` that needs no closure.
         options: its options. ``lr`` may be a function of the timestamp: ``lr`` of the parameter group is set to its
             value before each step, and the class is built with its own default. All parameters are in one group; see
             :func:`partition` for several.
@@ -139,7 +140,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     rate: RateFunction = _no_rate
     if "lr" in defaults:
         rate = as_schedule("from_torch", lr if callable(lr) else float(defaults["lr"]))
-    shown = FrozenDict({key: value for key, value in rest.items() if key != "lr"})
+    fixed = FrozenDict({key: value for key, value in rest.items() if key != "lr"})
     of_torch = cls.__module__.startswith("torch.optim.")
     return Optimizer(
         name=rule.name,
@@ -147,7 +148,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
         update=rule.update,
         overwrite=rule.overwrite if of_torch and tried.spared and rule.spares_on_devices(defaults) else None,
         lr=rate,
-        options=shown,
+        options=fixed,
         spreads_nonfinite=of_torch and name in _SPREADING,
         # A class of others may change its rate in a step.
         takes_lr_scale=scheduled or (of_torch and rate is not _no_rate),
@@ -253,12 +254,12 @@ class _FromTorch:
             ArgumentError: it needs a closure, or keeps what no State can hold.
         """
         with seeded_all(0):  # for the generators to be as they were afterwards
-            new = self.build(clone_all(list(params.values())))
+            optimizer = self.build(clone_all(list(params.values())))
             try:
-                tried = _Trial(new, *self._stepped(params, steps, sparse=False))
+                tried = _Trial(optimizer, *self._stepped(params, steps, sparse=False))
             except Exception as error:
                 with contextlib.suppress(Exception):
-                    return _Trial(new, *self._stepped(params, steps, sparse=True))
+                    return _Trial(optimizer, *self._stepped(params, steps, sparse=True))
                 raise ArgumentError(
                     f"{self.name}: {self.cls.__name__} can't be used, because its step() failed on gradients alone, "
                     f"without a closure that runs the model again: {type(error).__name__}: {error}"
@@ -294,19 +295,21 @@ class _FromTorch:
         if not params:
             return self._state((), (), (), {}, {}, {})
         tried = self.trial(params)
-        new = tried.new
-        own = new.param_groups[0]["params"]
-        built = [_copied(dict(new.state[p])) if p in new.state else {} for p in own]
+        optimizer = tried.new
+        own = optimizer.param_groups[0]["params"]
+        built = [_copied(dict(optimizer.state[p])) if p in optimizer.state else {} for p in own]
         learnt = [
-            known or {key: _blank(value) for key, value in memory.items()}
-            for known, memory in zip(built, tried.memories(), strict=True)
+            memory_at_start or {key: _blank(value) for key, value in memory.items()}
+            for memory_at_start, memory in zip(built, tried.memories(), strict=True)
         ]
         group, attributes = (
             {key: mapping[key] for key in before.changed(after, tried.copies) if key in mapping}
-            for before, after, mapping in zip(tried.before, self.mappings(tried.after), self.mappings(new), strict=True)
+            for before, after, mapping in zip(
+                tried.before, self.mappings(tried.after), self.mappings(optimizer), strict=True
+            )
         )
         group, attributes = _copied((group, attributes))
-        return self._state(params, learnt, map(bool, built), _copied(_shared(new)), group, attributes)
+        return self._state(params, learnt, map(bool, built), _copied(_shared(optimizer)), group, attributes)
 
     def _state(
         self,
@@ -357,9 +360,9 @@ class _FromTorch:
             return params, opt_state
         # Elsewhere than in dense memory half-precision numbers may be rounded otherwise.
         if not all(ready) or not all(map(is_dense, params.values())):
-            new, new_state = self.update(grads, opt_state, params, timestamp)
+            new_params, new_state = self.update(grads, opt_state, params, timestamp)
             for name, param in params.items():
-                param.copy_(new[name])
+                param.copy_(new_params[name])
             return params, _written(opt_state, new_state)
         scaled = isinstance(timestamp, ScaledTimestamp)
         rate: Callable[[RateFunction], float] = lambda lr: rate_at(self.name, lr, timestamp)  # noqa: E731
@@ -403,7 +406,9 @@ class _FromTorch:
             _in_order_of(old, optimizer.state[copied]) if copied in optimizer.state else old
             for copied, old in zip(copies, held, strict=True)
         ]
-        now = [known or bool(optimizer.state.get(p)) for p, known in zip(copies, started, strict=True)]
+        has_started = [
+            had_started or bool(optimizer.state.get(p)) for p, had_started in zip(copies, started, strict=True)
+        ]
         after = self.mappings(optimizer)
         group = before[0].carried(after[0], opt_state["group"], copies)
         attributes = before[1].carried(after[1], opt_state["attributes"], copies)
@@ -414,7 +419,7 @@ class _FromTorch:
         for copied in copies:
             copied.grad = None
             copied.requires_grad_(False)
-        new_state = self._state(names, new_memories, now, shared, group, attributes, removed)
+        new_state = self._state(names, new_memories, has_started, shared, group, attributes, removed)
         if in_place:
             return params, _written(opt_state, new_state)
         return FrozenDict(zip(names, copies, strict=True)), new_state
@@ -440,8 +445,8 @@ class _FromTorch:
         for param in copies:
             if vars(param):
                 self._refuse(f"it sets attributes on the parameters: {', '.join(vars(param))}")
-        known = {id(param) for param in copies}
-        if any(isinstance(key, Tensor) and id(key) not in known for key in after.state):
+        ids = {id(param) for param in copies}
+        if any(isinstance(key, Tensor) and id(key) not in ids for key in after.state):
             self._refuse("optimizer.state has tensors as keys that are no parameters")
         group, attributes = (
             {key: mapping[key] for key in before.changed(mapping, copies)}
@@ -449,8 +454,8 @@ class _FromTorch:
         )
         memories, shared = tried.memories(), _shared(after)
         self._refuse_unholdable(copies, memories, shared, group, attributes, tried=True)
-        kept = {"state": memories, "shared": shared, "group": group, "attributes": attributes}
-        places = [(where, tensor) for where, tensor in tensors_in(kept) if tensor.numel() and not tensor.is_meta]
+        parts = {"state": memories, "shared": shared, "group": group, "attributes": attributes}
+        places = [(where, tensor) for where, tensor in tensors_in(parts) if tensor.numel() and not tensor.is_meta]
         ranges = [(range_of(param), "a parameter") for param in copies if param.numel()]
         seen: set[int] = set()
         for where, tensor in places:
@@ -458,10 +463,10 @@ class _FromTorch:
                 continue
             seen.add(id(tensor))
             mine = range_of(tensor)
-            other = next((what for span, what in ranges if overlap(mine, span)), None)
-            if other is not None:
+            owner = next((what for span, what in ranges if overlap(mine, span)), None)
+            if owner is not None:
                 self._refuse(
-                    f"its tensor {where} shares memory with {other}, and in a State each tensor has memory of its own: "
+                    f"its tensor {where} shares memory with {owner}, and in a State each tensor has memory of its own: "
                     "the class has to keep a copy, .clone()"
                 )
             ranges.append((mine, f"another one, {where}"))
@@ -574,7 +579,7 @@ _OF_OTHERS = frozenset(
 
 @attrs.frozen
 class ClassInTorch:
-    """The state of :func:`from_torch` as that of its class (see :class:`~pure_loop.optim._in_torch.InTorch`)."""
+    """The state of :func:`from_torch` as that of its class (see :class:`~pure_loop.optim.optimizer.InTorch`)."""
 
     rule: _FromTorch
     lr: RateFunction
@@ -609,8 +614,8 @@ class ClassInTorch:
         memories, started = in_order({key: opt_state[key] for key in ("memory", "started")}, names).values()
         optimizer = rule.build(clone_all(list(params.values())))
         copies = _copied((memories, *(opt_state[key] for key in ("shared", "group", "attributes"))))
-        known = zip(copies[0], started, strict=True)
-        restore(optimizer, known, copies[1], copies[2], copies[3], opt_state["removed"])
+        pairs = zip(copies[0], started, strict=True)
+        restore(optimizer, pairs, copies[1], copies[2], copies[3], opt_state["removed"])
         return optimizer
 
     @torch.no_grad()
@@ -651,18 +656,18 @@ class ClassInTorch:
                 )
         # What the class itself writes to its group is its memory, and all else are options, which the call has.
         learnt = {*init["group"], *tried.before[0].changed(rule.mappings(tried.after)[0], tried.copies)}
-        new = {key: value for key, value in tried.new.param_groups[0].items() if key not in _OF_OTHERS | learnt}
-        refuse_other_options(rule.name, new, saved.options, ())
-        group = {key: value for key, value in saved.options.items() if key not in new and key not in _OF_OTHERS}
+        options = {key: value for key, value in tried.new.param_groups[0].items() if key not in _OF_OTHERS | learnt}
+        refuse_other_options(rule.name, options, saved.options, ())
+        group = {key: value for key, value in saved.options.items() if key not in options and key not in _OF_OTHERS}
         memories = [
             {key: _on_device(key, value, param) for key, value in saved.memory[name].items()}
             for name, param in params.items()
         ]
         started = [bool(memory) for memory in memories]
         blank = in_order({"memory": init["memory"]}, list(params))["memory"]
-        kept = [memory or old for memory, old in zip(memories, blank, strict=True)]
+        filled = [memory or old for memory, old in zip(memories, blank, strict=True)]
         shared, group = _copied((dict(saved.rest), {**init["group"], **group}))
-        opt_state = rule._state(params, kept, started, {**init["shared"], **shared}, group, init["attributes"])
+        opt_state = rule._state(params, filled, started, {**init["shared"], **shared}, group, init["attributes"])
         rule.refuse(opt_state, params, keys)
         return opt_state
 
@@ -684,29 +689,30 @@ def _shared(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
-def _in_order_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> FrozenDict[str, Any]:
+def _in_order_of(old: Mapping[str, Any], mapping: Mapping[str, Any]) -> FrozenDict[str, Any]:
     """``new`` with its keys in the order of ``old``, which itself is given where it has the same values."""
-    if list(new) == list(old):
-        same = type(old) is FrozenDict and all(map(is_, new.values(), old.values()))
-        return old if same else FrozenDict(new)  # type: ignore[return-value]
-    keys = [*(key for key in old if key in new), *(key for key in new if key not in old)]
-    return FrozenDict({key: new[key] for key in keys})
+    if list(mapping) == list(old):
+        if type(old) is FrozenDict and all(map(is_, mapping.values(), old.values())):
+            return old
+        return FrozenDict(mapping)
+    keys = [*(key for key in old if key in mapping), *(key for key in mapping if key not in old)]
+    return FrozenDict({key: mapping[key] for key in keys})
 
 
-def _written(old: OptState, new: OptState) -> OptState:
+def _written(old: OptState, result: OptState) -> OptState:
     """``new`` in the tensors of ``old``, where they fit; ``old`` itself where nothing else is in it."""
     before = old["memory"]
-    memory = FrozenDict((name, _memory_written(before[name], kept)) for name, kept in new["memory"].items())
-    changed = any(memory[name] is not before[name] for name in memory) or new["started"] != old["started"]
-    others = (each for state in (old, new) for each in (*(state[key] for key in _OTHERS), *state["removed"].values()))
-    return FrozenDict({**new, "memory": memory}) if changed or any(others) else old
+    memory = FrozenDict((name, _memory_written(before[name], values)) for name, values in result["memory"].items())
+    changed = any(memory[name] is not before[name] for name in memory) or result["started"] != old["started"]
+    trees = (tree for state in (old, result) for tree in (*(state[key] for key in _OTHERS), *state["removed"].values()))
+    return FrozenDict({**result, "memory": memory}) if changed or any(trees) else old
 
 
-def _memory_written(old: FrozenDict[str, Any], new: FrozenDict[str, Any]) -> FrozenDict[str, Any]:
-    if new is old:
+def _memory_written(old: FrozenDict[str, Any], result: FrozenDict[str, Any]) -> FrozenDict[str, Any]:
+    if result is old:
         return old
-    values = dict(new)
-    for key, value in new.items():
+    values = dict(result)
+    for key, value in result.items():
         there = old.get(key)
         if value is there or not (isinstance(value, Tensor) and isinstance(there, Tensor)):
             continue

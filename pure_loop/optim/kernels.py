@@ -111,14 +111,14 @@ def are_alike(params: list[Tensor], *lists: list[Any]) -> bool:
     tensors = list(chain(*lists))
     if not tensors or not all(map(is_not, tensors, repeat(None))):
         return False
-    one = params[0]
+    first = params[0]
     return (
         all(map(Tensor.is_contiguous, tensors))
         and list(map(Tensor.size, tensors)) == list(map(Tensor.size, params)) * len(lists)
-        and set(map(_dtype, tensors)) == {one.dtype}
-        and ((one.is_cpu and all(map(_is_cpu, tensors))) or set(map(_device, tensors)) == {one.device})
+        and set(map(_dtype, tensors)) == {first.dtype}
+        and ((first.is_cpu and all(map(_is_cpu, tensors))) or set(map(_device, tensors)) == {first.device})
         and not any(map(Tensor.is_neg, tensors))
-        and not one.is_complex()
+        and not first.is_complex()
     )
 
 

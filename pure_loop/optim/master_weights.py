@@ -111,11 +111,11 @@ class _MasterWeights:
         half, master = self._read(opt_state, params)
         with torch.set_grad_enabled(False):
             current = FrozenDict((name, _following(master[name], param)) for name, param in half.items())
-            new, inner = self.optimizer.update(
+            masters, inner = self.optimizer.update(
                 _widened(grads, params), opt_state["inner"], _merged(params, current), timestamp
             )
-            master = FrozenDict((name, new[name]) for name in half)
-            result = FrozenDict((name, new[name].to(param.dtype)) for name, param in params.items())
+            master = FrozenDict((name, masters[name]) for name in half)
+            result = FrozenDict((name, masters[name].to(param.dtype)) for name, param in params.items())
         return result, FrozenDict(master=master, inner=inner)
 
     def overwrite(

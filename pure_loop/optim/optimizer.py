@@ -8,9 +8,9 @@ don't write to their arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import attrs
 import torch
@@ -20,19 +20,59 @@ from pure_loop._internal.arguments import check_number, is_number, is_scheduler,
 from pure_loop._internal.reprs import call
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.random.guards import runs_users_code
+from pure_loop.random.authors import runs_users_code
 from pure_loop.time import Timestamp
 
-if TYPE_CHECKING:
-    from pure_loop.optim._in_torch import InTorch
-
-__all__ = ["Grads", "LearningRate", "OptState", "Optimizer", "Params", "RateFunction", "rate_at"]
+__all__ = [
+    *("Grads", "InTorch", "LearningRate", "OptState", "Optimizer", "Params", "RateFunction", "TorchGroup"),
+    "rate_at",
+]
 
 Params: TypeAlias = FrozenDict[str, Tensor]
 Grads: TypeAlias = Mapping[str, Tensor | None]
 OptState: TypeAlias = FrozenDict[str, Any]
 RateFunction: TypeAlias = Callable[[Timestamp], float]
 LearningRate: TypeAlias = float | RateFunction
+
+
+@attrs.frozen(kw_only=True)
+class TorchGroup:
+    """One parameter group of a class of ``torch.optim``.
+
+    Attributes:
+        options: what the group holds besides its parameters.
+        memory: what is kept for each parameter, in their order; empty for one without a step.
+        rest: what the optimizer keeps for no parameter.
+    """
+
+    options: Mapping[str, Any]
+    memory: Mapping[str, Mapping[str, Any]]
+    rest: Mapping[Any, Any] = attrs.field(factory=dict)
+
+
+class InTorch(Protocol):
+    """An optimizer state as that of a class of torch."""
+
+    def cls(self) -> type[torch.optim.Optimizer]:
+        """The class."""
+
+    def names(self, params: Params) -> list[list[str]]:
+        """The parameters of each group, in their order."""
+
+    def write(self, opt_state: OptState, params: Params, timestamp: Timestamp) -> list[TorchGroup]:
+        """The groups. Their tensors may be those of ``opt_state``.
+
+        Raises:
+            ArgumentError: the class has no place for what this optimizer does or keeps.
+        """
+
+    def read(self, groups: Sequence[TorchGroup], params: Params) -> OptState:
+        """The optimizer state. Its tensors may be those of the groups.
+
+        Raises:
+            ArgumentError: the groups were made with other options.
+            ResumeError: they hold something else, or other shapes.
+        """
 
 
 def _callable(instance: Optimizer, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -74,7 +114,7 @@ class Optimizer:
         check: ``(opt_state, params) -> None``, where params may be on the meta device: raises
             :class:`~pure_loop.ResumeError` if training can't resume from ``opt_state``. None: it is compared with the
             result of ``init``.
-        seeing: ``(view) -> optimizer``: this optimizer, whose label function receives ``view(name, tensor)``: the
+        seeing: ``(view) -> optimizer``: this optimizer with a label function that receives ``view(name, tensor)``: the
             parameter as the user declared it, with its class and attributes (see :func:`partition`).
         in_torch: how the optimizer state is that of a class of ``torch.optim`` (see :func:`to_state_dict`). None: no
             class has it.
@@ -133,9 +173,9 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
         refuse_no_schedule(f"{where}: lr", lr)
         return lr  # type: ignore[return-value]
     if not is_number(lr):
-        shown = repr(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
+        text = repr(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
         raise ArgumentTypeError(
-            f"{where}: lr must be a number, got {shown} of type {type(lr).__name__}; write {where}(lr=3e-4), or a "
+            f"{where}: lr must be a number, got {text} of type {type(lr).__name__}; write {where}(lr=3e-4), or a "
             f'function of the timestamp: {where}(lr=pl.schedules.cosine("3ep", peak=3e-4))'
         )
     from pure_loop.schedules import constant  # not before it is needed: importing pure_loop is to be quick
@@ -150,7 +190,7 @@ def fixed_rate(lr: RateFunction) -> float | None:
 
 
 class ScaledTimestamp:
-    """The timestamp of a step whose learning rates are multiplied by ``state.lr_scale``: what ``update`` is given.
+    """The timestamp of a step with learning rates that are multiplied by ``state.lr_scale``: what ``update`` is given.
 
     Attributes:
         timestamp: that of the State; all else is read from it.
@@ -214,7 +254,8 @@ def rate_at(where: str, lr: RateFunction, timestamp: Timestamp) -> float:
     """
     traced = getattr(timestamp, "rate", None)
     if traced is not None:  # a compiled step takes it as an input, because it is another one in each
-        return traced(where, lr)  # type: ignore[no-any-return]
+        rate: float = traced(where, lr)
+        return rate
     value: Any = lr(timestamp)
     if type(value) is not float and not isinstance(value, str | bytes):
         with suppress(TypeError, ValueError, RuntimeError):  # as tensors of several numbers say it

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim._in_torch import TorchGroup, part_in_torch
+from pure_loop.optim._in_torch import part_in_torch
 from pure_loop.optim.kernels import check_state, in_order
-from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params
+from pure_loop.optim.optimizer import Grads, Optimizer, OptState, Params, TorchGroup
 from pure_loop.optim.resuming import made_by_another, refuse_other_memory
 
 if TYPE_CHECKING:
@@ -126,12 +126,12 @@ class _Partition:
     def update(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp
     ) -> tuple[Params, OptState]:
-        new: dict[str, Tensor] = dict(params)
+        result: dict[str, Tensor] = dict(params)
         new_state = {}
         for key, part, *picked in self.picked(grads, opt_state, params):
             some, new_state[key] = part.update(*picked, timestamp)
-            new.update(some)
-        return FrozenDict(new), FrozenDict(new_state)
+            result.update(some)
+        return FrozenDict(result), FrozenDict(new_state)
 
     def overwrite(
         self, grads: Grads, opt_state: OptState, params: Params, timestamp: Timestamp, **options: Any
@@ -154,10 +154,10 @@ class _Partition:
     def cls(self) -> type[torch.optim.Optimizer]:
         classes = {key: part_in_torch(part).cls() for key, part in self.parts.items()}
         if len(set(classes.values())) > 1:
-            shown = ", ".join(f"{key!r} is torch.optim.{cls.__name__}" for key, cls in classes.items())
+            parts = ", ".join(f"{key!r} is torch.optim.{cls.__name__}" for key, cls in classes.items())
             first = next(iter(classes))
             raise ArgumentError(
-                f"a torch optimizer is of one class, and the parts of this partition are of several: {shown}. Write "
+                f"a torch optimizer is of one class, and the parts of this partition are of several: {parts}. Write "
                 f"one state dict for each, to_state_dict(state, optimizer, part={first!r}), and load them together: "
                 f"load_state_dict(state, optimizer, {{{first!r}: ..., ...}})."
             )

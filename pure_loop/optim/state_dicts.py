@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -13,8 +13,8 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim._in_torch import InTorch, TorchGroup, part_in_torch
-from pure_loop.optim.optimizer import Optimizer, OptState, Params, time_of_step
+from pure_loop.optim._in_torch import part_in_torch
+from pure_loop.optim.optimizer import InTorch, Optimizer, OptState, Params, TorchGroup, time_of_step
 from pure_loop.optim.resuming import refuse_other_memory
 from pure_loop.state import State
 
@@ -86,7 +86,7 @@ def to_state_dict(state: State, optimizer: Optimizer, *, part: str | None = None
 
 @torch.no_grad()
 def load_state_dict(state: S, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> S:
-    """A State whose optimizer state is that of a torch optimizer, with which ``fit`` continues a loop by hand.
+    """A State with the optimizer state of a torch optimizer, from which ``fit`` continues a loop by hand.
 
     Args:
         state: with the parameters that the loop by hand has trained: ``pl.State.create(module)``.
@@ -127,7 +127,7 @@ def evaluation_params(state: S, optimizer: Optimizer) -> FrozenDict[str, Tensor]
     """The parameters that an optimizer with modes evaluates with, such as the averages of schedule-free ones.
 
     Args:
-        state: of a run whose parameters are those for training.
+        state: of a run, with the parameters for training.
         optimizer: what ``fit`` was given: :func:`from_torch` of a class with ``train()`` and ``eval()``, or a
             ``partition`` with one, or ``master_weights`` of it.
 
@@ -165,10 +165,10 @@ def _served(state: Any, optimizer: Any) -> tuple[Optimizer, Params, Any]:
 
 
 def _parts(optimizer: Optimizer, params: Params) -> dict[str, tuple[Optimizer, Params]]:
-    split = getattr(optimizer.in_torch, "split", None)
+    split: Callable[[Params], dict[str, tuple[Optimizer, Params]]] | None = getattr(optimizer.in_torch, "split", None)
     if split is None:
         raise ArgumentError(f"{optimizer.name} has no parts; only pl.optim.partition has.")
-    return split(params)  # type: ignore[no-any-return]
+    return split(params)
 
 
 def _loaded(optimizer: Optimizer, params: Params, every: list[str], state_dict: Any) -> OptState:

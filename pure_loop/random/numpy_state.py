@@ -9,45 +9,55 @@ which only ``get_state`` shows: it is read and written with nothing in the place
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
-__all__ = ["put_back", "set_aside"]
+__all__ = ["numpy_random", "put_back", "set_aside"]
 
 # Bit generators to lend; guards may stand inside one another, so there may be several.
-_spare: list[Any] = []
+_spare: list[object] = []
+
+
+def numpy_random() -> Any:
+    """The module ``numpy.random``; None where no code has imported NumPy, which is optional.
+
+    Reading it loads it if nothing has yet: code that runs soon may, and would find it seeded by the operating system.
+    """
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
 
 
 class _Nothing:
-    """Stands for a bit generator whose words are not needed."""
+    """Stands for a bit generator where its words are not needed."""
 
     def __init__(self) -> None:
         self.state: Any = {"bit_generator": "MT19937", "state": None}
 
 
-def set_aside(numpy_random: Any) -> tuple[Any, ...]:
+def set_aside(numpy: Any) -> tuple[Any, ...]:
     """Put another bit generator in the global one's place, and return what :func:`put_back` needs."""
-    if not _can_exchange(numpy_random):
-        return (None, numpy_random.get_state())
-    own = numpy_random.get_bit_generator()
-    pair = _read_pair(numpy_random.mtrand._rand)
-    lent = _spare.pop() if _spare else numpy_random.MT19937()
-    numpy_random.set_bit_generator(lent)
+    if not _can_exchange(numpy):
+        return (None, numpy.get_state())
+    own = numpy.get_bit_generator()
+    pair = _read_pair(numpy.mtrand._rand)
+    lent = _spare.pop() if _spare else numpy.MT19937()
+    numpy.set_bit_generator(lent)
     return (own, pair, lent)
 
 
-def put_back(numpy_random: Any, state: tuple[Any, ...]) -> None:
+def put_back(numpy: Any, state: tuple[Any, ...]) -> None:
     if state[0] is None:
-        numpy_random.set_state(state[1])
+        numpy.set_state(state[1])
         return
     own, pair, lent = state
-    numpy_random.set_bit_generator(own)
+    numpy.set_bit_generator(own)
     if pair["has_gauss"]:
-        _write_pair(numpy_random.mtrand._rand, pair)
+        _write_pair(numpy.mtrand._rand, pair)
     _spare.append(lent)
 
 
-def _can_exchange(numpy_random: Any) -> bool:
-    return hasattr(numpy_random, "set_bit_generator") and hasattr(numpy_random.mtrand._rand, "_bit_generator")
+def _can_exchange(numpy: Any) -> bool:
+    return hasattr(numpy, "set_bit_generator") and hasattr(numpy.mtrand._rand, "_bit_generator")
 
 
 def _read_pair(singleton: Any) -> dict[str, Any]:
@@ -64,7 +74,7 @@ def _write_pair(singleton: Any, pair: dict[str, Any]) -> None:
 class _WithoutWords:
     """Nothing in the place of the words, while no other code runs in this thread.
 
-    The garbage collector may close a stream, whose guard would set aside the nothing and could not put it back.
+    The garbage collector may close a stream. Its guard would set aside the nothing and could not put it back.
     """
 
     __slots__ = ("_collecting", "_own", "_singleton")

@@ -42,9 +42,9 @@ _HOST: frozenset[Device] = frozenset((None, "cpu", torch.device("cpu")))
 
 
 class Tracer(Protocol):
-    """What stands in for generators while a step is made into a graph, whose seeds are other ones at each call."""
+    """What stands in for generators while a step is made into a graph, which has other seeds at each call."""
 
-    def computed(self, function: Callable[..., int], *value: Any) -> int:
+    def computed(self, function: Callable[..., int], *value: object) -> int:
         """What a function gives, of numbers of the step."""
 
     def generator(self, seed: int, device: torch.device | str) -> torch.Generator:
@@ -84,7 +84,7 @@ def derive(seed: int, *path: int | str) -> int:
     return _derive(seed, *path) if tracing is None else tracing.computed(_derive, seed, *path)
 
 
-def _derive(seed: Any, *path: Any) -> int:
+def _derive(seed: object, *path: object) -> int:
     """:func:`derive` of whatever is an integer."""
     return _hash(tuple(_plain(part, seed, path) for part in (seed, *path)))
 
@@ -94,7 +94,7 @@ def _hash(parts: tuple[int | str, ...]) -> int:
     return int.from_bytes(blake2b(ascii(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _plain(part: Any, seed: Any, path: tuple[Any, ...]) -> int | str:
+def _plain(part: Any, seed: object, path: tuple[object, ...]) -> int | str:
     if isinstance(part, str):
         return str(part)
     try:
@@ -120,7 +120,7 @@ def generator(seed: int, *path: int | str, device: torch.device | str = "cpu") -
 
 def generators_of(device: Device) -> tuple[torch.Generator, ...]:
     """The default generator that kernels on ``device`` draw from, besides that of the CPU."""
-    place = torch.device(device)  # type: ignore[arg-type]
+    place = torch.device("cpu" if device is None else device)
     if place.type in ("cpu", "meta"):
         return ()
     if place.type == "mps":
@@ -147,7 +147,7 @@ def push_cpu_seed(seed: int) -> torch.Tensor:
     """What :class:`seeded` does on a CPU outside of traces; :func:`pop_cpu_seed` takes what this gives, in any case."""
     rng_lock.acquire()
     # torch holds the generator's lock while it makes the tensor. The garbage collector, which that may start, may close
-    # a user's generator, whose end is seeded as well, and would wait for the lock for ever.
+    # a user's generator. Its end is seeded as well, and would wait for the lock for ever.
     collects = _collects()
     _keep_garbage()
     before = _get_cpu()
@@ -180,7 +180,7 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
 
     Args:
         seed: from 0 to 2**63 - 1, usually from :func:`derive`. The CPU generator uses its low 32 bits.
-        device: the accelerator whose generator is seeded too; None or a CPU: the CPU's alone.
+        device: the accelerator of which the generator is seeded too; None or a CPU: the CPU's alone.
 
     >>> before = torch.get_rng_state()
     >>> with seeded(derive(0, "dropout", 3)):
@@ -310,10 +310,10 @@ class seeded_apart(seeded_all):  # noqa: N801 - as above
         super().__exit__(kind, error, trace)
 
 
-def _reseed_hosts(seed: int, numpy_random: Any) -> None:
+def _reseed_hosts(seed: int, numpy: Any) -> None:
     _python.seed(seed)
-    if numpy_random is not None:
-        numpy_random.seed(seed & 0xFFFFFFFF)
+    if numpy is not None:
+        numpy.seed(seed & 0xFFFFFFFF)
 
 
 def reseed(seed: int) -> None:

@@ -11,21 +11,22 @@ from torch import Tensor
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import Batch
-from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
-from pure_loop.callback import Callback, Logger
-from pure_loop.data.source import END, Batches, Source
+from pure_loop.callback import Callback, LastBoundary, Logger
+from pure_loop.data.group import END
+from pure_loop.data.source import Batches, Source
 from pure_loop.entry.assembly import Assembly
 from pure_loop.entry.deterministic import stream_of
 from pure_loop.errors import DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
-from pure_loop.loop.call import Fit, LastBoundary
+from pure_loop.hooks import Handler, Observer
+from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.evaluation import evaluation
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.strict import Strict
-from pure_loop.observer import Observer, bind_callbacks, observers
+from pure_loop.observer import bind_callbacks, observers
 from pure_loop.recorder import Recorder
 from pure_loop.rehearsal.measures import Length
 from pure_loop.rehearsal.report import Place

@@ -17,16 +17,15 @@ from typing import Any, cast
 import attrs
 
 from pure_loop._internal.arguments import name_of
-from pure_loop.algorithm import Handler
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger
 from pure_loop.checkpoint.storage import try_folder
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
+from pure_loop.hooks import Handler, Observer, refuse_return
 from pure_loop.loggers.in_memory import InMemoryLogger
 from pure_loop.loop.contract import check_returned
 from pure_loop.metrics import Metric
-from pure_loop.observer import Observer, refuse_return
 from pure_loop.rehearsal.report import Place
 from pure_loop.state import State
 from pure_loop.time import Timestamp

@@ -65,27 +65,10 @@ if not TYPE_CHECKING:
     __getattr__ = _lazily(
         __name__,
         {
-            "Schedule": "pure_loop.schedules._base",
-            "chain": "pure_loop.schedules.chain",
-            "constant": "pure_loop.schedules._base",
-            "cosine": "pure_loop.schedules.cosine",
-            "cosine_restarts": "pure_loop.schedules.cosine_restarts",
-            "cyclic": "pure_loop.schedules.cyclic",
-            "exponential": "pure_loop.schedules.exponential",
-            "inverse_sqrt": "pure_loop.schedules.inverse_sqrt",
-            "linear": "pure_loop.schedules.linear",
-            "multistep": "pure_loop.schedules.multistep",
-            "one_cycle": "pure_loop.schedules.one_cycle",
-            "piecewise": "pure_loop.schedules.piecewise",
-            "plot": "pure_loop.schedules.plot",
-            "polynomial": "pure_loop.schedules.polynomial",
-            "product": "pure_loop.schedules._base",
-            "scaled": "pure_loop.schedules.scaled",
-            "sparkline": "pure_loop.schedules.plot",
-            "step": "pure_loop.schedules.step",
-            "warmup": "pure_loop.schedules.warmup",
-            "warmup_stable_decay": "pure_loop.schedules.warmup_stable_decay",
+            "_base": ("Schedule", "constant", "product"),
+            "plot": ("sparkline",),
         },
+        __all__,
     )
 
 

@@ -1,7 +1,7 @@
 """The computations between the events, as pure functions ``State -> State``: forward, loss, backward, update.
 
 May import what is below: ``state``, ``model``, ``task``, ``precision``, ``optim``. Stages know no events,
-algorithms or callbacks. Begin with ``stages.py``, whose base classes are ``update.py`` (the optimizer's step) and
+algorithms or callbacks. Begin with ``stages.py``; its base classes are in ``update.py`` (the optimizer's step) and
 ``settings.py`` (random numbers, precision); ``engine.py`` is the seam behind which several ranks compute.
 """
 
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Stages", "value_and_grad"]
 
 if not TYPE_CHECKING:
-    __getattr__ = _lazily(
-        __name__, {"Stages": "pure_loop.stages.stages", "value_and_grad": "pure_loop.stages.differentiation"}
-    )
+    __getattr__ = _lazily(__name__, {"stages": ["Stages"], "differentiation": ["value_and_grad"]})
 
 
 def __dir__() -> list[str]:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from pure_loop._internal.autograd import add_gradient, gradient_of, zero_unless
 from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.weights import Weights
-from pure_loop.data.batch import beside
-from pure_loop.data.source import END
+from pure_loop.data.batch import to_device
+from pure_loop.data.group import END
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import time_of_step
-from pure_loop.stages.ownership import LARGE
-from pure_loop.stages.references import are_unaliased
+from pure_loop.stages.references import LARGE, are_unaliased
 from pure_loop.state import Loss, State, raw_opt_state, raw_params
 
 if TYPE_CHECKING:
@@ -78,7 +77,8 @@ class Engine:
         """
         if loaded is END:
             return None
-        batch = beside(loaded, next(iter(raw_params(state).values())), source)
+        device = next(iter(raw_params(state).values())).device
+        batch = to_device(loaded, device, stays=source.keeps_pinned)
         return batch, task.samples(batch), task.tokens(batch)
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
@@ -198,7 +198,7 @@ class Engine:
         if before is None or (result[0] is None and all(gradient is None for gradient in result)):
             return result
         if total is not None:
-            return tuple(old if new is None else new for new, old in zip(result, before, strict=True))
+            return tuple(old if computed is None else computed for computed, old in zip(result, before, strict=True))
         if any(gradient is None or gradient.is_sparse for gradient in (*before, *result)):
             return tuple(map(_added, before, result))
         # The accumulated gradients are aliased. The new ones are not, unless autograd passed on a tensor that is.
@@ -322,9 +322,9 @@ class Engine:
 ONE_RANK = Engine()
 
 
-def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _added(gradient: Tensor | None, addend: Tensor | None) -> Tensor | None:
     """The sum of two gradients, each of which may be None or sparse."""
-    if one is None or other is None:
-        return other if one is None else one
+    if gradient is None or addend is None:
+        return addend if gradient is None else gradient
     # Torch adds a sparse one to a dense one, and not the other way round.
-    return other + one if one.is_sparse and not other.is_sparse else one + other
+    return addend + gradient if gradient.is_sparse and not addend.is_sparse else gradient + addend

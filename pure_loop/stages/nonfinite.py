@@ -18,7 +18,8 @@ __all__ = ["find_nonfinite", "gradients_nonfinite", "real_numbers", "total_loss"
 
 def total_loss(loss: Any) -> Tensor:
     """The loss that is differentiated: the tensor itself, or ``total`` of a dict."""
-    return loss["total"] if isinstance(loss, dict) else loss  # type: ignore[no-any-return]
+    total: Tensor = loss["total"] if isinstance(loss, dict) else loss
+    return total
 
 
 _dtype = attrgetter("dtype")
@@ -38,17 +39,17 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     on_cpu, dtypes = device.type == "cpu", set(map(_dtype, tensors))
     if not on_cpu and (not dtypes <= _SCALED or any(element.device != device for element in tensors)):
         return _any_nonfinite(loss, tensors)
-    one = _ones.get(device)
-    if one is None:
-        one = torch.ones(1, dtype=torch.float32, device=device)
-        if type(one) is Tensor:  # inside of a trace it has no number, and the next caller would compute with it
-            _ones[device] = one
+    scale = _ones.get(device)
+    if scale is None:
+        scale = torch.ones(1, dtype=torch.float32, device=device)
+        if type(scale) is Tensor:  # inside of a trace it has no number, and the next caller would compute with it
+            _ones[device] = scale
     if on_cpu and not math.isfinite(loss.item()):
-        return one
-    result = torch.zeros_like(one) if on_cpu else (~torch.isfinite(loss)).float().reshape(1)
+        return scale
+    result = torch.zeros_like(scale) if on_cpu else (~torch.isfinite(loss)).float().reshape(1)
     together = len(dtypes) == 1 and not dtypes.pop().is_complex
     for group in [tensors] if together else [[real_numbers(tensor)] for tensor in tensors]:
-        find_nonfinite_kernel(group, result, one)
+        find_nonfinite_kernel(group, result, scale)
     return result
 
 

@@ -24,9 +24,9 @@ def checked_draws(guard: AbstractContextManager[None], stage: str, batch: int, d
     Args:
         guard: what seeds them.
         stage, batch: for errors.
-        device: the one whose generator is seeded, besides the CPU's.
+        device: the one with the generator that is seeded, besides the CPU's.
     """
-    from pure_loop._internal.profiling import calls_watched
+    from pure_loop._internal.frames import calls_watched
 
     with guard:
         own = _OwnDraws(device)
@@ -65,11 +65,11 @@ class _OwnDraws(DispatchMode):  # type: ignore[misc]
 
     def look(self) -> None:
         """Notice a state that has moved since."""
-        now = self._now()
+        states = self._now()
         with no_dispatch():
-            if not all(map(torch.equal, self._last, now)):
+            if not all(map(torch.equal, self._last, states)):
                 self.disturbed = True
-        self._last = now
+        self._last = states
 
     def see(self, frame: FrameType, event: str, argument: Any) -> None:
         """A call of this thread: of a method that seeds one of these generators, or sets its state."""

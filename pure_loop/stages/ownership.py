@@ -28,10 +28,18 @@ from pure_loop._internal.tree_ops import clone_all
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict, Overwritten
 from pure_loop.model.parameters import are_marked
-from pure_loop.stages.references import Tensors, are_unaliased, count_in, counting_doubt, expected_uses, is_private
+from pure_loop.stages.references import (
+    LARGE,
+    Tensors,
+    are_unaliased,
+    count_in,
+    counting_doubt,
+    expected_uses,
+    is_private,
+)
 from pure_loop.state import State, raw_opt_state, raw_params
 
-__all__ = ["LARGE", "Ownership", "Request", "overwritten_by"]
+__all__ = ["Ownership", "Request", "overwritten_by"]
 
 
 class Request(Enum):
@@ -202,7 +210,10 @@ class Ownership:
         if yielded is state:
             yielded = None
         if yielded is not None:
-            shares = [one is other is not None for one, other in zip(_mappings(yielded), _mappings(state), strict=True)]
+            shares = [
+                mapping is shared is not None
+                for mapping, shared in zip(_mappings(yielded), _mappings(state), strict=True)
+            ]
         counts = _counts(state, shares, yielded, scripts)
         if self.measures:
             Ownership.expected = tuple(map(min, counts, Ownership.expected or counts))
@@ -290,10 +301,10 @@ class Ownership:
         if getweakrefcount(leaves) > 1 + bound:  # that of the stream, and of the module
             return False
         # Their memory is that of the parameters.
-        places, found = self._instance.places if bound else {}, list(map(leaves.get, names))
-        uses = zip(map(count, found), map(tensor_uses, found), map(getweakrefcount, found), strict=True)
-        variables, *others = expected["alone"][:3]
-        return list(uses) == [(variables + places.get(name, 0), *others) for name in names]
+        places, tensors = self._instance.places if bound else {}, list(map(leaves.get, names))
+        uses = zip(map(count, tensors), map(tensor_uses, tensors), map(getweakrefcount, tensors), strict=True)
+        variables, *counts = expected["alone"][:3]
+        return list(uses) == [(variables + places.get(name, 0), *counts) for name in names]
 
     def take(self, state: State, *fields: str) -> bool:
         """Whether these fields may be written to; the State has them no more then."""
@@ -329,9 +340,9 @@ class Ownership:
             are_private: whether only the graph, the State that it is called with, and the one that it is passed, refer
                 to them; takes them out of both.
         """
-        shown, granted, observed = self._last(), self._granted() is not None, self.observed
+        yielded, granted, observed = self._last(), self._granted() is not None, self.observed
         self._granted, self._last, self.observed = _nothing, _nothing, False
-        if not observed or (granted and are_private is not None and are_private(shown)):
+        if not observed or (granted and are_private is not None and are_private(yielded)):
             return tensors
         return clone_all(tensors)
 
@@ -342,8 +353,6 @@ _OF_LOADING, _AFTER_BATCH = Event.AFTER_DATALOADER, Event.BATCH_CHECKPOINT
 _OF_GRAPHS: frozenset[Event | Request] = frozenset({Request.COUNT_REFERENCES, Event.BATCH_START})
 # After these, gradients are added to, divided or clipped, or those of the batch before are of no use any more.
 _OF_GRADIENTS = frozenset({Event.BATCH_START, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD})
-# Numbers in gradients from which a check of references is cheaper than a copy.
-LARGE = 2**18
 _SLOTS: dict[str, Any] = {name: vars(State)[f"_{name}"] for name in ("params", "opt_state", "grads")}
 
 

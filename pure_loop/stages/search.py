@@ -145,8 +145,8 @@ def _origin_in_forward(state: State, stages: StageSettings) -> Origin | None:
         samples = stages.task.samples(piece)
         # Where the outputs are finite, what is not in between did not come there.
         leaves = optree.tree_leaves(outputs, namespace=NAMESPACE)
-        known = any(isinstance(leaf, Tensor) for leaf in leaves)
-        if noted and not is_finite(loss) and not (known and all(map(is_finite, leaves))):
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
+        if noted and not is_finite(loss) and not (has_tensors and all(map(is_finite, leaves))):
             name, submodule, tensor = next((item for item in noted if _is_suspect(item[2])), noted[0])
             rows = _rows(tensor, first, samples)
             of = f"module {name!r} ({type(submodule).__name__})" if name else "the model"
@@ -174,7 +174,7 @@ def _origin_in_backward(state: State, stages: StageSettings) -> Origin | None:
     module = state.module(training=True)
     with torch.enable_grad():
         for _, _, loss in _again(module, state, stages):
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
             origin = origin_in_gradients({name: parameter.grad for name, parameter in module.named_parameters()})
             if origin is not None:
                 return origin

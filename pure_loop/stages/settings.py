@@ -23,7 +23,8 @@ from pure_loop.data.group import parts_of
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision, PrecisionName
-from pure_loop.random.guards import Place, guard, is_users, runs_users_code
+from pure_loop.random.authors import is_users, runs_users_code
+from pure_loop.random.guards import Place, guard
 from pure_loop.random.seeds import SeededHosts, derive, seeded
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.stages.own_draws import checked_draws
@@ -34,7 +35,7 @@ from pure_loop.task import Task, default_forward
 
 __all__ = ["NO_CONTEXT", "ClipGrad", "Code", "StageSettings"]
 
-# Whose code draws in a stage; None: nothing is drawn.
+# Which code draws in a stage; None: nothing is drawn.
 Code: TypeAlias = Literal["users", "torch"] | None
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
 
@@ -154,7 +155,7 @@ class StageSettings:
         return context
 
     def code_of(self, state: State, stage: str) -> Code:
-        """Whose code draws in a stage: ``"users"``: code that is neither torch's nor the library's runs in it, and may
+        """Which code draws in a stage: ``"users"``: code that is neither torch's nor the library's runs in it, and may
         draw from any generator, and keep what it is given; None: nothing is drawn. In an update the optimizer says so.
         """
         if stage in self.users_stages:
@@ -225,7 +226,7 @@ class StageSettings:
             with seeding, casting, torch.set_grad_enabled(gradients):
                 yield
         finally:
-            if any_autocast_enabled():  # the caller's, up to whose end torch would keep these casts
+            if any_autocast_enabled():  # the caller's: torch would keep these casts up to its end
                 torch.clear_autocast_cache()
 
 

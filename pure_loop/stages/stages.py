@@ -61,9 +61,9 @@ class Stages(UpdateStage):
         """The weight of each microbatch of a batch, and how many microbatches every rank runs."""
         task, engine = self.task, self.engine
         if len(pieces) == 1 and not engine.exchanges and task.by_samples and not task.summed:
-            whole = of_numbers((task.samples(pieces[0]),))  # so targets need not be counted
-            if whole is not None:
-                return whole, 1
+            samples_alone = of_numbers((task.samples(pieces[0]),))  # so targets need not be counted
+            if samples_alone is not None:
+                return samples_alone, 1
         split = self.splits or type(state.batch) is Batches
         return engine.weigh(task.weigh_parts(state.batch, pieces), state, split=split, summed=task.summed)
 
@@ -118,7 +118,7 @@ class Stages(UpdateStage):
         return _measured[type(state)](state, loss, buffers, model)
 
     def _refuse_other_targets(self, state: State) -> None:
-        """Refuse probabilities in place of class indices, by whose class weights microbatches were weighted.
+        """Refuse probabilities in place of class indices: microbatches were weighted by the class weights of these.
 
         Raises:
             ArgumentError: an algorithm replaced the indices.
@@ -126,10 +126,10 @@ class Stages(UpdateStage):
         if not self.splits and not self.engine.exchanges and type(state.batch) is not Batches:
             return
         try:
-            before, now = parts_of(state.batch)[0][1], state.microbatch[1]
+            before, targets = parts_of(state.batch)[0][1], state.microbatch[1]
         except (LookupError, TypeError):
             return
-        if now.is_floating_point() and not before.is_floating_point():
+        if targets.is_floating_point() and not before.is_floating_point():
             raise ArgumentError(
                 f"{self.task.loss_in_words} has class weights, and an algorithm (label_smoothing, or one that mixes "
                 "targets) turned class indices into probabilities. For indices the mean divides by their class "
@@ -197,11 +197,11 @@ class Stages(UpdateStage):
             DataError: the divisor is 0, because all microbatches have weight 0: the loss is a mean over nothing. With
                 ``nonfinite="skip"`` the loss is NaN then, and :meth:`update` skips the step.
         """
-        known, clip = type(divisor) is float, cast("Any", self.clip_grad)
+        is_number, clip = type(divisor) is float, cast("Any", self.clip_grad)
         is_plain = clip is None and not self.measures_norm and state.loss_scale is None
-        if loss is None and known and divisor == 1.0 and is_plain:
+        if loss is None and is_number and divisor == 1.0 and is_plain:
             return state if state.grad_norm is None else with_fields(state, grad_norm=None)
-        nothing = known and divisor == 0
+        nothing = is_number and divisor == 0
         if nothing and self.nonfinite == "error":
             raise DataError(
                 f"all microbatches of batch {state.timestamp.batch} weigh 0, so its loss is a mean over nothing: "

@@ -84,8 +84,8 @@ class UpdateStage(StageSettings):
             elif not engine.exchanges:
                 # What is known without waiting, before anything is written to. The norm is that of the gradients that
                 # were measured, which an algorithm may have replaced since.
-                known = [number.item() for number in (loss, state.grad_norm) if number is not None and number.is_cpu]
-                doubtful = not all(map(math.isfinite, known))
+                numbers = [number.item() for number in (loss, state.grad_norm) if number is not None and number.is_cpu]
+                doubtful = not all(map(math.isfinite, numbers))
                 if doubtful and engine.any_nonfinite(gradients_nonfinite, loss, grads.values()):
                     raise self._nonfinite_error(state, before)
 
@@ -138,15 +138,15 @@ class UpdateStage(StageSettings):
             updated = select(found_inf[0].bool(), (trained, memory), updated)
         if tensors is None and self.workspace.ownership is not None:
             updated = unaliased(updated, (trained, memory))
-        new, opt_state = updated
+        new_params, opt_state = updated
         # One without a gradient is as it was, whatever that is, and may be the very tensor of an earlier State.
         fresh = [
             tensor
-            for name, tensor in new.items()
+            for name, tensor in new_params.items()
             if grads.get(name) is not None and (tensors is not None or tensor is not trained[name])
         ]
-        if new is not trained:
-            params = new if trained is params else FrozenDict({**params, **new})
+        if new_params is not trained:
+            params = new_params if trained is params else FrozenDict({**params, **new_params})
         return params, opt_state, fresh, tensors is not None
 
     def _left_out(self, state: State, found_inf: Tensor, before: Before | None) -> dict[str, PyTree]:
@@ -192,11 +192,13 @@ def in_order(
             f"optimizer {optimizer.name!r}: update returned {type(updated).__name__}; it returns the new parameters by "
             "name, and the new opt_state: (params, opt_state)."
         )
-    new, opt_state = updated
-    if new.keys() != trained.keys():
-        odd = sorted(new.keys() ^ trained.keys())[:3]
+    new_params, opt_state = updated
+    if new_params.keys() != trained.keys():
+        odd = sorted(new_params.keys() ^ trained.keys())[:3]
         raise ArgumentError(f"optimizer {optimizer.name!r}: update returned parameters of other names: {odd}.")
-    return sorted_by(tuple(trained), new if type(new) is FrozenDict else FrozenDict(new)), opt_state
+    return sorted_by(
+        tuple(trained), new_params if type(new_params) is FrozenDict else FrozenDict(new_params)
+    ), opt_state
 
 
 def _restored(state: State, before: Before) -> dict[str, PyTree]:
@@ -205,26 +207,31 @@ def _restored(state: State, before: Before) -> dict[str, PyTree]:
     return {"buffers": buffers, "model": state.model.fitting(buffers) if model is None else model}
 
 
-def _alike(some: FrozenDict[str, Tensor], others: FrozenDict[str, Tensor]) -> bool:
+def _alike(tensors: FrozenDict[str, Tensor], references: FrozenDict[str, Tensor]) -> bool:
     """Whether these buffers have the same names, shapes and dtypes."""
-    return some.keys() == others.keys() and all(
-        tensor.shape == others[name].shape and tensor.dtype is others[name].dtype for name, tensor in some.items()
+    return tensors.keys() == references.keys() and all(
+        tensor.shape == references[name].shape and tensor.dtype is references[name].dtype
+        for name, tensor in tensors.items()
     )
 
 
 def select(condition: Tensor, yes: PyTree, no: PyTree) -> PyTree:
     """``yes`` where the condition holds, else ``no``; waits for the device only where plain leaves differ."""
     leaves, spec = optree.tree_flatten(no, namespace=NAMESPACE)
-    others, other_spec = optree.tree_flatten(yes, namespace=NAMESPACE)
+    chosen_leaves, other_spec = optree.tree_flatten(yes, namespace=NAMESPACE)
     # An optimizer may keep more, or less, after this step.
-    if spec != other_spec or any(a != b for a, b in zip(others, leaves, strict=True) if not isinstance(b, Tensor)):
+    if spec != other_spec or any(
+        a != b for a, b in zip(chosen_leaves, leaves, strict=True) if not isinstance(b, Tensor)
+    ):
         return yes if bool(condition) else no
-    places = [i for i, (a, b) in enumerate(zip(others, leaves, strict=True)) if isinstance(b, Tensor) and a is not b]
+    places = [
+        i for i, (a, b) in enumerate(zip(chosen_leaves, leaves, strict=True)) if isinstance(b, Tensor) and a is not b
+    ]
 
     def choose(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
         return [torch.where(condition, a, b) for a, b in zip(new, old, strict=True)]
 
-    chosen = map_local(choose, [leaves[i] for i in places], [others[i] for i in places])
+    chosen = map_local(choose, [leaves[i] for i in places], [chosen_leaves[i] for i in places])
     for i, tensor in zip(places, chosen, strict=True):
         leaves[i] = tensor
     return optree.tree_unflatten(spec, leaves)

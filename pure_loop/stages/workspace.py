@@ -14,6 +14,7 @@ import optree
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop._internal.records import set_class
 from pure_loop._internal.tree_ops import unaliased
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.stages.ownership import Ownership, overwritten_by
@@ -71,13 +72,13 @@ class Workspace:
         What algorithms keep of them, as an average that begins with the parameters, is copied: the first step would
         have to copy parameters and optimizer state else, which is more, and with a graph in memory beside it.
         """
-        params, memory, kept = raw_params(state), raw_opt_state(state), state.algorithm_state
+        params, memory, memories = raw_params(state), raw_opt_state(state), state.algorithm_state
         trained = [*state.model.trained(params).values(), *optree.tree_leaves(memory, namespace=NAMESPACE)]
         if self.ownership is None or not are_torchs([*params.values(), *trained]):
             return state
         self.made(state, lent=True)
-        copies = unaliased(kept, trained)
-        return state if copies is kept else with_fields(state, algorithm_state=copies)
+        copies = unaliased(memories, trained)
+        return state if copies is memories else with_fields(state, algorithm_state=copies)
 
     def fits(self, optimizer: Optimizer, memory: PyTree, params: FrozenDict[str, Tensor]) -> bool:
         """What ``optimizer.fits`` says of them: asked once, while the same mappings are written to."""
@@ -105,7 +106,7 @@ class Workspace:
         leaves = ownership.leaves_of(params)
         if any(leaf is params or leaf is memory for leaf in kept) or not ownership.has_tensors_alone(state, leaves):
             return None
-        # Whoever keeps one of these mappings finds it overwritten.
+        # If something else refers to one of these mappings, it finds that overwritten.
         batch = state.timestamp.batch
         if leaves is not None:
             state.model.unbind()
@@ -117,13 +118,12 @@ def _overwritten(value: object, field: str, batch: int) -> Any:
     """Another mapping with the same tensors; to read this one, or one in it, is an error, through any reference."""
     if type(value) is not FrozenDict or not has_tensors(value):
         return value  # numbers, which other States may share
-    other = FrozenDict((name, _overwritten(item, field, batch)) for name, item in value.items())
+    result = FrozenDict((name, _overwritten(item, field, batch)) for name, item in value.items())
     what = overwritten_by(field, batch)
     for name in value:  # which a view, an iterator or a method of it may read
         dict.__setitem__(value, name, OverwrittenValue(field, what))
-    value.__class__ = Overwritten
-    value.lent = field, what
-    return other
+    set_class(value, Overwritten).lent = field, what
+    return result
 
 
 _lock = threading.Lock()

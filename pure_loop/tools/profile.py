@@ -18,7 +18,6 @@ import torch
 
 from pure_loop._internal.arguments import check_flag, check_integer, positive_or_none
 from pure_loop._internal.suggestions import teaching
-from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import storage_of
@@ -26,9 +25,9 @@ from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.exporting.files import try_to_write
+from pure_loop.hooks import Handler, Observer
 from pure_loop.loop.driver import Script
 from pure_loop.loop.stream import Stream
-from pure_loop.observer import Observer
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.tools.profile_report import Key, Profile, Recorder, TimedBatches, chrome_trace

@@ -18,13 +18,12 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.frames import generator_arguments
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import Operation, record_operations
-from pure_loop.algorithm import Handler
 from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
+from pure_loop.hooks import Handler, Observer
 from pure_loop.loop.call import Fit
 from pure_loop.loop.stream import Stream
-from pure_loop.observer import Observer
 from pure_loop.state import State
 from pure_loop.verify.leaves import LOOP, distance, leaves_of
 

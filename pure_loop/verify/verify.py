@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import attrs
 
 from pure_loop._internal.bits import checksums, combined
-from pure_loop.algorithm import Handler
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
+from pure_loop.hooks import Handler
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import Script, run_to_end

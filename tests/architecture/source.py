@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import pure_loop as pl
 
-__all__ = ["Modules", "Place", "differences", "modules", "names_in", "parsed", "walk"]
+__all__ = ["PACKAGE", "Modules", "Place", "differences", "modules", "names_in", "parsed", "walk"]
 
 PACKAGE = Path(pl.__file__).parent
 

@@ -22,7 +22,7 @@ FLOORS = (
     {"lens"},
     {"data", "gradients", "model", "order", "ranges"},
     {"schedules", "state", "task"},
-    {"cadence", "metrics", "optim"},
+    {"cadence", "hooks", "metrics", "optim"},
     {"algorithm", "evaluator"},
     {"callback", "stages"},
     {"distributed", "observer", "recorder"},
@@ -58,15 +58,19 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-def imports_of(source: str) -> Iterator[str]:
-    """The modules of the package that a source imports when it runs: not for type checkers alone."""
+def imports_of(source: str, *, types: bool = False) -> Iterator[str]:
+    """The modules of the package that a source imports when it runs; with ``types`` those for type checkers, too."""
     tree = ast.parse(source)
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
+    typing_only = (
+        set()
+        if types
+        else {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            for inner in ast.walk(node)
+        }
+    )
     for node in ast.walk(tree):
         if id(node) in typing_only:
             continue
@@ -79,9 +83,9 @@ def imports_of(source: str) -> Iterator[str]:
 
 
 @functools.cache
-def graph() -> dict[str, set[str]]:
+def graph(*, types: bool = False) -> dict[str, set[str]]:
     """For each module those that it imports."""
-    return {name: set(imports_of(path.read_text())) - {name} for name, path in MODULES.items()}
+    return {name: set(imports_of(path.read_text(), types=types)) - {name} for name, path in MODULES.items()}
 
 
 def test_each_folder_and_module_has_its_floor() -> None:
@@ -117,8 +121,9 @@ def test_no_module_imports_one_above_it() -> None:
     assert arrows_up(graph()) == []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    assert circles(graph()) == []
+@pytest.mark.parametrize("types", [False, True])
+def test_no_module_imports_itself_by_way_of_others(types: bool) -> None:
+    assert circles(graph(types=types)) == []
 
 
 def test_an_arrow_up_and_a_circle_are_found() -> None:

@@ -49,14 +49,14 @@ DRIVERS = {
 
 # R2. What changes is a record under way, or the workspace.
 
-_DRAFT = "a draft of a record becomes one"
-# Who sets the class of an object: (module, function).
+# Who sets the class of an object, or calls `set_class`: (module, function). Algorithms do, in a copy of a module.
 SETS_CLASS = {
-    ("_internal/records.py", "copier"): _DRAFT,
+    ("_internal/records.py", "copier"): "a draft of a record becomes one",
+    ("_internal/records.py", "set_class"): "for all others",
     ("stages/workspace.py", "_overwritten"): "a mapping to whose tensors a step has written refuses to be read",
     ("_internal/lazy.py", "lazily"): "a package whose modules are imported at the first access",
     ("model/model.py", "_rebuilt"): "a module that was pickled; its parameters are of a subclass",
-    ("model/tree.py", "set_class"): "a copy of a module: parametrized layers, and those that an algorithm changes",
+    ("model/tree.py", "own_classes"): "a copy of a module: parametrized layers",
     ("tools/profile.py", "_time"): "the stages of a run that is profiled",
 }
 
@@ -109,8 +109,8 @@ MUTABLE = {
     ("_internal/processes.py", "_forgetting"): "who is told of a fork",
     ("_internal/owned_files.py", "_held"): "the locks that this process holds",
     ("_internal/owned_files.py", "_turn"): "the lock of its threads, a new one in a fork",
-    ("data/source.py", "_iterators"): "iterators whose workers are of this process",
-    ("data/source.py", "_inherited"): "iterators whose workers are of its parent",
+    ("data/passes.py", "_iterators"): "iterators whose workers are of this process",
+    ("data/passes.py", "_inherited"): "iterators whose workers are of its parent",
     ("loop/stream.py", "_open"): "streams that have not ended",
     ("algorithms/alibi.py", "_active"): "the mode of a thread",
     ("compile/compilations.py", "_listening"): "who is told of what is compiled",
@@ -131,7 +131,7 @@ MUTABLE = {
 FRAMES = {
     **{("_internal/frames.py", name): "the functions that others call" for name in ("_getframe", "f_locals", "dis")},
     ("_internal/frames.py", "getrefcount"): "whether a State is kept",
-    ("data/copies.py", "dis"): "which variables the functions of a user's dataset change",
+    ("data/changes.py", "dis"): "which variables the functions of a user's dataset change",
 }
 CTYPES = {
     "_internal/torch_private.py": "the bytes of a tensor without numpy",
@@ -206,7 +206,9 @@ def sets_class(modules: Modules) -> set[Place]:
             stored = isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
             named = isinstance(node, ast.Call) and any(_is_constant(each, "__class__") for each in node.args[1:])
             text = isinstance(node, ast.Constant) and isinstance(node.value, str) and _assigns_class(node.value)
-            if stored or (named and not _only_reads(node)) or text:
+            called = isinstance(node, ast.Call) and ast.unparse(node.func) == "set_class"
+            called = called and not module.startswith("algorithms/")
+            if stored or called or (named and not _only_reads(node)) or text:
                 found.add((module, name))
     return found
 
@@ -364,6 +366,7 @@ def test_another_driver_is_found(ways: str) -> None:
     [
         ("state.__class__ = Draft", True),
         ("state.__class__, other = Draft, 1", True),
+        ("set_class(state, Draft)", True),
         ("setattr(state, '__class__', Draft)", True),
         ("object.__setattr__(state, '__class__', Draft)", True),
         ("write('state.__class__ = Draft')", True),

@@ -554,7 +554,7 @@ class LacksReplay(Private):
 def test_a_wrong_source_breaks_the_law(
     wrong: type[Private], core: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pure_loop.data.copies.Private", wrong)
+    monkeypatch.setattr("pure_loop.data.source.Private", wrong)
     with pytest.raises(AssertionError, match=message):
         check(lambda: wrapped(core, ["wrapper"]))
 

@@ -25,7 +25,7 @@ from torch.nn.functional import mse_loss
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithm import bind
-from pure_loop.random.guards import is_users
+from pure_loop.random.authors import is_users
 from pure_loop.stages.settings import StageSettings
 from tests.support.runs import cross_entropy, mlp, points
 

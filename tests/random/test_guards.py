@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 import pure_loop as pl
 from pure_loop.frozendict import Overwritten
 from pure_loop.optim import Optimizer
-from pure_loop.random.guards import is_users, runs_users_code
+from pure_loop.random.authors import is_users, runs_users_code
 from pure_loop.task import OnTargets, default_forward
 from tests.support.cpu_time import within
 from tests.support.tiers import examples

@@ -14,7 +14,8 @@ from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.algorithm import Algorithm, bind
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES
-from pure_loop.random.guards import guard, is_users
+from pure_loop.random.authors import is_users
+from pure_loop.random.guards import guard
 from pure_loop.state import NOT_READY, State
 from pure_loop.testing._surroundings import Surroundings, reseeded
 from pure_loop.testing.case import Case, Fit

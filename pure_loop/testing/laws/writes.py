@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._internal.autograd import scalar_like
 from pure_loop._internal.weights import Weights
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.batch import map_tensors
@@ -335,7 +336,7 @@ class _Watcher:
         inputs = [state.params[name] for name in names]
         # retain_graph: the loop runs its own backward after this one. It also repeats the random numbers that the
         # recomputed forward of activation checkpointing draws.
-        result = torch.autograd.grad(loss, inputs, torch.full_like(loss, share), retain_graph=True, allow_unused=True)
+        result = torch.autograd.grad(loss, inputs, scalar_like(loss, share), retain_graph=True, allow_unused=True)
         before = _read(state, "grads")
         if before is None:
             now: dict[str, Tensor | None] = dict(zip(names, result, strict=True))
