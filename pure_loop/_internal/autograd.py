@@ -13,8 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from pure_loop._internal.torch_private import graph_task, is_transformed, run_backward
 from pure_loop.errors import ModelError
 
-__all__ = ["add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
-
 
 def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Tensor, ...]:
     """``torch.autograd.grad(loss, inputs, seed, allow_unused=True)`` of a scalar, without its checks of every input.
@@ -134,19 +132,19 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
+def refuse_strangers(loss: Tensor, parameters: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
     """Refuse a loss with a graph that goes where gradients would be lost without an error.
 
     Args:
         loss: what is about to be differentiated.
-        known: parameters that are no strangers; None: no parameter is.
+        parameters: those that are no strangers; None: no parameter is one.
         leaves: what it is differentiated by. Others with their memory are those of another forward.
 
     Raises:
         ModelError: it depends on a parameter that the model was not called with, or on a second forward, or goes
             through a reentrant checkpoint.
     """
-    family = None if known is None else set(map(id, known))
+    family = None if parameters is None else set(map(id, parameters))
     # On the meta device there is no memory.
     own = {leaf.data_ptr(): id(leaf) for leaf in leaves if _is_plain(leaf) and leaf.numel() and not leaf.is_meta}
     for node in graph_of(loss):

@@ -10,19 +10,16 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 from pure_loop._internal.hints import hint
 from pure_loop._internal.records import set_class
 from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import MissingExtraError
 
-__all__ = ["lazily", "require"]
-
 
 def lazily(
     package: str, modules: Mapping[str, Iterable[str]], names: Iterable[str] = (), submodules: Collection[str] = ()
-) -> Callable[[str], Any]:
+) -> Callable[[str], object]:
     """The ``__getattr__`` of a package.
 
     Args:
@@ -47,7 +44,7 @@ def lazily(
 
     module = set_class(sys.modules[package], Package)
 
-    def get(name: str) -> Any:
+    def get(name: str) -> object:
         if name in submodules:
             return import_module(f"{package}.{name}")
         if name not in places:
@@ -70,7 +67,7 @@ def _instead(package: str, name: str) -> str:
     return f"; did you mean {near!r}?" if near is not None else ""
 
 
-def require(package: str, extra: str, method: str) -> Any:
+def require(package: str, extra: str, method: str) -> ModuleType:
     """The package.
 
     Args:

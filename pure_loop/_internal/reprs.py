@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
@@ -10,8 +11,6 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import name_of
 from pure_loop._text import HIDDEN, is_secret, without_secrets
-
-__all__ = ["call", "cell", "changed_fields", "in_bytes", "kind", "shown", "table"]
 
 T = TypeVar("T")
 
@@ -118,6 +117,30 @@ def cell(value: object) -> str:
     if type(value) is Tensor and value.shape == () and value.device.type == "cpu" and not value.is_complex():
         value = value.item()
     return f"{value:.6g}" if isinstance(value, float) else shown(value)
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Rows as lines of text: the columns ``left`` begin at their left, the others end at their right.
+
+    >>> columns([("name", "n"), ("a", "10")], left=[0])
+    ['name   n', 'a     10']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if number in left else str.rjust for number in range(len(widths))]
+    lines = ([side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows)
+    return ["  ".join(cells).rstrip() for cells in lines]
+
+
+def paragraph(name: str, text: str, margin: int) -> str:
+    """A text behind its name, wrapped to 100 characters; paths and hyphens stay whole."""
+    return textwrap.fill(
+        text,
+        100,
+        initial_indent=f"  {name:<{margin - 2}}",
+        subsequent_indent=" " * margin,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str] = (), caption: str = "") -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import optree
 import torch
+import torch.utils.data
 from torch import Tensor
 from torch.optim import optimizer as optimizers
 
@@ -24,19 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-__all__ = [
-    *("KEPT_ITERATOR", "WRAPPER_OF_FUNCTIONS", "DispatchMode", "Operation", "amp_update_scale"),
-    *("any_autocast_enabled", "any_global_hook", "any_optimizer_hook", "broadcast_coalesced"),
-    *("code_around_operations", "config_of_compiler", "default_collate_functions", "default_store"),
-    *("drop_groups_of_fsdp", "drop_groups_of_mesh", "dtensor_like", "dump_memory_snapshot", "end_workers"),
-    *("fake_ranks", "fill_buckets", "find_nonfinite", "foreach_clone", "fused_adam", "fused_adamw", "fused_sgd"),
-    *("graph_task", "has_gradient_hooks", "import_compiler", "is_transformed", "iterator_of_loader", "local_tensor"),
-    *("map_pytree", "missing", "mps_generator", "no_dispatch", "of_one_pass", "record_memory_history"),
-    *("record_operations", "register_pytree", "registered_pytrees", "replaceable_world", "run_backward"),
-    *("storage_goes_back", "storage_uses", "subclass_of_tensor", "tensor_uses", "transforms", "wait_tensor"),
-    *("without_compiler"),
-]
 
 C = TypeVar("C")
 M = TypeVar("M")
@@ -104,10 +92,6 @@ def _always(*_: object) -> bool:
     return True
 
 
-def _no_hooks(_: bool) -> None:
-    """No hooks pack the tensors that a graph saves, as far as can be told."""
-
-
 # Tensors: what they are, and what refers to them.
 
 
@@ -129,17 +113,10 @@ storage_uses: Any = _find(torch, "_C._storage_Use_Count", "donation: every step 
 storage_goes_back: Callable[[int], bool] | None = getattr(torch._C, "_has_Standard_Deleter", None)
 
 
-def _dispatch_mode() -> type[Any]:
-    try:
-        from torch.utils._python_dispatch import TorchDispatchMode
-    except ImportError:
-        missing["torch.utils._python_dispatch.TorchDispatchMode"] = "strict's look for other threads"
-        return nullcontext
-    return TorchDispatchMode
-
-
 # The base of classes that see every operation of a thread inside a ``with``.
-DispatchMode: type[Any] = _dispatch_mode()
+DispatchMode: type[Any] = (
+    _find(torch.utils._python_dispatch, "TorchDispatchMode", "strict's look for other threads") or nullcontext
+)
 
 
 def without_compiler(mode: type[Any]) -> type[Any]:
@@ -233,9 +210,9 @@ _function_modes: Callable[[], list[object]] = (
 _dispatch_modes: Callable[[], list[object]] = (
     _find(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", _COPIES) or list[object]
 )
-_packing: Callable[[bool], tuple[object, object] | None] = (
-    _find(torch, "_C._autograd._top_saved_tensors_default_hooks", _COPIES) or _no_hooks
-)
+_packing: Callable[[bool], tuple[object, object] | None] = _find(
+    torch, "_C._autograd._top_saved_tensors_default_hooks", _COPIES
+) or (lambda _: None)
 
 
 def code_around_operations() -> list[object]:
@@ -360,19 +337,12 @@ def dtensor_like(tensor: DTensor, part: Tensor, mesh: DeviceMesh | None = None) 
 # Data, devices and ranks.
 
 
-def _default_collate_functions() -> dict[type | tuple[type, ...], Callable[..., object]] | None:
-    try:
-        from torch.utils.data._utils.collate import default_collate_fn_map
-    except ImportError:
-        missing["torch.utils.data._utils.collate.default_collate_fn_map"] = (
-            "loading the rows of a TensorDataset by one operation"
-        )
-        return None
-    return default_collate_fn_map
-
-
 # How torch's default collate treats each type; a user may have changed it.
-default_collate_functions: dict[type | tuple[type, ...], Callable[..., object]] | None = _default_collate_functions()
+default_collate_functions: dict[type | tuple[type, ...], Callable[..., object]] | None = _find(
+    torch,
+    "utils.data._utils.collate.default_collate_fn_map",
+    "loading the rows of a TensorDataset by one operation",
+)
 
 
 # The attribute in which a DataLoader keeps an iterator; and what it sets for itself in a pass, as a new one has it.
@@ -409,9 +379,9 @@ def mps_generator() -> torch.Generator:
     return generator()
 
 
-def broadcast_coalesced(group: ProcessGroup, tensors: list[Tensor], size: int, source: int) -> None:
+def broadcast_coalesced(group: ProcessGroup | None, tensors: list[Tensor], size: int, source: int) -> None:
     """Send what tensors hold on one rank of the group to all, in messages of at most ``size`` bytes."""
-    at_once: Callable[[ProcessGroup, list[Tensor], int, int], object] | None
+    at_once: Callable[[ProcessGroup | None, list[Tensor], int, int], object] | None
     at_once = getattr(getattr(torch._C, "_distributed_c10d", None), "_broadcast_coalesced", None)
     if at_once is not None:
         at_once(group, tensors, size, source)

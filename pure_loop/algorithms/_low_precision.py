@@ -9,8 +9,6 @@ from torch.nn import functional
 from pure_loop._internal.records import set_class
 from pure_loop.algorithms._surgery import LayerFilter, with_layers
 
-__all__ = ["with_low_precision"]
-
 
 def _dtype_at(tensor: Tensor) -> torch.dtype | None:
     """The dtype of autocast on the device of a tensor; None: it is off."""
@@ -70,7 +68,7 @@ _CLASSES: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
 def with_low_precision(
     module: nn.Module, where: str, only: LayerFilter | None, exclude: LayerFilter | None
 ) -> nn.Module:
-    """A copy of a module whose normalizations, those of the algorithm ``where``, compute in the precision of autocast.
+    """A copy of a module; its normalizations, those of the algorithm ``where``, compute in the precision of autocast.
 
     Raises:
         ModelError: there is none.

@@ -30,19 +30,6 @@ from pure_loop.state import Loss, State
 if TYPE_CHECKING:
     from pure_loop.loop.batch import LoopStages
 
-__all__ = [
-    "CLAIMS",
-    "IGNORED",
-    "Interpolation",
-    "Mixed",
-    "by_sample",
-    "mixing",
-    "partners",
-    "share",
-    "soft_targets",
-    "with_partners",
-]
-
 Interpolation: TypeAlias = Literal["targets", "loss"]
 
 CLAIMS = frozenset({"mixes targets"})
@@ -143,7 +130,7 @@ def mixing(
     target_key: BatchKey,
     ignore_index: int,
 ) -> Algorithm:
-    """An algorithm that mixes samples, whose targets are mixed for the loss.
+    """An algorithm that mixes samples, and their targets for the loss.
 
     Args:
         name: the name of the algorithm.
@@ -294,7 +281,7 @@ def soft_targets(
         column = torch.stack([torch.full((), number, dtype=dtype, device=outputs.device) for number in prior])
         spread = smoothing * column.view(-1, *(1,) * (outputs.ndim - axis - 1))
     if targets.is_floating_point() and targets.shape == outputs.shape:
-        # Weighed by their sum, so that positions without a target, whose probabilities are all 0, stay without.
+        # Weighed by their sum, so that positions without a target, with probabilities of 0 alone, stay without.
         return targets * (1.0 - smoothing) + spread * targets.sum(axis, keepdim=True)
     indices = not (targets.is_floating_point() or targets.is_complex() or targets.dtype is torch.bool)
     if not indices or targets.shape != outputs.shape[:axis] + outputs.shape[axis + 1 :]:

@@ -18,10 +18,8 @@ from pure_loop.callback import Run
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.metrics._defaults import DEFAULT_NAMES
+from pure_loop.metrics.loss import DEFAULT_NAMES
 from pure_loop.state import State
-
-__all__ = ["BOUNDARIES", "Memory", "Mode", "Monitored", "known_mode", "watcher"]
 
 Mode: TypeAlias = Literal["min", "max"]
 Memory: TypeAlias = Mapping[str, Any]

@@ -17,8 +17,6 @@ from pure_loop.event import Event
 from pure_loop.random import derive, seeded
 from pure_loop.state import State
 
-__all__ = ["LayerFilter", "chosen", "copied", "nothing_fits", "surgery", "with_layers"]
-
 LayerFilter: TypeAlias = Callable[[str, nn.Module], bool]
 """``(name, layer) -> bool``, of a layer and its dotted name in the module."""
 
@@ -100,7 +98,7 @@ def with_layers(
 def surgery(apply: Callable[..., nn.Module], name: str, **settings: object) -> Algorithm:
     """An algorithm that puts ``apply(module, **settings)`` into the State at INIT; what it draws is of the run's seed.
 
-    A factory whose settings are those of the function, besides ``name``, is ``return surgery(apply_x, **locals())``.
+    A factory with the settings of the function, and ``name``, is ``return surgery(apply_x, **locals())``.
     """
 
     def operate(state: State) -> State:

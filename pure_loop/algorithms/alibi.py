@@ -197,10 +197,10 @@ def apply_alibi(
     causal: bool | None = None,
     slopes: Sequence[float] | None = None,
 ) -> nn.Module:
-    """A copy of a module whose attention has linear biases; the module stays as it was.
+    """A copy of a module with linear biases in its attention; the module stays as it was.
 
-    Each call of ``scaled_dot_product_attention`` in its forward gets them, and each of ``nn.MultiheadAttention`` whose
-    queries and keys are of one sequence, whatever the model is, with activation checkpointing of its layers, too. Names
+    Each call of ``scaled_dot_product_attention`` in its forward gets them, and each of ``nn.MultiheadAttention`` with
+    queries and keys of one sequence, whatever the model is, with activation checkpointing of its layers, too. Names
     and values of parameters stay, except of position embeddings.
 
     Args:

@@ -1,6 +1,6 @@
 """AugMix: each image is mixed with a mean of chains of random operations on it.
 
-With ``width`` chains of one to three operations, whose levels are uniform from 0.1 to ``severity`` of 10::
+With ``width`` chains of one to three operations, with levels that are uniform from 0.1 to ``severity`` of 10::
 
     w ~ Dirichlet(alpha, ..., alpha),   m ~ Beta(alpha, alpha)
     x' = (1 - m) x + m (w_1 chain_1(x) + ... + w_k chain_k(x))         https://arxiv.org/abs/1912.02781

@@ -142,7 +142,7 @@ def apply_blurpool(
     """A copy of a module in which strided convolutions and max pools are anti-aliased; the module stays as it was.
 
     Names and values of parameters and buffers, hooks, shapes of outputs and whether a module is shared stay as well, so
-    pretrained weights fit. Replaced are layers whose class is ``nn.Conv2d`` or ``nn.MaxPool2d`` itself, or
+    pretrained weights fit. Replaced are layers of the class ``nn.Conv2d`` or ``nn.MaxPool2d`` itself, or
     that of one or three dimensions (subclasses have forwards of their own), with a stride above 1; not max pools with
     ``ceil_mode`` or ``return_indices``.
 

@@ -39,7 +39,7 @@ def in_channels_last(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def apply_channels_last(module: nn.Module) -> nn.Module:
-    """A copy of a module whose weights of 4 and 5 dimensions are in channels last; the module stays as it was.
+    """A copy of a module with its weights of 4 and 5 dimensions in channels last; the module stays as it was.
 
     Applied again it changes nothing.
 

@@ -29,7 +29,7 @@ SERVES = "images"
 
 @torch.no_grad()
 def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Two matrices whose product is the nearest of this rank to a matrix.
+    """Two matrices with the product that is the nearest of this rank to a matrix.
 
     Args:
         weight: (o, i); those in half precision are factorized in float32.
@@ -118,10 +118,10 @@ def apply_factorize(
     only: LayerFilter | None = None,
     exclude: LayerFilter | None = None,
 ) -> nn.Module:
-    """A copy of a module whose large layers are two thin ones each; the module stays as it was.
+    """A copy of a module in which each large layer is two thin ones; the module stays as it was.
 
     ``fc.weight`` becomes ``fc.down.weight`` and ``fc.up.weight``, and ``fc.bias`` ``fc.up.bias``. Changed are layers
-    whose class is ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` itself, without groups and not shared by
+    of the class ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d`` itself, without groups and not shared by
     two modules. What it made is not factorized again.
 
     Args:
@@ -193,9 +193,9 @@ factorize_module = apply_factorize
 
 @checked
 def set_rank(module: nn.Module, rank: Annotated[int, AtLeast(1)]) -> nn.Module:
-    """A copy of a module whose factorized layers have a smaller rank: that which is nearest to their product.
+    """A copy of a module with a smaller rank of its factorized layers: the one that is nearest to their product.
 
-    Layers whose rank is not larger stay. The module stays as it was.
+    Layers of no larger rank stay. The module stays as it was.
 
     Args:
         rank: the number of values between two layers.

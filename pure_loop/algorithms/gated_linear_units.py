@@ -96,7 +96,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 class GatedLinear(nn.Linear):
-    """A linear layer whose activated output is multiplied by that of another one, ``value``."""
+    """A linear layer; its activated output is multiplied by that of another one, ``value``."""
 
     value: nn.Linear
     gate_activation: Activation
@@ -116,7 +116,7 @@ def apply_gated_linear_units(
     init: Literal["random", "old"] = "random",
     blocks: Callable[[str, nn.Module], FeedForward | None] | None = None,
 ) -> nn.Module:
-    """A copy of a module whose feed-forward blocks have gates; the module stays as it was.
+    """A copy of a module with gates in its feed-forward blocks; the module stays as it was.
 
     A block is an ``nn.TransformerEncoderLayer`` or ``nn.TransformerDecoderLayer``; an ``nn.Sequential`` of a linear
     layer, an activation, at most one dropout, and a linear layer; or what ``blocks`` says. Its layers keep their names

@@ -118,9 +118,9 @@ def apply_ghost_batchnorm(
     only: LayerFilter | None = None,
     exclude: LayerFilter | None = None,
 ) -> nn.Module:
-    """A copy of a module whose batch normalizations see chunks of a batch; the module stays as it was.
+    """A copy of a module with batch normalizations that see chunks of a batch; the module stays as it was.
 
-    Names and values of parameters and buffers stay. Changed are layers whose class is ``nn.BatchNorm1d``,
+    Names and values of parameters and buffers stay. Changed are layers of the class ``nn.BatchNorm1d``,
     ``nn.BatchNorm2d`` or ``nn.BatchNorm3d`` itself. Layers that see chunks already stay.
 
     Args:

@@ -37,7 +37,7 @@ _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """A hash of 64-bit integers, whose products wrap around. Shifts are made logical by what they are masked with."""
+    """A hash of 64-bit integers; their products wrap around. Shifts are made logical by what they are masked with."""
     bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * _FIRST
     bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return bits ^ ((bits >> 31) & 0x1FFFFFFFF)
@@ -99,9 +99,9 @@ def apply_gyro_dropout(
     only: LayerFilter | None = None,
     exclude: LayerFilter | None = None,
 ) -> nn.Module:
-    """A copy of a module whose dropout layers have the masks of subnetworks; the module stays as it was.
+    """A copy of a module with the masks of subnetworks in its dropout layers; the module stays as it was.
 
-    Changed are layers whose class is ``nn.Dropout`` itself. Each gets a buffer of the numbers of the subnetworks that
+    Changed are layers of the class ``nn.Dropout`` itself. Each gets a buffer of the numbers of the subnetworks that
     are trained now, from 0, which is not saved with the module.
 
     Args:

@@ -49,7 +49,7 @@ def smooth_labels(
         ignore_index: the class index of positions without a target. Their probabilities are all 0, and the others
             are scaled up so that a mean over all positions is the mean over those that have a target, as it is
             for indices. (``cross_entropy`` itself ignores nothing where it is given probabilities.)
-        prior: the probability of each class over which ``smoothing`` is spread, C numbers whose sum is 1; None: all
+        prior: the probability of each class over which ``smoothing`` is spread, C numbers with the sum 1; None: all
             classes alike.
 
     Returns:
@@ -57,8 +57,8 @@ def smooth_labels(
         probabilities keep their dtype.
 
     Raises:
-        ArgumentError: targets whose shape or dtype is neither, a single class, smoothing out of range, or a prior that
-            is none of C classes.
+        ArgumentError: targets of another shape or dtype, a single class, smoothing out of range, or a prior that is
+            none of C classes.
         ArgumentTypeError: outputs or targets that are no tensor.
 
     >>> import torch
@@ -93,7 +93,7 @@ def label_smoothing(
         target_key: where in a batch its targets are: an index, a key or a :class:`pure_loop.Lens`.
         ignore_index: the class index of positions without a target, which stay without (:func:`smooth_labels`).
         prior: the probability of each class over which ``smoothing`` is spread, such as their frequencies: as many
-            numbers as there are classes, whose sum is 1; None: all classes alike.
+            numbers as there are classes, with the sum 1; None: all classes alike.
         name: another one, if there are several.
 
     Raises:
@@ -140,7 +140,7 @@ def label_smoothing(
 def _refuse_one_of_both(targets: Batch, state: State) -> None:
     """
     Raises:
-        ArgumentError: the targets are one half of mixed ones, whose other half a mixer keeps for its own loss.
+        ArgumentError: the targets are one half of mixed ones, and a mixer keeps the other half for its own loss.
     """
     for mixer, memory in state.algorithm_state.items():
         if isinstance(memory, Mixed) and memory.first is targets:

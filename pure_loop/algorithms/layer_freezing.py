@@ -53,7 +53,7 @@ def freezable(module: nn.Module, layers: Callable[[str], int] | None = None) -> 
     """The names of parameters and buffers, layer by layer.
 
     Args:
-        module: whose layers they are.
+        module: the one with the layers.
         layers: ``name -> number`` of the layer of a parameter or buffer, from 0; None: each submodule that has
             parameters of its own is a layer, in the order in which the module defines them.
 
@@ -159,14 +159,14 @@ def layer_freezing(
         if frozen.issuperset(state.model.trainable):
             return state  # the last layer shares its parameters with an earlier one
         # In the order of the model's: that of a set of names differs between processes.
-        kept = {key: memory["buffers"].get(key, buffer) for key, buffer in state.buffers.items() if key in names}
-        memory = FrozenDict(depth=depth, buffers=FrozenDict(kept if batchnorm == "frozen" else {}))
+        remaining = {key: memory["buffers"].get(key, buffer) for key, buffer in state.buffers.items() if key in names}
+        memory = FrozenDict(depth=depth, buffers=FrozenDict(remaining if batchnorm == "frozen" else {}))
         return state.replace(frozen=frozen).remember(name, memory)
 
     def _names(state: State, depth: int) -> set[str]:
         chosen = trained_layers(state)
-        kept = {key for layer in chosen[depth:] for key in layer}
-        return {key for layer in chosen[:depth] for key in layer} - kept
+        remaining = {key for layer in chosen[depth:] for key in layer}
+        return {key for layer in chosen[:depth] for key in layer} - remaining
 
     def trained_layers(state: State) -> list[list[str]]:
         trained = frozenset(state.model.trainable)
@@ -178,8 +178,8 @@ def layer_freezing(
         return state.replace(frozen=state.frozen | (_names(state, depth) & state.params.keys())) if depth else state
 
     def put_back(state: State) -> State:
-        kept: Mapping[str, Tensor] = state.algorithm_state[name]["buffers"]
-        return state.replace(buffers={**state.buffers, **kept}) if kept else state
+        remaining: Mapping[str, Tensor] = state.algorithm_state[name]["buffers"]
+        return state.replace(buffers={**state.buffers, **remaining}) if remaining else state
 
     def end(state: State) -> State:
         return decide(put_back(state))

@@ -52,7 +52,7 @@ def perturb(
 
     Args:
         params: names to tensors.
-        grads: their gradients; a parameter whose gradient is None, or is not there, stays as it is.
+        grads: their gradients; a parameter without one, or with None, stays as it is.
         rho: the distance; with ``adaptive``, measured in the size of each weight.
         epsilon: added to the norm, for gradients that are 0.
         adaptive: weigh each element by its own size, which makes the distance independent of the layers' scales.

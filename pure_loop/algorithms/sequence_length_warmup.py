@@ -38,17 +38,17 @@ Mode: TypeAlias = Literal["truncate", "reshape"]
 def with_length(
     batch: Batch, length: int, mode: Mode = "truncate", *, keep_end: bool = False, keys: Collection[str] | None = None
 ) -> Batch:
-    """A batch whose sequences have at most ``length`` tokens.
+    """A batch with sequences of at most ``length`` tokens.
 
     Args:
-        batch: a nesting of tensors. Those of at least two dimensions whose second is the length of the sequences,
-            the one of ``input_ids`` or else of the first tensor with two dimensions, are cut.
+        batch: a nesting of tensors. Those of two dimensions or more, of which the second is the length of the
+            sequences, the one of ``input_ids`` or else of the first tensor with two dimensions, are cut.
         length: in tokens.
         mode: ``"truncate"``: the beginning of each sequence; ``"reshape"``: the tokens of all sequences, one after the
             other, in rows of ``length``, of which there are more; what is left is dropped.
         keep_end: with ``"truncate"``: the last token of a sequence, by ``attention_mask`` or else the last one, takes
             the place of the last one that stays.
-        keys: the keys of a mapping that are cut; None: all whose shape says so.
+        keys: the keys of a mapping that are cut; None: all that have such a shape.
 
     Raises:
         DataError: no tensor of sequences, or none of a key; or ``"reshape"`` and tensors that have no sequences.
@@ -143,7 +143,7 @@ def sequence_length_warmup(
         mode: ``"truncate"``: the beginning of each sequence; ``"reshape"``: all tokens, as more and shorter sequences.
         keep_end: with ``"truncate"``: the last token of a sequence, by ``attention_mask``, takes the last place.
         length: the length instead of what the warmup gives: a number, or a schedule.
-        keys: the keys of a batch that are cut, where it is a mapping; None: all whose shape says so.
+        keys: the keys of a batch that are cut, where it is a mapping; None: all that have such a shape.
         name: another one, if there are several.
 
     Raises:

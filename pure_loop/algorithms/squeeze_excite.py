@@ -76,7 +76,7 @@ def apply_squeeze_excite(
     only: LayerFilter | None = None,
     exclude: LayerFilter | None = None,
 ) -> nn.Module:
-    """A copy of a module whose convolutions have gates; the module stays as it was.
+    """A copy of a module with gates on its convolutions; the module stays as it was.
 
     A convolution gets a submodule ``squeeze_excite`` and a forward hook. Names and values of parameters that were there
     stay. Weights of the gates are drawn from torch's global generator. Convolutions that have gates already stay.

@@ -1,6 +1,6 @@
 """Stochastic depth: blocks of a network are left out at random while it trains.
 
-With a block ``f`` whose output has the shape of its input ``x``, the rate ``r`` of the block, and a draw ``m`` that is
+With a block ``f`` that keeps the shape of its input ``x``, the rate ``r`` of the block, and a draw ``m`` that is
 1 with probability ``1 - r`` and else 0::
 
     y = x + m / (1 - r) (f(x) - x)        in training; https://arxiv.org/abs/1603.09382
@@ -110,7 +110,7 @@ def apply_stochastic_depth(
     scale: bool = True,
     name: str = "stochastic_depth",
 ) -> nn.Module:
-    """A copy of a module whose blocks are left out at random in train mode; the module stays as it was.
+    """A copy of a module that leaves out blocks at random in train mode; the module stays as it was.
 
     Each block gets a forward hook, and its rate as a buffer that is not saved with the module; names and values of
     parameters and other buffers stay. All blocks are computed, whether they are left out or not.
@@ -125,8 +125,8 @@ def apply_stochastic_depth(
         name: the buffer of a block is called ``<name>_rate``.
 
     Raises:
-        ModelError: there is no such block, or one has a hook already; in a forward: a block whose output has not the
-            shape of its input.
+        ModelError: there is no such block, or one has a hook already; in a forward: a block that returns another
+            shape than that of its input.
         ArgumentError: the rate is out of range.
         ArgumentTypeError: not a module, or a setting of another type.
 
@@ -175,7 +175,7 @@ def stochastic_depth(
     Raises:
         ArgumentError: the rate is out of range.
         ArgumentTypeError: a setting of another type.
-        ModelError: in training: no such block, or one whose output has not the shape of its input.
+        ModelError: in training: no such block, or one that returns another shape than that of its input.
 
     >>> import pure_loop as pl
     >>> class Residual(nn.Module):

@@ -87,7 +87,7 @@ def update_batchnorm(
         state: such as ``averaged(state, "swa")``.
         dataloader: batches, as ``fit`` takes them.
         batches: how many of them; None: all.
-        task: whose ``forward(module, batch)`` is called; None: the module is called with the inputs of a batch.
+        task: its ``forward(module, batch)`` is called; None: the module is called with the inputs of a batch.
 
     Raises:
         ModelError: the model has no BatchNorm in train mode that keeps running statistics.
@@ -261,7 +261,7 @@ def _refuse_misfits(
 
 
 def _with_new_optimizer_state(state: State, stages: LoopStages) -> State:
-    """The State whose optimizer begins anew, from its parameters."""
+    """The State with an optimizer that begins anew, from its parameters."""
     assert stages.optimizer is not None
     optimizer = state.model.served_by(stages.optimizer)
     guarded = stages.guard(state, ("init", "optimizer")) if is_users(optimizer.init) else nullcontext()

@@ -1,6 +1,6 @@
 """Transform: any random function of samples, or of a batch, with random numbers that are of the run.
 
-At AFTER_DATALOADER a function is called whose draws, from the generators of torch, NumPy and Python, are seeded by the
+At AFTER_DATALOADER a function is called; its draws from the generators of torch, NumPy and Python are seeded by the
 run's seed, the name, the number of the batch and the rank: augmentations of torchvision, kornia or timm, the same when
 training resumes.
 """

@@ -100,9 +100,9 @@ def apply_weight_standardization(
     exclude: LayerFilter | None = None,
     eps: Annotated[float, Above(0)] = 1e-10,
 ) -> nn.Module:
-    """A copy of a module whose convolutions standardize their filters; the module stays as it was.
+    """A copy of a module with convolutions that standardize their filters; the module stays as it was.
 
-    Names and values of parameters stay. Changed are layers whose class is ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``
+    Names and values of parameters stay. Changed are layers of the class ``nn.Conv1d``, ``nn.Conv2d`` or ``nn.Conv3d``
     itself, with filters of more than one weight. Layers that standardize already stay.
 
     Args:
@@ -144,7 +144,7 @@ def apply_weight_standardization(
 
 
 def bake(module: nn.Module) -> nn.Module:
-    """A copy of a module with plain convolutions, whose weights are the standardized ones: for inference and export.
+    """A copy of a module with plain convolutions and the standardized weights: for inference and export.
 
     >>> net = apply_weight_standardization(nn.Sequential(nn.Conv1d(3, 8, 3)))
     >>> bake(net)[0]

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 from pure_loop.errors import ArgumentError
 from pure_loop.metrics import Metric
-from pure_loop.metrics._defaults import DEFAULT_NAMES
+from pure_loop.metrics.loss import DEFAULT_NAMES
 from pure_loop.state import State
 
 if TYPE_CHECKING:
     from pure_loop.algorithms._monitored import Mode
-
-__all__ = ["Scored"]
 
 
 class Scored:

@@ -28,8 +28,6 @@ from pure_loop.errors import (
     MissingExtraError,
 )
 
-__all__ = ["Storage", "not_read", "storage_of", "try_folder"]
-
 
 @attrs.frozen
 class Storage(ABC):

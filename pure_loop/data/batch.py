@@ -26,11 +26,6 @@ from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop._internal.torch_private import registered_pytrees
 from pure_loop.errors import DataError
 
-__all__ = [
-    *("HOW_TO_COUNT", "INDIVISIBLE", "Graphs", "Node", "are_alike", "describe", "is_array", "is_graphs", "is_texts"),
-    *("leaves", "map_tensors", "open_node", "size_of_unit", "tensors_in", "to_device"),
-]
-
 T = TypeVar("T")
 
 # What belongs to a batch as a whole: no container, and without samples.
@@ -294,8 +289,8 @@ def size_of_unit(value: object) -> int | None:
 
 def are_alike(first: Batch, second: Batch) -> bool:
     """Whether two batches are known to be equal."""
-    (leaves, structure), (others, of_second) = map(_flat, (first, second))
-    return structure == of_second and all(map(_equal, leaves, others))
+    (of_first, structure), (of_second, structure_of_second) = map(_flat, (first, second))
+    return structure == structure_of_second and all(map(_equal, of_first, of_second))
 
 
 def _flat(batch: Batch) -> tuple[list[Any], optree.PyTreeSpec]:

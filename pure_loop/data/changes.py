@@ -8,28 +8,19 @@ from __future__ import annotations
 import copy
 import dis
 import random
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection
 from functools import partial
 from itertools import count, islice
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import attrs
 import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from pure_loop.data.batch import is_array
 from pure_loop.random.numpy_state import numpy_random
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
-__all__ = [
-    *("CONTAINERS", "MAPPINGS", "SIMPLE", "attributes_of", "cells_of", "changes_itself", "has_attributes"),
-    *("has_epochs", "holds_changing", "inside_of", "is_iterated", "is_of_torch", "is_stream_of", "is_torchs_sampler"),
-    *("is_unchanged", "keeps_passes", "remembered", "slots_of", "writes_attributes"),
-]
 
 # What an __iter__ might shuffle in place, and what holds nothing that it could.
 MAPPINGS = frozenset((dict, OrderedDict, defaultdict))
@@ -74,20 +65,14 @@ def cells_of(function: FunctionType) -> dict[str, CellType]:
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
-def is_of_torch(value: object, *names: str) -> bool:
-    """Whether a value is of one of these data classes of torch, which are not imported for the question."""
-    torch_data = sys.modules.get("torch.utils.data")
-    return torch_data is not None and isinstance(value, tuple(getattr(torch_data, name) for name in names))
-
-
-def is_stream_of(loader: DataLoader[Any]) -> bool:
+def is_stream_of(loader: DataLoader[object]) -> bool:
     """Whether a loader is over an iterable dataset."""
-    return is_of_torch(loader.dataset, "IterableDataset")
+    return isinstance(loader.dataset, IterableDataset)
 
 
-def keeps_passes(value: Any) -> bool:
+def keeps_passes(value: object) -> bool:
     """Whether the workers of a loader go on with their copies of a stream, where a pass can't be seen."""
-    return is_of_torch(value, "DataLoader") and value.persistent_workers and is_stream_of(value)
+    return isinstance(value, DataLoader) and value.persistent_workers and is_stream_of(value)
 
 
 def inside_of(value: object) -> Collection[object]:
@@ -151,8 +136,8 @@ def _rebinds(code: CodeType, names: frozenset[str]) -> bool:
 
 def is_torchs_sampler(value: object) -> bool:
     """Whether a sampler is one of torch's own that draws indices: it changes nothing but its generator."""
-    of_torch = is_of_torch(value, "Sampler") and type(value).__module__ == "torch.utils.data.sampler"
-    return of_torch and not is_of_torch(value, "BatchSampler")
+    of_torch = isinstance(value, Sampler) and type(value).__module__ == "torch.utils.data.sampler"
+    return of_torch and not isinstance(value, BatchSampler)
 
 
 def is_iterated(value: object) -> bool:
@@ -163,7 +148,7 @@ def is_iterated(value: object) -> bool:
     """
     if _iterates(value):
         return True
-    if isinstance(value, _NO_PARTS) or not has_attributes(value) or is_of_torch(value, "Dataset"):
+    if isinstance(value, _NO_PARTS) or not has_attributes(value) or isinstance(value, Dataset):
         return False
     if hasattr(type(value), "__getitem__"):
         return False
@@ -174,9 +159,9 @@ def _iterates(value: object) -> bool:
     kind = type(value)
     if isinstance(value, _NO_PARTS) or not has_attributes(value):
         return False
-    if is_of_torch(value, "Sampler", "DataLoader", "IterableDataset"):
+    if isinstance(value, (Sampler, DataLoader, IterableDataset)):
         return True
-    if is_of_torch(value, "Dataset"):
+    if isinstance(value, Dataset):
         return False
     if kind is SimpleNamespace or hasattr(kind, "__dataclass_fields__") or attrs.has(kind):
         return True

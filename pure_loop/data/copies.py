@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from pure_loop._internal.torch_private import KEPT_ITERATOR, iterator_of_loader, of_one_pass
 from pure_loop.data.batch import is_array
@@ -35,7 +36,6 @@ from pure_loop.data.changes import (
     holds_changing,
     inside_of,
     is_iterated,
-    is_of_torch,
     is_stream_of,
     is_torchs_sampler,
     is_unchanged,
@@ -46,8 +46,6 @@ from pure_loop.data.changes import (
 )
 from pure_loop.random import derive
 from pure_loop.random.numpy_state import numpy_random
-
-__all__ = ["Private"]
 
 T = TypeVar("T")
 
@@ -157,7 +155,7 @@ class Private(Generic[T]):
 
         Other objects assign to attributes for bookkeeping, too.
         """
-        parts = (part for part in self.parts if is_of_torch(part, "Sampler", "IterableDataset", "DataLoader"))
+        parts = (part for part in self.parts if isinstance(part, (Sampler, IterableDataset, DataLoader)))
         return any(map(self._assigns, parts))
 
     @property
@@ -177,7 +175,7 @@ class Private(Generic[T]):
     def keeps(self, batches: Iterator[object] | None) -> bool:
         """Whether an iterator is used again: its loader's workers stay."""
         return any(
-            is_of_torch(part, "DataLoader") and iterator_of_loader(part) is batches is not None for part in self.parts
+            isinstance(part, DataLoader) and iterator_of_loader(part) is batches is not None for part in self.parts
         )
 
     def _unseeded_items(self) -> list[object]:
@@ -187,7 +185,7 @@ class Private(Generic[T]):
     def _state(self, record: _Record) -> dict[str, object]:
         """What a pass may leave behind in a copy: generators that each pass seeds don't count."""
         seeded = set(map(id, self._generators))
-        left_out = _SET_FOR_EACH_PASS if is_of_torch(record.copied, "DataLoader") else frozenset()
+        left_out = _SET_FOR_EACH_PASS if isinstance(record.copied, DataLoader) else frozenset()
         attributes = attributes_of(record.copied).items()
         return {name: value for name, value in attributes if name not in left_out and id(value) not in seeded}
 
@@ -274,7 +272,7 @@ class Private(Generic[T]):
             if has_epochs(value):
                 self._uncopied.append(value)
             return value
-        self._record(value, result, seeds or is_of_torch(value, "Sampler"))
+        self._record(value, result, seeds or isinstance(value, Sampler))
         return result
 
     def _record(self, original: object, copied: object, seeds: bool) -> None:
@@ -293,7 +291,7 @@ class Private(Generic[T]):
                 self._copies.pop(id(value), None)
             record.base[name] = remembered(value, record.seeds)
             seeds = record.seeds
-            if is_of_torch(copied, "DataLoader"):
+            if isinstance(copied, DataLoader):
                 if name in _SHARED_BY_LOADERS:
                     vars(copied)[name] = value
                     continue

@@ -1,15 +1,16 @@
-"""torch's DataLoaders as sources: their order and their seeds are ours, their workers and collate theirs."""
+"""Which source serves a dataloader. Of torch's DataLoaders order and seeds are ours, workers and collate theirs."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import accumulate, chain, islice
 from itertools import count as numbers
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
@@ -17,60 +18,113 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.torch_private import iterator_of_loader
 from pure_loop.data import workers as _loaders
-from pure_loop.data.changes import has_epochs
+from pure_loop.data.changes import has_epochs, writes_attributes
 from pure_loop.data.copies import Private
 from pure_loop.data.group import END, Part, Share
 from pure_loop.data.passes import Passes, iterator_made, shut
 from pure_loop.data.samples import num_samples
-from pure_loop.data.source import Batches, Iterated, Source
-from pure_loop.errors import ArgumentTypeError
+from pure_loop.data.source import Batches, Iterated, Listed, OneShot, Source
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random import derive
-
-__all__ = ["kind"]
 
 Loader: TypeAlias = DataLoader[object]
 
 
-def kind(loader: object) -> type[Source] | None:
-    """The source that serves this DataLoader; None for what is no DataLoader.
+def source(
+    dataloader: object,
+    *,
+    seed: int,
+    stream: str,
+    batches_per_epoch: int | None = None,
+    batches_per_step: int = 1,
+    share: Share | None = None,
+    uneven: Literal["stop", "pad"] | None = None,
+) -> Source:
+    """Make a :class:`Source` of a dataloader.
+
+    Args:
+        dataloader: a ``torch.utils.data.DataLoader`` of any kind; a list, tuple or other sequence of batches;
+            any iterable of batches; or an iterator, which is drawn from once and never again.
+        seed: the seed of the run.
+        stream: what the batches are for (``"train"``, ``"val"``): different streams draw different numbers.
+        batches_per_epoch: an epoch ends after as many steps, if it hasn't before.
+        batches_per_step: how many batches are given at once, as :class:`~pure_loop.data.group.Batches`; 1: each as it
+            is. The last ones of an epoch may be fewer.
+        share: which part of every batch this rank takes; None: all of it.
+        uneven: what to do where ranks with data of their own have unequally many batches; None: it is an error.
 
     Raises:
-        ArgumentTypeError: it is a dataset.
+        ArgumentTypeError: the object is no dataloader.
+        ArgumentError: ``batches_per_epoch`` is not an integer of at least 1.
+
+    >>> from torch.utils.data import DataLoader
+    >>> loader = DataLoader(range(6), batch_size=2, shuffle=True)
+    >>> batches = source(loader, seed=0, stream="train")
+    >>> batches.length
+    3
+    >>> list(batches.epoch(1))
+    [tensor([3, 0]), tensor([1, 2]), tensor([4, 5])]
+    >>> list(batches.epoch(1, start=2))
+    [tensor([4, 5])]
     """
+    if batches_per_epoch is not None and (type(batches_per_epoch) is not int or batches_per_epoch < 1):
+        raise ArgumentError(
+            f"batches_per_epoch={batches_per_epoch!r}: give a number of batches, 1 or more, or None for all of them"
+        )
+    result = _kind(dataloader)(dataloader, seed, stream, batches_per_epoch, share, batches_per_step)
+    result.uneven = uneven
+    return result
+
+
+def _kind(loader: object) -> type[Source]:
+    """The kind of source that serves an object.
+
+    Raises:
+        ArgumentTypeError: none does.
+    """
+    name = type(loader).__name__
     if isinstance(loader, DataLoader):
         return _Indexed if _is_plain(loader) and not isinstance(loader.dataset, IterableDataset) else _Rebuilt
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise ArgumentTypeError(
-            f"{type(loader).__name__} is a dataset: it gives samples where batches are needed; write "
-            "DataLoader(dataset, batch_size=...), or DataLoader(dataset, batch_size=None) where its items are batches "
-            "already"
+            f"{name} is a dataset: it gives samples where batches are needed; write DataLoader(dataset, batch_size=...)"
+            ", or DataLoader(dataset, batch_size=None) where its items are batches already"
         )
-    return None
+    if isinstance(loader, (Mapping, AbstractSet, str, bytes)) or hasattr(loader, "__array__"):
+        raise ArgumentTypeError(
+            f"{name} is no dataloader; give a DataLoader, a list of batches or an iterable of batches (tensors: "
+            "DataLoader(TensorDataset(inputs, targets), batch_size=...))"
+        )
+    if isinstance(loader, Sequence) or (hasattr(loader, "__getitem__") and not hasattr(loader, "__iter__")):
+        return Listed
+    if isinstance(loader, Iterator) and not writes_attributes(type(loader), "__iter__"):
+        return OneShot
+    if isinstance(loader, Iterable):
+        return Iterated
+    raise ArgumentTypeError(
+        f"{name} is no dataloader: it can't be iterated over; give a DataLoader, a list of batches or an iterable of"
+        " batches (call a generator function: batches(), not batches, which makes those of one epoch; an object whose"
+        " __iter__ it is makes those of each)"
+    )
 
 
 class _Indexed(Source):
     """A DataLoader over a map-style dataset: what was seen is skipped by index, without loading it."""
 
-    def __init__(
-        self,
-        loader: Loader,
-        seed: int,
-        stream: str,
-        limit: int | None,
-        share: Share | None,
-        per_step: int = 1,
-    ) -> None:
-        super().__init__(loader, seed, stream, limit, share, per_step)
+    _loader: Loader
+
+    def _prepare(self) -> None:
+        loader = self._loader
         self._shares = loader.batch_sampler is not None  # or else an index stands for a whole batch
         self._sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._passes: Passes[Any] = Passes(
             lambda: Private(self._sampler, shared=(loader.dataset,), seeds=True),
             self._indices,
             limit=self._limit,
-            continues=limit is not None and self.loader_length is None,
+            continues=self._limit is not None and self.loader_length is None,
             independent=lambda copy: _loaders.guards_itself(copy.value),
-            stream=stream,
-            per_step=per_step,
+            stream=self._stream,
+            per_step=self._per_step,
         )
         self._free = _loaders.draws_nothing(loader)
         self._table = _loaders.is_table(loader)
@@ -84,15 +138,16 @@ class _Indexed(Source):
         loader, described = self._loader, super().described
         if not described:
             return described
+        dataset: Any = loader.dataset
         try:
-            samples = len(loader.dataset)
+            samples = len(dataset)
         except (TypeError, NotImplementedError, AttributeError):  # its sampler knows what there is
             samples = None
         return {
             **described,
             "samples": samples,
             "batch_size": loader.batch_size,
-            "order": type(loader.sampler if loader.batch_sampler is None else loader.batch_sampler).__name__,
+            "order": type(self._sampler).__name__,
             "sampler": type(loader.sampler).__name__,
         }
 
@@ -103,7 +158,7 @@ class _Indexed(Source):
     @property
     def repeats(self) -> bool:
         # Workers are started once an evaluation needs them.
-        return bool(self._loader.num_workers == 0)
+        return self._loader.num_workers == 0
 
     @property
     def batches_stay(self) -> bool:
@@ -172,15 +227,15 @@ class _Indexed(Source):
             size, batch = len(self._share.of_indices([0] * size).batch), batch.batch
         return count(batch) == size
 
-    def _indices(self, sampler: Private[Iterable[object]], number: int) -> Iterator[Any]:
+    def _indices(self, sampler: Private[Iterable[object]], number: int) -> Iterator[object]:
         limit = None if self._passes.continues else self._limit
         return _loaders.indices_of_pass(sampler, derive(self._seed, number, "order"), number, limit)
 
-    def _load_share(self, order: Iterator[Any], epoch: int, start: int, share: Share) -> Batches:
+    def _load_share(self, order: Iterator[Sequence[object]], epoch: int, start: int, share: Share) -> Batches:
         """This rank's samples alone. Positions, and so seeds, count whole batches."""
         parts: deque[Part] = deque()  # of what is being loaded: workers are asked ahead
 
-        def mine() -> Iterator[Any]:
+        def mine() -> Iterator[Sequence[object]]:
             for indices in order:
                 part = share.of_indices(indices)
                 parts.append(part)
@@ -203,7 +258,7 @@ class _Indexed(Source):
         keep = self._loader.persistent_workers and not self._pool_is_busy
         pool = self._pool if keep else None
         pool = pool or _loaders.Refillable(self._loader, derive(self._seed, epoch, "workers"), not self._free, keep)
-        batches: Any = None
+        batches: Iterator[Batch] | None = None
         intact = False
         try:
             if keep:
@@ -245,16 +300,8 @@ class _Rebuilt(Iterated):
 
     _loader: Loader
 
-    def __init__(
-        self,
-        loader: Loader,
-        seed: int,
-        stream: str,
-        limit: int | None,
-        share: Share | None,
-        per_step: int = 1,
-    ) -> None:
-        super().__init__(loader, seed, stream, limit, share, per_step)
+    def _prepare(self) -> None:
+        loader = self._loader
         self._in_workers = _is_plain(loader) and loader.num_workers > 0
         self._tells_workers = self._in_workers and Private(loader.dataset, seeds=False).has_epochs
         # Persistent workers keep their copy of the dataset from pass to pass, unless set_epoch tells them the epoch.

@@ -41,8 +41,6 @@ from pure_loop.data.batch import (
 )
 from pure_loop.errors import ArgumentError, DataError
 
-__all__ = ["num_samples", "num_tokens", "split"]
-
 _TOKEN_IDS = frozenset((torch.int64, torch.int32))
 
 
@@ -57,12 +55,6 @@ def num_samples(batch: Batch) -> int:
     >>> num_samples({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8), "temperature": 0.5})
     8
     """
-    kind = type(batch)
-    if (kind is tuple or kind is list) and len(batch) == 2:
-        # By far the commonest batch, asked for several times in every step.
-        a, b = batch
-        if type(a) is Tensor is type(b) and a.ndim and b.ndim and a.shape[0] == b.shape[0]:
-            return a.shape[0]
     size = _flat_size(batch)
     if size >= 0:
         return size

@@ -34,8 +34,6 @@ from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.authors import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
-__all__ = ["Batches", "Iterated", "Listed", "OneShot", "Source", "is_loading"]
-
 Batches: TypeAlias = Generator[Batch, None, None]
 
 
@@ -60,13 +58,15 @@ class Source(ABC):
             limit: the steps of an epoch, at most.
             per_step: how many batches of the loader are that of a step.
         """
-        self._share = share
-        self._per_step = per_step
-        self._loader = loader
+        self._loader, self._share, self._per_step = loader, share, per_step
         self._seed = derive(seed, stream)
         self._stream = stream
         # In batches of the loader, as is everything below but what says steps.
         self._limit = None if limit is None else limit * per_step
+        self._prepare()
+
+    def _prepare(self) -> None:  # noqa: B027  (most have nothing to prepare)
+        """Make what a source of this kind keeps."""
 
     @cached_property
     def length(self) -> int | None:
@@ -122,11 +122,10 @@ class Source(ABC):
         """
         length, limit = self.loader_length, self._limit
         start, seen = start * self._per_step, seen * self._per_step
-        stop = None if limit is None else max(limit - start, 0)
         # A batch beyond the length is asked for once, at the end.
         checked = length is not None and (limit is None or limit > length)
-        if length is not None and checked:
-            stop = max(length - start, 0)
+        end = length if checked else limit
+        stop = None if end is None else max(end - start, 0)
         with closing(self._batches(epoch, start, seen)) as value:
             share = None if self._shares else self._share
             batches: Iterator[Batch] = value if stop is None else islice(value, stop)
@@ -237,8 +236,8 @@ class _Unindexed(Source):
 
     def _take_made(self, epoch: int, start: int) -> tuple[int, Callable[[Batch], int]] | None:
         """How many samples were made of an epoch, and what counts them; None where training begins."""
-        made, self._made = self._made, None
-        return None if made is None or made[0] != (epoch, start) else made[1:]
+        resumed, self._made = self._made, None
+        return None if resumed is None or resumed[0] != (epoch, start) else resumed[1:]
 
 
 class Iterated(_Unindexed):
@@ -248,11 +247,11 @@ class Iterated(_Unindexed):
     _in_workers = False
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        made = self._take_made(epoch, start)
-        if made is None:
+        resumed = self._take_made(epoch, start)
+        if resumed is None:
             yield from self._passes.epoch(epoch, start, seen)
             return
-        samples, count = made
+        samples, count = resumed
         with closing(self._passes.epoch(epoch, 0, seen - start)) as batches:
             following = sum(map(count, islice(batches, start)))
             if following != samples:
@@ -368,14 +367,14 @@ class OneShot(_Unindexed):
                 f"{seen}; pass a new iterator that starts at the first batch, or a list or a DataLoader"
             )
         guard = self._guard_of([self._loader])
-        made = self._take_made(epoch, start)
+        resumed = self._take_made(epoch, start)
         samples = 0
         while True:
-            if made is not None and self._taken == seen:
-                if samples != made[0]:
+            if resumed is not None and self._taken == seen:
+                if samples != resumed[0]:
                     why = "An iterator has no indices by which samples could be skipped."
-                    raise self._refuse_other_sizes(epoch, start, made[0], samples, why)
-                made = None
+                    raise self._refuse_other_sizes(epoch, start, resumed[0], samples, why)
+                resumed = None
             with guard(derive(self._seed, "item", self._taken)):
                 batch = next(self._loader, END)
             if batch is END:
@@ -383,8 +382,8 @@ class OneShot(_Unindexed):
             self._taken += 1
             if self._taken > seen:
                 yield batch
-            elif made is not None and self._taken > seen - start:
-                samples += made[1](batch)
+            elif resumed is not None and self._taken > seen - start:
+                samples += resumed[1](batch)
         if steps(self._taken, self._per_step) * self._per_step < seen:  # the last step may have had fewer batches
             raise DataError(
                 f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.pytree import Batch
 from pure_loop.data.batch import tensors_in
 from pure_loop.data.group import parts_of
 from pure_loop.event import Event
@@ -29,8 +28,6 @@ from pure_loop.loop.training import Eager
 from pure_loop.stages.sizes import NAME, found_size
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
-
-__all__ = ["AutoSize", "LargestSize", "is_out_of_memory"]
 
 Extent = tuple[int, ...]
 
@@ -101,20 +98,20 @@ class AutoSize:
         Raises:
             torch.OutOfMemoryError, RuntimeError: one sample a forward is too much; a note says what was tried.
         """
-        stages, found = self.stages, self.stages.found
-        assert found is not None
-        found.size = size = found_size(state)
+        stages, chosen = self.stages, self.stages.found
+        assert chosen is not None
+        chosen.size = size = found_size(state)
         extents = [(stages.task.samples(part), *_sizes(part)) for part in parts_of(state.batch)]
         samples = max(extent[0] for extent in extents)
-        unknown: float = not all(any(_covers(known, extent) for known in self.survived) for extent in extents)
+        unknown: float = not all(any(_covers(past, extent) for past in self.survived) for extent in extents)
         # A rank that tries its part may fail, and all have to halve.
         unknown, samples = map(int, stages.engine.largest((unknown, samples), state))
         if not unknown:
             return False
-        found.size = self._halved(state, fit, samples, size)
+        chosen.size = self._halved(state, fit, samples, size)
         for extent in extents:
-            self.survived = [*[known for known in self.survived if not _covers(extent, known)][1 - _KEPT :], extent]
-        return found.size != size
+            self.survived = [*[past for past in self.survived if not _covers(extent, past)][1 - _KEPT :], extent]
+        return chosen.size != size
 
     def _halved(self, state: State, fit: Fit, samples: int, size: int | None) -> int | None:
         """The size, halved as often as the batch does not fit."""
@@ -182,8 +179,8 @@ class LargestSize(AutoSize):
     """Finds the largest size instead of the first that fits, by bisection."""
 
     def changes(self, state: State, fit: Fit) -> bool:
-        engine, found = self.stages.engine, self.stages.found
-        assert found is not None
+        engine, chosen = self.stages.engine, self.stages.found
+        assert chosen is not None
         (most,) = map(int, engine.largest((self.stages.task.samples(state.batch),), state))
         fits, fails, size, tried = 0, most + 1, most, list[int]()
         while fits + 1 < fails:
@@ -195,19 +192,15 @@ class LargestSize(AutoSize):
                 self._refuse(state, error, most, tried)
                 engine.largest((0,), state)  # another rank has the error, which is raised here, too
             size = (fits + fails) // 2
-        found.size = fits
+        chosen.size = fits
         return True
 
 
-def _sizes(batch: Any) -> Extent:
+def _sizes(batch: Batch) -> Extent:
     """The dimensions of the tensors of a batch, in which another one may be larger."""
-    if type(batch) is tuple and len(batch) == 2:
-        one, other = batch
-        if type(one) is Tensor is type(other):
-            return (*one.shape, *other.shape)
     return tuple(size for tensor in tensors_in(batch) for size in tensor.shape)
 
 
-def _covers(known: Extent, extent: Extent) -> bool:
+def _covers(a: Extent, b: Extent) -> bool:
     """Whether a batch of one extent is at least as large as one of the other in every dimension."""
-    return len(known) == len(extent) and all(one >= other for one, other in zip(known, extent, strict=True))
+    return len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True))

@@ -25,8 +25,6 @@ from pure_loop.observer import bind_callbacks, observers
 from pure_loop.stages import Stages
 from pure_loop.state import State
 
-__all__ = ["drive"]
-
 
 @announced
 def drive(
@@ -100,7 +98,7 @@ def drive(
 
 
 def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alone) -> Script:
-    """The script, whose first State has the initial state of the algorithms, and is that of all ranks."""
+    """The script; its first State has the initial state of the algorithms, and is that of all ranks."""
     try:
         with meeting.computing():
             event, state = _pair(next(script))

@@ -15,6 +15,7 @@ from torch import nn
 from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.frames import consumer_doubt
 from pure_loop._internal.pytree import Batch
+from pure_loop._internal.reprs import paragraph
 from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
@@ -33,8 +34,6 @@ from pure_loop.state import State
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
-
-__all__ = ["explain"]
 
 _WIDTH = 100
 _MARGIN = 17
@@ -111,16 +110,7 @@ def explain(*args: Any, file: TextIO | None = None, sample: Any = None, depth: i
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    for name, text in _settings(plan):
-        if text:
-            yield textwrap.fill(
-                text,
-                _WIDTH,
-                initial_indent=f"  {name:<{_MARGIN - 2}}",
-                subsequent_indent=" " * _MARGIN,
-                break_on_hyphens=False,
-                break_long_words=False,  # of paths
-            )
+    return (paragraph(name, text, _MARGIN) for name, text in _settings(plan) if text)
 
 
 def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -240,8 +230,8 @@ def _model(state: State) -> str:
 
 def _data(loader: object, length: int | None, per_step: int) -> str:
     epochs = "epochs of unknown length" if length is None else f"{_count(length, 'batch', 'batches')} an epoch"
-    each = "" if per_step == 1 else f", each of {per_step:,} of the dataloader"
-    return f"{type(loader).__name__}, {epochs}{each}"
+    sizes = "" if per_step == 1 else f", each of {per_step:,} of the dataloader"
+    return f"{type(loader).__name__}, {epochs}{sizes}"
 
 
 def _count(value: int, singular: str, plural: str) -> str:

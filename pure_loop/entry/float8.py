@@ -2,7 +2,7 @@
 
 Each product of a linear layer, of its forward and its backward, takes matrices that are scaled and rounded to float8;
 all else is computed as with ``amp_bf16``. Micikevicius et al., FP8 Formats for Deep Learning:
-https://arxiv.org/abs/2209.05433. The layers are those of torchao, whose weights, and so State and checkpoints, stay as
+https://arxiv.org/abs/2209.05433. The layers are those of torchao; their weights, and so State and checkpoints, stay as
 they are.
 """
 
@@ -21,8 +21,6 @@ from pure_loop.errors import ArgumentError, ModelError
 from pure_loop.event import Event
 from pure_loop.precision import Precision
 from pure_loop.state import State
-
-__all__ = ["changes_at_init", "converting", "in_float8", "refuse_float8", "refuse_no_layer"]
 
 NAME = "amp_fp8"
 _LEAST_CAPABILITY = (8, 9)

@@ -27,8 +27,6 @@ from pure_loop.time import Time, Timestamp
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["TorchRandom", "register", "register_types", "show"]
-
 
 class TorchRandom:
     """torch's default generators, in the words in which Hypothesis speaks to Python's ``random``.
@@ -57,7 +55,7 @@ class TorchRandom:
         return {generator: state_of(generator) for generator in (torch.default_generator, *_initialized_accelerators())}
 
     def setstate(self, state: dict[torch.Generator, Tensor]) -> None:
-        """Put them back; one whose accelerator was not in use then starts from torch's seed, as it would have."""
+        """Put them back; that of an accelerator not in use then starts from torch's seed, as it would have."""
         torch.default_generator.set_state(state[torch.default_generator])
         for generator in _initialized_accelerators():
             if generator in state:
@@ -104,7 +102,7 @@ def _later(registered: type) -> Callable[[Any], SearchStrategy[Any]]:
             # Something of a base class is wanted, such as Hashable: this library has nothing to do with that.
             return NotImplemented
         # By its name: the kit imports this module.
-        return import_module("pure_loop.testing._types").BY_TYPE[registered](requested)
+        return import_module("pure_loop.testing.strategies").BY_TYPE[registered](requested)
 
     return resolve
 

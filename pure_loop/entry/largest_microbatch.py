@@ -27,8 +27,6 @@ from pure_loop.stages.sizes import found_size
 from pure_loop.state import Loss, State
 from pure_loop.task import Task
 
-__all__ = ["largest_microbatch"]
-
 
 @announced
 @teaching
@@ -52,8 +50,8 @@ def largest_microbatch(
 
     Forwards, losses and backwards of the whole batch are computed on branches of the State, with the algorithms, and
     their results dropped: nothing is trained, and ``model_or_state`` stays as it was. The optimizer state is there, as
-    in training; the update, whose memory depends on no microbatch, is not computed. Sizes are bisected: a batch of n
-    samples is computed about log2(n) times.
+    in training; the update, for which memory depends on no microbatch, is not computed. Sizes are bisected: a batch of
+    n samples is computed about log2(n) times.
 
     Args:
         model_or_state: a module, or a State of a boundary.

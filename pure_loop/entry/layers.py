@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.pytree import Batch
-from pure_loop._internal.reprs import table
+from pure_loop._internal.reprs import columns, table
 from pure_loop.data.batch import map_tensors
 from pure_loop.random.seeds import seeded_all
 from pure_loop.state import State
 from pure_loop.task import Task
-
-__all__ = ["Layer", "LayerTable", "layer_table"]
 
 # Of each module, by its path: the shapes of its outputs, and its operations.
 Calls: TypeAlias = dict[str, tuple[tuple[tuple[int, ...], ...], int]]
@@ -84,16 +82,7 @@ class LayerTable:
         return tuple(name for name in _HEAD if not self.why_not or name not in ("output", "FLOPs"))
 
     def __repr__(self) -> str:
-        rows = [self._head, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        left = len(self._head) - (2 if self.why_not else 3)
-        lines = [
-            "  ".join(
-                f"{cell:<{width}}" if column < left else f"{cell:>{width}}"
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = columns([self._head, *self._rows()], left=range(2 if self.why_not else 3))
         return "\n".join([*lines, textwrap.fill(self.why_not, _WIDTH)] if self.why_not else lines)
 
     def _repr_html_(self) -> str:
@@ -124,7 +113,7 @@ def layer_table(state: State, task: Task, batch: Batch, depth: int = 2) -> Layer
 
     Args:
         state: with the model.
-        task: whose ``forward`` is called.
+        task: its ``forward`` is called.
         batch: what it is called with; its tensors are not read. None: there is none, and nothing is run.
         depth: how deep modules inside modules are listed.
 
@@ -170,7 +159,7 @@ def _run(module: nn.Module, task: Task, batch: Batch, calls: Calls) -> str:
 
     Args:
         module: a copy of the model on the meta device.
-        task: whose forward is called.
+        task: its forward is called.
         batch: on any device.
         calls: the shapes and the operations of each module, by its name.
     """

@@ -15,20 +15,19 @@ from typing import Any, ParamSpec, TypeVar
 import attrs
 import torch
 
+from pure_loop._internal.processes import rank, world_size
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
+from pure_loop.data.dataloaders import source
 from pure_loop.data.group import Share
-from pure_loop.data.open import source
 from pure_loop.data.source import Source
-from pure_loop.distributed.parallel import Parallel, rank, read_parallel, refuse_lone, world_size
+from pure_loop.distributed.parallel import Parallel, read_parallel, refuse_lone
 from pure_loop.errors import DistributedError, ResumeError
 from pure_loop.random import derive
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import TimestampFields
-
-__all__ = ["Together", "announced"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,8 +71,8 @@ def algorithm_described(algorithm: Algorithm) -> str:
             options |= inspect.getclosurevars(function).nonlocals
     when = "" if algorithm.when is None else f", when={algorithm.when}"
     simple = {name: value for name, value in options.items() if isinstance(value, int | float | str | None)}
-    shown = ", ".join(f"{name}={value!r}" for name, value in simple.items())
-    return f"{algorithm!r}{when}" + (f" with {shown}" if shown else "")
+    listed = ", ".join(f"{name}={value!r}" for name, value in simple.items())
+    return f"{algorithm!r}{when}" + (f" with {listed}" if listed else "")
 
 
 @attrs.frozen

@@ -43,8 +43,6 @@ from pure_loop.task import Task, make_task
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["Plan"]
-
 # Callbacks and loggers by event.
 Observers = Mapping[Event, tuple[Observer, ...]]
 
@@ -287,7 +285,7 @@ def _evaluators(
 def _computation(
     settings: Settings, stages: LoopStages, observed: Observers, evaluators: tuple[BoundEvaluator, ...]
 ) -> tuple[LoopStages, Strategy, Stages]:
-    """The stages of a batch, whose handlers a verified batch sees; how batches are computed; stages of evaluations."""
+    """The stages of a batch, and handlers that a verified one sees; how batches are computed; stages of evaluations."""
     strategy: Strategy = Eager()
     if settings.verify is not None:
         from pure_loop.verify.verify import Recorder, Verified, recorded  # no other run needs it
@@ -297,6 +295,6 @@ def _computation(
         strategy = Verified(int(settings.verify.value), stages, recorder)
     compiled = compiler(settings, stages, observed, evaluators)
     if compiled is not None:
-        strategy = cast("Strategy", compiled)  # whose script asks the driver for counts, too
+        strategy = cast("Strategy", compiled)  # its script asks the driver for counts, too
     evaluating = stages if compiled is None else compiled.evaluating
     return stages, strategy if stages.found is None else AutoSize(stages, strategy), evaluating

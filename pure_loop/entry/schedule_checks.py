@@ -29,8 +29,6 @@ from pure_loop.schedules._time import End, Exact
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["counted_in", "of_fit", "refuse_endless_warmups", "refuse_no_iterations"]
-
 # (what it is, a schedule, an interval or a callback)
 Counted = Iterable[tuple[str, object]]
 
@@ -234,8 +232,8 @@ def _end(timestamp: Timestamp, duration: Time, iteration: Time | None, of_an_epo
         if length:
             batches = value if unit is TimeUnit.BATCH else epochs * length
             counts |= {TimeUnit.BATCH: batches, TimeUnit.EPOCH: batches}  # epochs are counted in their batches
-        for other, (_, most) in of_an_epoch.items():
-            counts.setdefault(other, math.ceil(epochs) * most)
+        for counted, (_, most) in of_an_epoch.items():
+            counts.setdefault(counted, math.ceil(epochs) * most)
     return End(timestamp, counts)
 
 

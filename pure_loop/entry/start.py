@@ -31,17 +31,6 @@ from pure_loop.state import POSITIONS, State, refuse_misfit, sort_by_model
 from pure_loop.task import Task
 from pure_loop.time import Time, TimestampFields
 
-__all__ = [
-    "Start",
-    "any_state",
-    "can_resume_from",
-    "first_state",
-    "refuse_no_boundary",
-    "refuse_other_memories",
-    "refuse_other_optimizer",
-    "with_first_memories",
-]
-
 
 def first_state(model_or_state: nn.Module | State, seed: int, device: torch.device | str | None) -> tuple[State, bool]:
     """The State to start from, and whether it is a fresh start."""
@@ -235,12 +224,12 @@ Path = tuple[Any, ...]
 
 
 def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None:
-    """Refuse a State whose algorithm state has other shapes or dtypes than the algorithms' ``init`` returns for it.
+    """Refuse a State with an algorithm state of other shapes or dtypes than the algorithms' ``init`` returns for it.
 
     Tensors at the same place of both are compared. Numbers may differ; a tree may have further entries; a dtype may be
     wider, of the same kind; a dimension of size 0 in the result of ``init``, by which an algorithm declares that it
-    grows, may have any size; so may values for a buffer whose shape changes. If ``init`` makes a tensor under the name
-    of a parameter, the State must have one, and its mapping may have no names that are not in the State.
+    grows, may have any size; so may values for a buffer of a shape that changes. If ``init`` makes a tensor under the
+    name of a parameter, the State must have one, and its mapping may have no names that are not in the State.
 
     ``init`` is called with tensors on the meta device, so it computes nothing; where it reads their numbers, nothing
     is compared.

@@ -25,8 +25,6 @@ from pure_loop.event import Event
 from pure_loop.loggers._entry import Entry, Kind, Moment, read_tensors
 from pure_loop.state import State
 
-__all__ = ["AtIntervals", "Destination", "Names", "has_failed", "read_globs"]
-
 Names = str | Iterable[str] | None
 
 

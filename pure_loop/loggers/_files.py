@@ -23,23 +23,6 @@ from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.loggers._destination import Destination, Names
 
-__all__ = [
-    "FileDestination",
-    "FolderDestination",
-    "RunFile",
-    "csv_lines",
-    "file_part",
-    "first_line",
-    "json_safe",
-    "make_folder",
-    "mlflow_key",
-    "open_to_cut",
-    "read_file_path",
-    "read_path",
-    "remove_written",
-    "write_all",
-]
-
 
 def read_path(path: str | os.PathLike[str], name: str) -> Path:
     """

@@ -18,8 +18,6 @@ from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._files import FolderDestination, csv_lines, file_part, make_folder
 from pure_loop.loggers._lines import Journal
 
-__all__ = ["Tracker", "csv_of", "file_name", "image_files", "own_draws", "variables"]
-
 
 class Tracker(FolderDestination, ABC):
     """Continues a run of a tracker: what an earlier process had sent is not sent again, and what it lost is.

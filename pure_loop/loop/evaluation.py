@@ -27,17 +27,12 @@ from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import Script, drive
 from pure_loop.metrics import Metric
 from pure_loop.metrics._base import updated
-from pure_loop.metrics._defaults import default_metrics
+from pure_loop.metrics.loss import default_metrics
 from pure_loop.random.authors import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
 from pure_loop.state import MetricValue, State, outside_batch, with_fields
-
-__all__ = [
-    *("current", "evaluate", "evaluation", "evaluations", "predict", "refuse_misfit", "refuse_misfits"),
-    "without_metrics",
-]
 
 
 def _no_rows(tensor: Tensor) -> Tensor:

@@ -115,13 +115,13 @@ Ratio: TypeAlias = tuple[Scalar, Scalar]
 """The accumulator of a mean: a total, and how many are in it."""
 
 
-def add(one: Ratio, other: Ratio) -> Ratio:
-    return one[0] + other[0], one[1] + other[1]
+def add(a: Ratio, b: Ratio) -> Ratio:
+    return a[0] + b[0], a[1] + b[1]
 
 
-def plus(one: Scalar, other: Scalar) -> Scalar:
+def plus(a: Scalar, b: Scalar) -> Scalar:
     """The sum of two totals; 0 is that of no data."""
-    return one + other
+    return a + b
 
 
 def summed(

@@ -1,4 +1,4 @@
-"""The fraction of targets whose class has the highest score."""
+"""How often the class of a target has the highest score."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def accuracy(
     ignore_index: Annotated[int | None, Number()] = -100,
     axis: Annotated[int | None, Number()] = None,
 ) -> Metric:
-    """The fraction of targets whose highest score is at the right class.
+    """The fraction of targets with the highest score at the right class.
 
     Outputs are scores of shape (n, classes, ...) or (n, ..., classes), targets class indices of shape (n, ...).
     Evaluators without ``metrics`` measure it by themselves where batches look like that; they ignore the targets that

@@ -1,4 +1,4 @@
-"""The loss of the task, over all data of an evaluator."""
+"""The loss of the task, over all data of an evaluator, and what one without metrics of its own measures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from typing import Annotated, TypeAlias
 
 from torch import Tensor
 
-from pure_loop._internal.pytree import Batch
+from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.weights import counted_loss, wide, wide_dtype
 from pure_loop.metrics._base import Metric, Scalar, quotient
+from pure_loop.metrics._classes import class_axes
 from pure_loop.ranges import Name, checked
+from pure_loop.task import OnTargets, Task
 
 __all__ = ["loss"]
+
+DEFAULT_NAMES = ("loss", "accuracy")
+"""What :func:`default_metrics` may be named."""
 
 # The loss so far, and its weight; None: of a sum, which has none.
 Sum: TypeAlias = "tuple[Scalar, Scalar | None]"
@@ -53,8 +58,21 @@ def loss(name: Annotated[str, Name()] = "loss") -> Metric:
         mean = quotient((total, weight))
         return mean.to(total.dtype) if isinstance(mean, Tensor) and isinstance(total, Tensor) else mean
 
-    def merge(one: Sum, other: Sum) -> Sum:
-        total = one[0] + other[0]
-        return total, None if one[1] is None or other[1] is None else one[1] + other[1]
+    def merge(a: Sum, b: Sum) -> Sum:
+        total = a[0] + b[0]
+        return total, None if a[1] is None or b[1] is None else a[1] + b[1]
 
     return Metric(name, lambda: (0.0, 0.0), update, compute, of_loss=True, merge=merge)
+
+
+def default_metrics(outputs: Outputs, batch: Batch, task: Task) -> tuple[Metric, ...]:
+    """What an evaluator without ``metrics`` measures, judging by its first outputs and by what the loss implies."""
+    if not class_axes(outputs, batch):
+        return (loss(),)
+    from pure_loop.metrics.accuracy import accuracy  # not every run has classes
+
+    implied = task.loss.implied if isinstance(task.loss, OnTargets) else None
+    if implied is None or implied.ignore_index is None:
+        return loss(), accuracy()
+    # The loss has its classes along axis 1, whatever other axis would fit, too.
+    return loss(), accuracy(ignore_index=implied.ignore_index, axis=1)

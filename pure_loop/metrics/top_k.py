@@ -1,4 +1,4 @@
-"""The fraction of targets whose class is among the k highest scores."""
+"""How often the class of a target is among the k highest scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def top_k(
     axis: Annotated[int | None, Number()] = None,
     name: Annotated[str, Name()] = "top_k",
 ) -> Metric:
-    """The fraction of targets whose class is among the ``k`` highest scores; with ``k=1`` it is the accuracy.
+    """The fraction of targets with a class among the ``k`` highest scores; with ``k=1`` it is the accuracy.
 
     Outputs are scores of shape (n, classes, ...) or (n, ..., classes), targets class indices of shape (n, ...).
 

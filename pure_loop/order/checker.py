@@ -17,28 +17,6 @@ from pure_loop.errors import ArgumentError, OrderError
 from pure_loop.event import Event
 from pure_loop.order import views as _render
 from pure_loop.order.grammar import MODES, Automaton, Node, Rule, parse
-from pure_loop.order.oracle import EvaluatorPlan, Plan, expected, expected_evaluate, expected_predict
-
-__all__ = [
-    "BOUNDARIES",
-    "GRAMMARS",
-    "NOTES",
-    "Checker",
-    "EvaluatorPlan",
-    "Order",
-    "Plan",
-    "Rule",
-    "check",
-    "expected",
-    "expected_evaluate",
-    "expected_predict",
-    "going_on",
-    "mermaid",
-    "nearest_boundary",
-    "outline",
-    "successors",
-    "table",
-]
 
 Order = Literal["current", "2021"]
 
@@ -183,7 +161,7 @@ NOTES: Mapping[Event, str] = {
 }
 """What is worth knowing at an event."""
 
-_REASONS: Mapping[tuple[Event, Event], str] = {
+_REASONS: Mapping[tuple[object, ...], str] = {
     (Event.FIT_START, Event.FIT_END): "max_duration already reached",
     (Event.BEFORE_DATALOADER, Event.EPOCH_END): "loader exhausted",
     (Event.BATCH_CHECKPOINT, Event.EPOCH_END): "max_duration reached on the last batch",
@@ -212,8 +190,8 @@ def _automaton(order: Order) -> Automaton:
     automaton = Automaton(trees, [stream for stream in _STREAMS if stream in trees])
     # Going on: FIT_START, and then whatever comes after the boundary at which the State was kept.
     iterations = {event for event in Event if event.name.startswith("ITERATION")}
-    kept = set(automaton.at(frozenset(BOUNDARIES - {Event.AFTER_LOAD} | iterations)))
-    automaton.add(Event.FIT_START, set().union(*(automaton.follow[position] for position in kept)))
+    resumable = set(automaton.at(frozenset(BOUNDARIES - {Event.AFTER_LOAD} | iterations)))
+    automaton.add(Event.FIT_START, set().union(*(automaton.follow[position] for position in resumable)))
     return automaton
 
 

@@ -7,9 +7,9 @@ the loop, so that each can be held against the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import attrs
 
@@ -19,7 +19,8 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["EvaluatorPlan", "Plan", "expected", "expected_evaluate", "expected_predict"]
+T = TypeVar("T")
+_NO_STOPS = (TimeUnit.ITERATION, TimeUnit.DURATION)
 
 
 def _sizes(value: object) -> tuple[int, ...]:
@@ -36,8 +37,8 @@ def _time_or_none(value: str | int | Time | None) -> Time | None:
     return None if value is None else Time.parse(value)
 
 
-def _at_least(minimum: int) -> Any:
-    def validate(instance: object, attribute: attrs.Attribute[object], value: object) -> None:
+def _at_least(minimum: int) -> Callable[[object, attrs.Attribute[T], T], None]:
+    def validate(instance: object, attribute: attrs.Attribute[T], value: T) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if not is_integer(number):
                 raise ArgumentTypeError(f"{attribute.name}={value!r}: {number!r} is not an int")
@@ -60,9 +61,6 @@ class EvaluatorPlan:
     batches: tuple[int, ...] = attrs.field(converter=_sizes, validator=_at_least(1))
     interval: Time | None = attrs.field(default=None, converter=_time_or_none)
     microbatch_size: int | None = attrs.field(default=None, validator=attrs.validators.optional(_at_least(1)))
-
-
-_STOPS = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN, TimeUnit.SECOND)
 
 
 def _evaluators(value: Mapping[str, EvaluatorPlan]) -> FrozenDict[str, EvaluatorPlan]:
@@ -131,16 +129,14 @@ class Plan:
         if self.order not in ("current", "2021"):
             raise ArgumentError(f"order={self.order!r} is not known; write 'current' or '2021'")
         self._check_iterations()
-        if self.stop_at is not None and (not self.stop_at.value or self.stop_at.unit not in _STOPS):
+        if self.stop_at is not None and (not self.stop_at.value or self.stop_at.unit in _NO_STOPS):
             raise ArgumentError(f'stop_at="{self.stop_at}": write "2ep", "3ba", "8sp", "16tok" or "2s", more than 0')
         unit = self.max_duration.unit
         if unit is TimeUnit.DURATION:
             raise ArgumentError(f'max_duration="{self.max_duration}" is a fraction of itself; write "2ep" or "10ba"')
-        if self.max_duration.value == 0:
-            return
-        if unit is TimeUnit.TOKEN and not self.tokens_per_sample:
+        if unit is TimeUnit.TOKEN and self.max_duration.value and not self.tokens_per_sample:
             raise ArgumentError(f'max_duration="{self.max_duration}" never ends without tokens; set tokens_per_sample')
-        if unit is TimeUnit.SECOND and not self.seconds_per_batch:
+        if unit is TimeUnit.SECOND and self.max_duration.value and not self.seconds_per_batch:
             raise ArgumentError(f'max_duration="{self.max_duration}" never ends in no time; set seconds_per_batch')
 
     def _check_iterations(self) -> None:
@@ -165,7 +161,7 @@ class Plan:
 
 @attrs.frozen
 class _Counts:
-    """What is finished; seconds are exact."""
+    """What is finished, by the names of the units; seconds are exact."""
 
     epoch: int = 0
     batch: int = 0
@@ -173,18 +169,10 @@ class _Counts:
     sample: int = 0
     token: int = 0
     iteration: int = 0
-    seconds: Fraction = Fraction(0)
+    second: Fraction = Fraction(0)
 
     def of(self, unit: TimeUnit) -> Fraction:
-        counts: dict[TimeUnit, int | Fraction] = {
-            TimeUnit.EPOCH: self.epoch,
-            TimeUnit.BATCH: self.batch,
-            TimeUnit.SAMPLE: self.sample,
-            TimeUnit.TOKEN: self.token,
-            TimeUnit.ITERATION: self.iteration,
-            TimeUnit.SECOND: self.seconds,
-        }
-        return Fraction(counts[unit])
+        return Fraction(getattr(self, unit.name.lower()))
 
 
 class _Run:
@@ -196,24 +184,23 @@ class _Run:
         self.now = _Counts()
         self.iteration_began = self.now
         self.evaluated: set[str] = set()
-        # Where in its batches a loader without a length stands.
-        self.position = 0
+        self.position = 0  # in its batches, of a loader without a length
 
     def say(self, *events: Event) -> None:
         self.events.extend(events)
 
     def over(self) -> bool:
         """Whether the duration is reached, or an algorithm has stopped training."""
-        ends = (self.plan.max_duration, self.plan.stop_at)
-        return any(end is not None and self.now.of(end.unit) >= end.exact for end in ends)
+        return self.reached(self.plan.max_duration) or self.reached(self.plan.stop_at)
 
     def over_before_epoch_end(self) -> bool:
         """The same before EPOCH_END, at which an algorithm that counts epochs stops training."""
         stop = self.plan.stop_at
-        if stop is not None and stop.unit is not TimeUnit.EPOCH and self.now.of(stop.unit) >= stop.exact:
-            return True
-        duration = self.plan.max_duration
-        return self.now.of(duration.unit) >= duration.exact
+        stops = stop is not None and stop.unit is not TimeUnit.EPOCH and self.reached(stop)
+        return stops or self.reached(self.plan.max_duration)
+
+    def reached(self, end: Time | None) -> bool:
+        return end is not None and self.now.of(end.unit) >= end.exact
 
     # The current order
 
@@ -295,16 +282,15 @@ class _Run:
         steps = [self.plan.batches[start : start + size] for start in range(0, len(self.plan.batches), size)]
         if self.plan.sized or limit is None:
             return steps[:limit]
-        # Goes on where the epoch before was cut; a pass that ends ends the epoch.
-        epoch = steps[self.position : self.position + limit]
+        epoch = steps[self.position : self.position + limit]  # goes on where the epoch before was cut
         self.position = (self.position + len(epoch)) % len(steps)
         return epoch
 
     def known_length(self) -> int | None:
         """The batches of an epoch, where that is known before the loader is exhausted."""
-        loader = math.ceil(len(self.plan.batches) / self.plan.batches_per_step) if self.plan.sized else None
-        known = [length for length in (loader, self.plan.batches_per_epoch) if length is not None]
-        return min(known, default=None)
+        loader = math.ceil(len(self.plan.batches) / self.plan.batches_per_step) if self.plan.sized else math.inf
+        length = min(loader, self.plan.batches_per_epoch or math.inf)
+        return None if math.isinf(length) else int(length)
 
     def batch(self, parts: tuple[int, ...]) -> _Counts:
         samples = sum(parts)
@@ -321,38 +307,33 @@ class _Run:
             batch_in_epoch=before.batch_in_epoch + 1,
             sample=before.sample + samples,
             token=before.token + samples * self.plan.tokens_per_sample,
-            seconds=before.seconds + Fraction(repr(float(self.plan.seconds_per_batch))),
+            second=before.second + Fraction(repr(float(self.plan.seconds_per_batch))),
         )
         self.evaluated = set()
         self.say(Event.BATCH_END)
         return before
 
     def count_epoch(self) -> _Counts:
-        before = self.now
-        self.now = attrs.evolve(before, epoch=before.epoch + 1, batch_in_epoch=0)
+        before, self.now = self.now, attrs.evolve(self.now, epoch=self.now.epoch + 1, batch_in_epoch=0)
         return before
 
     def due(self, before: _Counts, event: Event) -> list[str]:
-        labels = []
-        for label, evaluator in self.plan.evaluators.items():
-            interval = self.plan.interval_of(evaluator)
-            size, unit = interval.exact, interval.unit
-            if unit is TimeUnit.DURATION:
-                size, unit = size * self.plan.max_duration.exact, self.plan.max_duration.unit
-                length = self.known_length()
-                if size and unit is TimeUnit.EPOCH and length is not None:
-                    # Batches are what counts. An epoch that is shorter than known ends with a jump, which is looked at
-                    # unless its last batch had an evaluation.
-                    passed = self.epochs(before, length) // size != self.epochs(self.now, length) // size
-                    if passed and label not in self.evaluated:
-                        labels.append(label)
-                    continue
-            requested = Event.EPOCH_END if unit is TimeUnit.EPOCH else Event.BATCH_END
-            if event is not requested or size == 0:
-                continue
-            if math.floor(before.of(unit) / size) != math.floor(self.now.of(unit) / size):
-                labels.append(label)
-        return labels
+        evaluators = self.plan.evaluators.items()
+        return [name for name, item in evaluators if self.is_due(name, self.plan.interval_of(item), before, event)]
+
+    def is_due(self, label: str, interval: Time, before: _Counts, event: Event) -> bool:
+        size, unit = interval.exact, interval.unit
+        if unit is TimeUnit.DURATION:
+            size, unit = size * self.plan.max_duration.exact, self.plan.max_duration.unit
+            length = self.known_length()
+            if size and unit is TimeUnit.EPOCH and length is not None:
+                # Batches are what counts. An epoch that is shorter than known ends with a jump, which is looked at
+                # unless its last batch had an evaluation.
+                passed = self.epochs(before, length) // size != self.epochs(self.now, length) // size
+                return passed and label not in self.evaluated
+        if size == 0 or event is not (Event.EPOCH_END if unit is TimeUnit.EPOCH else Event.BATCH_END):
+            return False
+        return math.floor(before.of(unit) / size) != math.floor(self.now.of(unit) / size)
 
     @staticmethod
     def epochs(counts: _Counts, length: int) -> Fraction:
@@ -360,9 +341,8 @@ class _Run:
         return counts.epoch + min(Fraction(counts.batch_in_epoch, length), Fraction(1))
 
     def not_yet_evaluated(self) -> list[str]:
-        evaluators = self.plan.evaluators.items()
-        ever = [label for label, evaluator in evaluators if self.plan.interval_of(evaluator).value > 0]
-        return [label for label in ever if label not in self.evaluated]
+        waiting = [item for item in self.plan.evaluators.items() if item[0] not in self.evaluated]
+        return [label for label, evaluator in waiting if self.plan.interval_of(evaluator).value > 0]
 
     def evaluate_each(self, labels: Iterable[str]) -> None:
         for label in labels:
@@ -377,9 +357,8 @@ def _microbatches(samples: int, size: int | None) -> int:
 def _one_evaluation(evaluator: EvaluatorPlan) -> list[Event]:
     events = [Event.EVAL_START]
     for samples in evaluator.batches:
-        events.append(Event.EVAL_BATCH_START)
-        for _ in range(_microbatches(samples, evaluator.microbatch_size)):
-            events += [Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD]
+        forwards = _microbatches(samples, evaluator.microbatch_size)
+        events += [Event.EVAL_BATCH_START, *[Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD] * forwards]
         events.append(Event.EVAL_BATCH_END)
     return [*events, Event.EVAL_END]
 
@@ -394,10 +373,7 @@ def expected(plan: Plan) -> list[Event]:
     [Event.FIT_START, Event.FIT_END]
     """
     run = _Run(plan)
-    if plan.order == "2021":
-        run.fit_2021()
-    else:
-        run.fit()
+    (run.fit_2021 if plan.order == "2021" else run.fit)()
     return run.events
 
 
@@ -417,10 +393,6 @@ def expected_predict(batches: int) -> list[Event]:
     >>> len(expected_predict(3))
     14
     """
-    batch = [
-        Event.PREDICT_BATCH_START,
-        Event.PREDICT_BEFORE_FORWARD,
-        Event.PREDICT_AFTER_FORWARD,
-        Event.PREDICT_BATCH_END,
-    ]
+    forward = [Event.PREDICT_BEFORE_FORWARD, Event.PREDICT_AFTER_FORWARD]
+    batch = [Event.PREDICT_BATCH_START, *forward, Event.PREDICT_BATCH_END]
     return [Event.PREDICT_START, *batch * batches, Event.PREDICT_END]

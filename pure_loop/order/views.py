@@ -9,8 +9,6 @@ from collections.abc import Set as AbstractSet
 from pure_loop.event import Event
 from pure_loop.order.grammar import Automaton, Either, Node, Rule, Sequence, Symbol, parse
 
-__all__ = ["mermaid", "outline", "table"]
-
 Rules = Mapping[str, Rule]
 
 _LEGEND = "[x] at most once   x* any number   x+ at least one   x | y either"
@@ -55,7 +53,7 @@ def outline(rules: Rules, streams: list[str], notes: Mapping[Event, str]) -> lis
     return [line for stream in streams for line in walk(Symbol(stream), 0)]
 
 
-def mermaid(rules: Rules, boundaries: AbstractSet[Event], reasons: Mapping[tuple[Event, Event], str]) -> str:
+def mermaid(rules: Rules, boundaries: AbstractSet[Event], reasons: Mapping[tuple[object, ...], str]) -> str:
     trees = {name: parse(rule.body) for name, rule in rules.items()}
     apart = [rule.name for rule in rules.values() if rule.apart]
     boxes: dict[tuple[str, ...], list[str]] = {}
@@ -73,7 +71,7 @@ def mermaid(rules: Rules, boundaries: AbstractSet[Event], reasons: Mapping[tuple
                 boxes.setdefault(path, []).append(node if isinstance(label, Event) else f"{node}[[{label}]]")
             drawn.add(node)
             for after in sorted(automaton.follow[position]):
-                reason = reasons.get((label, automaton.labels[after]))  # type: ignore[arg-type]
+                reason = reasons.get((label, automaton.labels[after]))
                 arrows[f"{node} -->|{reason}| {nodes[after]}" if reason else f"{node} --> {nodes[after]}"] = None
     # Mermaid lays out a box that nothing leads into by itself, sideways and from the inside out: an invisible link
     # between the boxes keeps all of them reading from top to bottom.
@@ -91,7 +89,7 @@ def _nodes(automaton: Automaton) -> dict[int, str]:
         if isinstance(label, Event):
             nodes[position] = label.name
         elif label is not None:
-            before = {automaton.labels[other] for other, after in enumerate(automaton.follow) if position in after}
+            before = {automaton.labels[earlier] for earlier, after in enumerate(automaton.follow) if position in after}
             nodes[position] = f"{label}_{places.setdefault(frozenset(before), len(places) + 1)}"
     return nodes
 

@@ -11,28 +11,24 @@ from __future__ import annotations
 
 import gc
 import random as _python
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from hashlib import blake2b
 from operator import index
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from pure_loop._internal.torch_private import mps_generator
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.random.numpy_state import put_back, set_aside
-
-__all__ = ["derive", "generator", "seeded", "seeded_all"]
+from pure_loop.random.numpy_state import numpy_random, put_back, set_aside
 
 Device: TypeAlias = torch.device | str | int | None
 
 # Bound once: these three calls are most of what a guard costs, and it stands around every microbatch.
-_get_cpu = torch.default_generator.get_state
 _collects, _collect, _keep_garbage = gc.isenabled, gc.enable, gc.disable
 _set_cpu = torch.default_generator.set_state
 _seed_cpu = torch.default_generator.manual_seed
@@ -146,19 +142,17 @@ rng_lock = threading.RLock()
 def push_cpu_seed(seed: int) -> torch.Tensor:
     """What :class:`seeded` does on a CPU outside of traces; :func:`pop_cpu_seed` takes what this gives, in any case."""
     rng_lock.acquire()
-    # torch holds the generator's lock while it makes the tensor. The garbage collector, which that may start, may close
-    # a user's generator. Its end is seeded as well, and would wait for the lock for ever.
-    collects = _collects()
-    _keep_garbage()
-    before = _get_cpu()
-    if collects:
-        _collect()
+    before = state_of(torch.default_generator)
     _seed_cpu(seed)
     return before
 
 
 def state_of(generator: torch.Generator) -> torch.Tensor:
-    """The state of a generator, without garbage collection while torch holds its lock; see :func:`push_cpu_seed`."""
+    """The state of a generator.
+
+    torch holds the generator's lock while it makes the tensor. The garbage collector, which that may start, may close
+    a user's generator. Its end is seeded as well, and would wait for the lock for ever: nothing is collected meanwhile.
+    """
     collects = _collects()
     _keep_garbage()
     try:
@@ -256,11 +250,8 @@ class seeded_all(seeded_torch):  # noqa: N801 - as above
     __slots__ = ("_numpy", "_numpy_state", "_python_state", "_token")
 
     def __enter__(self) -> None:
-        # Taken from the module table, so that NumPy stays optional; reading `.random` loads it if nothing has yet,
-        # because the code inside may, and would then find it seeded by the operating system.
         rng_lock.acquire()
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random
+        self._numpy = numpy_random()
         self._python_state = _python.getstate()
         if self._numpy is not None:
             self._numpy_state = set_aside(self._numpy)
@@ -310,7 +301,7 @@ class seeded_apart(seeded_all):  # noqa: N801 - as above
         super().__exit__(kind, error, trace)
 
 
-def _reseed_hosts(seed: int, numpy: Any) -> None:
+def _reseed_hosts(seed: int, numpy: ModuleType | None) -> None:
     _python.seed(seed)
     if numpy is not None:
         numpy.seed(seed & 0xFFFFFFFF)
@@ -318,6 +309,5 @@ def _reseed_hosts(seed: int, numpy: Any) -> None:
 
 def reseed(seed: int) -> None:
     """Seed torch's CPU generator, Python's and NumPy's for good: for a worker process, which restores nothing."""
-    numpy = sys.modules.get("numpy")
     _seed_cpu(seed)
-    _reseed_hosts(seed, None if numpy is None else numpy.random)
+    _reseed_hosts(seed, numpy_random())

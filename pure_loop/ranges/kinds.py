@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import attrs
 
@@ -77,6 +77,15 @@ class Range(ABC):
         """Values that have to be refused, for tests."""
 
 
+class Options(TypedDict, total=False):
+    """What a range of numbers says besides its bounds; see :class:`Number`."""
+
+    typical: tuple[float, float] | tuple[()] | None
+    example: str
+    one_of: str
+    wanted: str
+
+
 class Number(Range):
     """Any finite number, whole where the annotation is ``int``; ``wanted`` are an error's words for it."""
 
@@ -124,63 +133,32 @@ class Number(Range):
 
 
 class Above(Number):
-    """A finite number above ``limit``."""
+    """A finite number above ``limit``; ``options`` are those of :class:`Number`."""
 
-    def __init__(
-        self,
-        limit: float,
-        *,
-        below: float = math.inf,
-        typical: tuple[float, float] | tuple[()] | None = None,
-        example: str = "",
-    ) -> None:
-        super().__init__(above=limit, below=below, typical=typical, example=example)
+    def __init__(self, limit: float, *, below: float = math.inf, **options: Unpack[Options]) -> None:
+        super().__init__(above=limit, below=below, **options)
 
 
 class AtLeast(Number):
-    """A finite number of at least ``limit``."""
+    """A finite number of at least ``limit``; ``options`` are those of :class:`Number`."""
 
-    def __init__(
-        self,
-        limit: float,
-        *,
-        typical: tuple[float, float] | tuple[()] | None = None,
-        example: str = "",
-        wanted: str = "",
-    ) -> None:
-        super().__init__(least=limit, typical=typical, example=example, wanted=wanted)
+    def __init__(self, limit: float, **options: Unpack[Options]) -> None:
+        super().__init__(least=limit, **options)
 
 
 class Between(Number):
-    """A number in ``[least, below)``."""
+    """A number in ``[least, below)``; ``options`` are those of :class:`Number`."""
 
-    def __init__(
-        self,
-        least: float,
-        below: float,
-        *,
-        typical: tuple[float, float] | tuple[()] | None = None,
-        example: str = "",
-        one_of: str = "",
-    ) -> None:
-        super().__init__(least=least, below=below, typical=typical, example=example, one_of=one_of)
+    def __init__(self, least: float, below: float, **options: Unpack[Options]) -> None:
+        super().__init__(least=least, below=below, **options)
 
 
 class Within(Number):
-    """A number in ``[least, most]``."""
+    """A number in ``[least, most]``; ``options`` are those of :class:`Number`."""
 
-    def __init__(
-        self,
-        least: float,
-        most: float,
-        *,
-        typical: tuple[float, float] | tuple[()] | None = None,
-        example: str = "",
-        one_of: str = "",
-    ) -> None:
-        wanted = f"a number from {least:g} to {most:g}"
-        below = math.nextafter(most, math.inf)
-        super().__init__(least=least, below=below, typical=typical, example=example, one_of=one_of, wanted=wanted)
+    def __init__(self, least: float, most: float, **options: Unpack[Options]) -> None:
+        options = {"wanted": f"a number from {least:g} to {most:g}", **options}
+        super().__init__(least=least, below=math.nextafter(most, math.inf), **options)
 
     def in_words(self, setting: Setting) -> str:
         return self.wanted.removeprefix("a ")

@@ -31,8 +31,6 @@ from pure_loop.precision import Precision
 from pure_loop.rehearsal.report import Place
 from pure_loop.state import State
 
-__all__ = ["Arguments", "Counting", "bare", "collectives", "trace", "without_numbers"]
-
 # Those of ``fit``, by name.
 Arguments: TypeAlias = Mapping[str, Any]
 
@@ -101,7 +99,7 @@ def _unbound(algorithm: Algorithm) -> Algorithm:
 
 
 def trace(arguments: Arguments, batch: Batch) -> None:
-    """Trace the steps of a call with ``compile=``, whose graphs run operation by operation, without a compiler.
+    """Trace the steps of a call with ``compile=``; its graphs run operation by operation, without a compiler.
 
     Args:
         arguments: those of ``fit``, by name, ``watch`` with the events that callbacks observe: graphs end there.
@@ -157,8 +155,8 @@ def collectives(arguments: Arguments, batch: Batch, ranks: int) -> dict[str, tup
     """The collectives of one step of a call of ``fit`` on several ranks: how many of each, and their bytes in all.
 
     Three steps are run, with the algorithms of the call and without evaluators, callbacks and loggers, on a process
-    group whose other ranks answer nothing; it is destroyed afterwards. Numbers that ranks exchange to agree on a batch
-    are not counted.
+    group in which the other ranks answer nothing; it is destroyed afterwards. Numbers that ranks exchange to agree on a
+    batch are not counted.
 
     Args:
         arguments: those of ``fit``, by name, ``parallel`` among them.

@@ -21,8 +21,6 @@ from pure_loop.stages import Stages
 from pure_loop.state import State, raw_opt_state
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["Length", "activations", "memory_of", "memory_per_rank", "try_schedules"]
-
 
 @attrs.frozen
 class Length:
@@ -43,7 +41,7 @@ class Length:
 
     @classmethod
     def of(cls, assembly: Assembly, samples: int, tokens: int) -> Length:
-        """The length of a call of ``fit``, whose first batch has so many samples and tokens."""
+        """The length of a call of ``fit`` with so many samples and tokens in its first batch."""
         end, per_epoch = assembly.plan.settings.max_duration, assembly.fit.source.length
         batches = _batches(end, assembly.fit.iteration_length, per_epoch, samples, tokens)
         return cls(batches, per_epoch, samples, tokens, assembly.plan.state.timestamp)

@@ -43,8 +43,6 @@ from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Time, due
 
-__all__ = ["Held", "Passes", "first_batch", "is_never"]
-
 
 class Held(Source):
     """One batch, given several times as an epoch, in the place of a dataloader.
@@ -108,7 +106,7 @@ class Passes:
         folder: for what stand-ins write.
         call_callbacks: whether callbacks are called.
         first: the State at the BEFORE_FORWARD of the first batch; None before it.
-        kept: the last State at a boundary from which training resumes.
+        boundary: the last State at a boundary from which training resumes.
         losses: of the steps.
         checkpoint: the State that was loaded from the checkpoint at which the run starts.
     """
@@ -120,7 +118,7 @@ class Passes:
     folder: Path
     call_callbacks: bool = True
     first: State | None = None
-    kept: State | None = None
+    boundary: State | None = None
     losses: list[Tensor] = attrs.field(factory=list)
     checkpoint: State | None = None
 
@@ -146,7 +144,7 @@ class Passes:
         return state
 
     def train(self, evaluators: Sequence[tuple[BoundEvaluator, Batch]], *, to_end: bool) -> None:
-        """The first batches of the run, to the end of an epoch that has no more; sets ``first`` and ``kept``.
+        """The first batches of the run, to the end of an epoch that has no more; sets ``first`` and ``boundary``.
 
         Args:
             evaluators: each with its first batch.
@@ -163,7 +161,7 @@ class Passes:
                 if event is Event.BATCH_END:
                     self.losses.append(total_loss(state.loss))
                 if event is Event.BATCH_END or event is Event.BATCH_CHECKPOINT:
-                    self.kept = state
+                    self.boundary = state
                 stepped = len(self.losses) >= _STEPS
                 if stepped and (event is end or not to_end):
                     return

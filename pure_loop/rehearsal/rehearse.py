@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop._internal.devices import shapes_only
 from pure_loop._internal.processes import torch_distributed
+from pure_loop._internal.processes import world_size as running_ranks
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import in_bytes
 from pure_loop._internal.suggestions import arguments_of_call
@@ -25,7 +26,6 @@ from pure_loop._internal.tree_ops import bytes_of
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.distributed.parallel import Parallel, read_parallel
-from pure_loop.distributed.parallel import world_size as running_ranks
 from pure_loop.entry.assembly import Assembly, assemble
 from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.layers import layer_table
@@ -38,8 +38,6 @@ from pure_loop.rehearsal.passes import Passes, first_batch, is_never
 from pure_loop.rehearsal.report import Phase, Place, Rehearsal
 from pure_loop.rehearsal.standins import destinations, try_place
 from pure_loop.state import State
-
-__all__ = ["rehearse"]
 
 
 class _Rehearse(Protocol):
@@ -300,12 +298,12 @@ class _Phases:
         stops = self.place.stops
         with self.place.collecting("training"):
             passes.train(evaluators if to_end else [], to_end=to_end)
-        if self.place.stops == stops and passes.kept is None:
+        if self.place.stops == stops and passes.boundary is None:
             self.place.skip("steps: training has ended at this State.")
-        if self.place.stops > stops or passes.kept is None:
+        if self.place.stops > stops or passes.boundary is None:
             return
         self.passed.append(Phase("two steps", "" if self.place.fake else _in_words(passes.losses)))
-        loaded = passes.kept if self.place.fake else self._saved(passes.kept)
+        loaded = passes.boundary if self.place.fake else self._saved(passes.boundary)
         if to_end and not self.scheduled:
             self.place.skip("the end of the run: a schedule fails there.")
         elif to_end:
@@ -344,7 +342,7 @@ class _Phases:
                 activation_bytes = activations(passes.first, stages)
             except Exception as error:  # such as a forward with a transform of torch.func, which allows no such hooks
                 self.place.skip(f"memory of activations: it could not be measured ({type(error).__name__}: {error}).")
-        state = passes.kept if passes.kept is not None else self.assembly.plan.state
+        state = passes.boundary if passes.boundary is not None else self.assembly.plan.state
         memory = memory_of(state, passes.batch, activation_bytes)
         per_rank, exchanged = None, None
         if self.world_size is not None:

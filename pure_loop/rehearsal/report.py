@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import attrs
 
 from pure_loop._internal.devices import needs_numbers
-from pure_loop._internal.reprs import in_bytes, table
+from pure_loop._internal.reprs import in_bytes, paragraph, table
 from pure_loop.entry.layers import LayerTable
 from pure_loop.errors import ImpurityError
-
-__all__ = ["Phase", "Place", "Rehearsal"]
 
 
 @attrs.define
@@ -73,7 +70,6 @@ class Place:
             self.phase = before
 
 
-_WIDTH = 100
 _MARGIN = 22
 
 
@@ -137,19 +133,7 @@ class Rehearsal:
         return f"pl.rehearse: a run {length}{epochs}, tried; nothing was trained or written"
 
     def __repr__(self) -> str:
-        lines = [self._title, ""]
-        for name, text in self._rows():
-            lines.append(
-                textwrap.fill(
-                    text,
-                    _WIDTH,
-                    initial_indent=f"  {name:<{_MARGIN - 2}}",
-                    subsequent_indent=" " * _MARGIN,
-                    break_on_hyphens=False,
-                    break_long_words=False,
-                )
-            )
-        return "\n".join(lines)
+        return "\n".join([self._title, "", *(paragraph(name, text, _MARGIN) for name, text in self._rows())])
 
     def _repr_html_(self) -> str:
         return table(self._rows(), caption=self._title)

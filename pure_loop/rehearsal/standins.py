@@ -30,17 +30,6 @@ from pure_loop.rehearsal.report import Place
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = [
-    "callback_standins",
-    "caught_observer",
-    "destinations",
-    "forced_handlers",
-    "logger_standin",
-    "marker",
-    "named_metrics",
-    "try_place",
-]
-
 
 def try_place(name: str, place: str) -> str:
     """Try that a file can be written to a folder, or in the place of a file; folders that are made are removed.
@@ -209,7 +198,7 @@ def marker(place: Place) -> Observer:
 
 
 def caught_observer(observer: Observer, place: Place) -> Observer:
-    """A callback whose first error is a failure of its own, after which it is called no more."""
+    """A callback that is called no more after its first error, which is a failure of its own."""
 
     def observe(event: Event, state: State) -> None:
         if observer.name in place.silenced:
@@ -266,7 +255,7 @@ def _moved_back(result: object, state: State) -> object:
 
 
 def named_metrics(evaluator: BoundEvaluator, place: Place) -> BoundEvaluator:
-    """The evaluator, each of whose metrics is named where it fails."""
+    """The evaluator, with each of its metrics named where it fails."""
     if evaluator.metrics is None:
         return evaluator
     metrics = tuple(_named(metric, evaluator.label, place) for metric in evaluator.metrics)

@@ -46,8 +46,8 @@ class Schedule(ABC):
     """A callable ``Timestamp -> float`` that multiplies with numbers and other schedules.
 
     Attributes:
-        fixed_value: the value, where it is the same at every timestamp; None: it may change. An optimizer whose rate is
-            fixed needs not ask for it in each step.
+        fixed_value: the value, where it is the same at every timestamp; None: it may change. An optimizer of a
+            fixed rate needs not ask for it in each step.
 
     >>> from pure_loop.schedules import linear
     >>> halved = 0.5 * linear(1.0, 0.0, "4ba")
@@ -84,11 +84,11 @@ class Schedule(ABC):
         """The time over which it rises at first, where a run ends before that is over; None: there is none."""
         return None
 
-    def __mul__(self, other: Callable[[Timestamp], float] | float) -> product:
-        return product((self, as_schedule(other)))
+    def __mul__(self, factor: Callable[[Timestamp], float] | float) -> product:
+        return product((self, as_schedule(factor)))
 
-    def __rmul__(self, other: Callable[[Timestamp], float] | float) -> product:
-        return product((as_schedule(other), self))
+    def __rmul__(self, factor: Callable[[Timestamp], float] | float) -> product:
+        return product((as_schedule(factor), self))
 
 
 class HasTime(Protocol):

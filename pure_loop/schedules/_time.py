@@ -12,8 +12,6 @@ import attrs
 from pure_loop.errors import ArgumentError
 from pure_loop.time import Time, Timestamp, TimeUnit, in_batches
 
-__all__ = ["End", "Exact", "amount_of", "between", "finished", "part_over", "warmed_up", "whole_lengths"]
-
 # Counts stay ints, which is fast; fractions are exact, because 0.7 * 10 is not 7 in floating point.
 Exact: TypeAlias = int | float | Fraction
 
@@ -44,9 +42,9 @@ def finished(unit: TimeUnit, timestamp: Timestamp) -> int | float:
     return in_batches(timestamp, length) if unit is TimeUnit.EPOCH and length else timestamp.get(unit)
 
 
-def whole_lengths(now: float, length: Exact) -> int:
+def whole_lengths(progress: float, length: Exact) -> int:
     """How many whole lengths fit into ``now``."""
-    return int((Fraction(now) if isinstance(length, Fraction) else now) // length)
+    return int((Fraction(progress) if isinstance(length, Fraction) else progress) // length)
 
 
 @attrs.frozen
@@ -83,9 +81,9 @@ def warmed_up(time: Time, warmup: Time | None, timestamp: Timestamp) -> tuple[fl
     """How far the warmup is, and ``tau`` of the rest."""
     if warmup is None:
         return 1.0, part_over(time, timestamp)
-    (amount, unit), (_, other) = amount_of(warmup, timestamp), amount_of(time, timestamp)
-    convertible = unit is other or (
-        {unit, other} == {TimeUnit.EPOCH, TimeUnit.BATCH} and bool(timestamp.batches_per_epoch)
+    (amount, unit), (_, duration_unit) = amount_of(warmup, timestamp), amount_of(time, timestamp)
+    convertible = unit is duration_unit or (
+        {unit, duration_unit} == {TimeUnit.EPOCH, TimeUnit.BATCH} and bool(timestamp.batches_per_epoch)
     )
     return part_over(warmup, timestamp), part_over(time, timestamp, amount if convertible else 0)
 

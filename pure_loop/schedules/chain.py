@@ -111,10 +111,10 @@ def _refuse_other_units(time: Time, schedule: object) -> None:
             f"chain: restart=True, and {schedule!r} is a function of yours, which counts from the start of training: "
             "subtract the start in it, or leave restart out."
         )
-    for other in _times_in(schedule):
-        if other.unit is not time.unit:
+    for following in _times_in(schedule):
+        if following.unit is not time.unit:
             raise ArgumentError(
-                f"chain: restart=True, and {schedule!r} counts in {str(other)!r} where it starts at {str(time)!r}: "
+                f"chain: restart=True, and {schedule!r} counts in {str(following)!r} where it starts at {str(time)!r}: "
                 "write both in one unit."
             )
 

@@ -46,9 +46,9 @@ class cyclic(Schedule):
         length, unit = amount_of(self.time, timestamp)
         if not length:
             return self.low
-        now = finished(unit, timestamp)
-        cycle = whole_lengths(now, length)
-        tau = float((now - cycle * length) / length)
+        progress = finished(unit, timestamp)
+        cycle = whole_lengths(progress, length)
+        tau = float((progress - cycle * length) / length)
         height = tau / self.rise if tau < self.rise else (1.0 - tau) / (1.0 - self.rise)
         return between(self.low, self.low + (self.high - self.low) * self.gamma**cycle, height)
 

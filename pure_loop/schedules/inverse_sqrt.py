@@ -35,7 +35,7 @@ class inverse_sqrt(WarmupSchedule):
 
     def __call__(self, timestamp: Timestamp) -> float:
         amount, unit = amount_of(self.warmup, timestamp)
-        now = finished(unit, timestamp)
-        if now < amount:
-            return self.peak * float(now / amount)
-        return self.peak * math.sqrt(float(amount / now)) if now else self.peak
+        progress = finished(unit, timestamp)
+        if progress < amount:
+            return self.peak * float(progress / amount)
+        return self.peak * math.sqrt(float(amount / progress)) if progress else self.peak

@@ -70,7 +70,7 @@ def plot(
         The axes: ``.figure.savefig("rate.png")``.
 
     Raises:
-        ArgumentError: a duration whose batches are not known.
+        ArgumentError: a duration of batches that are not known.
         MissingExtraError: matplotlib is not installed.
 
     >>> from pure_loop.schedules import cosine

@@ -27,7 +27,7 @@ def scaled(schedule: S, ratio: Annotated[float, Above(0)], *, warmup: bool = Fal
 
     Raises:
         ArgumentError: a ratio that is not above 0.
-        ArgumentTypeError: a function of the user's own, whose times are not known.
+        ArgumentTypeError: a function of the user's own, with times that are not known.
 
     >>> from pure_loop.schedules import cosine
     >>> scaled(cosine("100ba", peak=0.1, warmup="10ba"), 0.5)
@@ -54,8 +54,8 @@ def _scaled(value: object, ratio: float, warmup: bool) -> object:
     if not isinstance(value, Schedule):
         return value
     rises = "time" if type(value).__name__ == "warmup" else "warmup"
-    made = object.__new__(type(value))
+    result = object.__new__(type(value))
     for name in field_names(value):
         field = getattr(value, name)
-        object.__setattr__(made, name, _scaled(field, ratio, warmup) if warmup or name != rises else field)
-    return made
+        object.__setattr__(result, name, _scaled(field, ratio, warmup) if warmup or name != rises else field)
+    return result

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["check_choices", "check_range", "check_strategy"]
-
 T = TypeVar("T")
 
 
@@ -20,12 +18,12 @@ def check_range(where: str, low: str, least: float | None, high: str, most: floa
         raise ArgumentError(f"{where}: {low}={least!r} is more than {high}={most!r}; nothing lies between them.")
 
 
-def check_choices(where: str, name: str, value: object, known: Collection[T]) -> tuple[T, ...]:
+def check_choices(where: str, name: str, value: object, choices: Collection[T]) -> tuple[T, ...]:
     """What was chosen, as it stands in ``known``, in the order given; what comes twice is drawn twice as often."""
-    listed = ", ".join(map(_shown, known))
+    listed = ", ".join(map(_shown, choices))
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ArgumentTypeError(f"{where}: {name}={value!r}: give a list of some of {listed}.")
-    members = {item: item for item in known}
+    members = {item: item for item in choices}
     chosen = []
     for item in value:
         try:

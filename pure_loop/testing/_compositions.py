@@ -7,23 +7,20 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
 from pure_loop import algorithms as library
-from pure_loop._internal.arguments import check_integer
 from pure_loop.algorithm import Algorithm, Composition, compose
 from pure_loop.errors import ArgumentError
 from pure_loop.metrics._classes import class_axes
-from pure_loop.ranges import Duration, Flag, Number, OneOf, Setting, alternatives_in, settings_of
+from pure_loop.ranges import AtLeast, Duration, Flag, Number, OneOf, Setting, alternatives_in, checked, settings_of
 from pure_loop.schedules import linear
 from pure_loop.testing._arguments import check_choices, check_range
 from pure_loop.testing.problems import Problem, as_problem
-
-__all__ = ["ALGORITHMS", "algorithms", "built", "values"]
 
 T = TypeVar("T")
 
@@ -75,7 +72,7 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
     return st.sampled_from(declared.typical or tuple(_all(declared)))
 
 
-def _all(declared: object) -> Iterator[Any]:
+def _all(declared: object) -> Iterator[object]:
     if isinstance(declared, Flag):
         yield from (False, True)
     elif isinstance(declared, OneOf):
@@ -108,16 +105,15 @@ def _factories() -> dict[str, Callable[..., Algorithm]]:
     return {name: getattr(library, name) for name in sorted(names, key=lambda name: _needs(name) or "")}
 
 
+def _declared(name: str, variable: str, default: T) -> T:
+    """What the module of an algorithm says in a variable."""
+    value: T = getattr(sys.modules[f"{library.__name__}.{name}"], variable, default)
+    return value
+
+
 def _needs(name: str) -> str | None:
     """What an algorithm needs of a problem, as its module says, such as classes or attention; None: nothing."""
-    needed: str | None = getattr(sys.modules[f"{library.__name__}.{name}"], "SERVES", None)
-    return needed
-
-
-def _expected_failures(name: str) -> dict[str, str]:
-    """The laws that an algorithm can't keep, as its module says, with the reasons."""
-    failures: dict[str, str] = getattr(sys.modules[f"{library.__name__}.{name}"], "EXPECTED_FAILURES", {})
-    return failures
+    return _declared(name, "SERVES", None)
 
 
 ALGORITHMS = _factories()
@@ -126,16 +122,17 @@ ALGORITHMS = _factories()
 # Drawn only where they are named: those that make another model of it, as twice there would be nothing to change, and
 # those that can't keep each law.
 _ONLY_NAMED = frozenset(
-    name for name in ALGORITHMS if _needs(name) not in (None, "classes") or _expected_failures(name)
+    name for name in ALGORITHMS if _needs(name) not in (None, "classes") or _declared(name, "EXPECTED_FAILURES", {})
 )
 
 
+@checked
 def algorithms(
     *,
     problem: Problem | str | None = None,
     among: Sequence[str] | None = None,
-    min_size: int = 0,
-    max_size: int = 3,
+    min_size: Annotated[int, AtLeast(0)] = 0,
+    max_size: Annotated[int, AtLeast(0)] = 3,
 ) -> st.SearchStrategy[Composition]:
     """Compositions of the library's own algorithms, in any order, some of them twice, with settings of all kinds.
 
@@ -156,16 +153,13 @@ def algorithms(
     >>> find(algorithms(), lambda drawn: any(member.name == "sam" for member in drawn.members))
     compose(sam(...))
     """
-    where = "algorithms"
-    least = check_integer("min_size", min_size, where=where, least=0, example="algorithms(min_size=1)")
-    most = check_integer("max_size", max_size, where=where, least=0, example="algorithms(max_size=3)")
-    check_range(where, "min_size", least, "max_size", most)
+    check_range("algorithms", "min_size", min_size, "max_size", max_size)
     serving = _serving(None if problem is None else as_problem(problem))
     if among is None:
-        return _algorithms(tuple(name for name in serving if name not in _ONLY_NAMED), least, most)
-    chosen = check_choices(where, "among", among, ALGORITHMS)
-    if all(map(_claims, chosen)) and least > len(set().union(*map(_claims, chosen))):
-        raise ArgumentError(f"algorithms: min_size={least}, and those in among claim the same: one of them a run.")
+        return _algorithms(tuple(name for name in serving if name not in _ONLY_NAMED), min_size, max_size)
+    chosen = check_choices("algorithms", "among", among, ALGORITHMS)
+    if all(map(_claims, chosen)) and min_size > len(set().union(*map(_claims, chosen))):
+        raise ArgumentError(f"algorithms: min_size={min_size}, and those in among claim the same: one of them a run.")
     for name in chosen:
         # Without a problem, any name that is passed is right.
         if problem is not None and name not in serving:
@@ -173,7 +167,7 @@ def algorithms(
                 f"algorithms: among holds {name!r}, which can't serve {as_problem(problem)!r}; there are "
                 f"{', '.join(map(repr, serving))}."
             )
-    return _algorithms(chosen, least, most)
+    return _algorithms(chosen, min_size, max_size)
 
 
 @functools.cache
@@ -200,8 +194,7 @@ def _algorithms(names: tuple[str, ...], min_size: int, max_size: int) -> st.Sear
 
 def _claims(name: str) -> frozenset[str]:
     """What an algorithm of the library claims, as its module says."""
-    claimed: frozenset[str] = getattr(sys.modules[f"{library.__name__}.{name}"], "CLAIMS", frozenset())
-    return claimed
+    return _declared(name, "CLAIMS", frozenset())
 
 
 def _are_compatible(names: Sequence[str]) -> bool:

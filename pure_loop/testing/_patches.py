@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from textwrap import dedent
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 from unittest.mock import patch
 
 from pure_loop._internal.frames import look_through
@@ -18,13 +18,25 @@ from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.case import Fit
 
-__all__ = ["Pairs", "Replacement", "edited", "fit", "patched", "while_patched"]
-
+F = TypeVar("F", bound=Callable[[], object])
 Pairs: TypeAlias = Iterator[tuple[Event, State]]
 Replacement: TypeAlias = tuple[object, str, object]
 """An object, the name of its attribute, and what takes its place."""
 
 fit: Callable[..., Pairs] = library_fit
+
+
+def breaking(table: dict[F, str]) -> Callable[[str], Callable[[F], F]]:
+    """What puts a function into a table of those that break a law, by the name of the law."""
+
+    def breaks(law: str) -> Callable[[F], F]:
+        def register(make: F) -> F:
+            table[make] = law
+            return make
+
+        return register
+
+    return breaks
 
 
 def while_patched(*replacements: Replacement) -> Fit:

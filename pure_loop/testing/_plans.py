@@ -6,27 +6,17 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import attrs
 from hypothesis import strategies as st
 
-from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, Order, Plan, expected
+from pure_loop.ranges import AtLeast, checked
 from pure_loop.testing._arguments import check_choices, check_range
 from pure_loop.time import Time, TimeUnit
-
-__all__ = [
-    "ORDERS",
-    "UNITS",
-    "count",
-    "count_iterations",
-    "ends_between",
-    "plans",
-    "plans_with",
-    "shortened",
-]
 
 
 def count(epoch: Sequence[int], tokens: int, batches: int) -> dict[TimeUnit, list[int]]:
@@ -97,17 +87,18 @@ _INTERVALS = (EPOCH, BATCH, SAMPLE, TOKEN, SECOND, DURATION)
 _FRACTIONS = (1, 0.5, 0.25, 0.1, 0.3, 0.7)
 
 
+@checked
 def plans(
     *,
     units: Sequence[TimeUnit | str] | None = None,
     interval_units: Sequence[TimeUnit | str] = _INTERVALS,
     orders: Sequence[Order] = ("current",),
-    min_batches: int = 1,
-    max_batches: int = 9,
-    max_batches_per_epoch: int = 4,
-    max_samples: int = 6,
-    min_evaluators: int = 0,
-    max_evaluators: int = 2,
+    min_batches: Annotated[int, AtLeast(0)] = 1,
+    max_batches: Annotated[int, AtLeast(0)] = 9,
+    max_batches_per_epoch: Annotated[int, AtLeast(1)] = 4,
+    max_samples: Annotated[int, AtLeast(1)] = 6,
+    min_evaluators: Annotated[int, AtLeast(0)] = 0,
+    max_evaluators: Annotated[int, AtLeast(0)] = 2,
     iterations: bool = True,
     stops: bool = False,
 ) -> st.SearchStrategy[Plan]:
@@ -140,23 +131,12 @@ def plans(
     Time('3ep')
     """
     where = "plans"
-    least = check_integer("min_batches", min_batches, where=where, least=0, example="plans(min_batches=1)")
-    most = check_integer("max_batches", max_batches, where=where, least=0, example="plans(max_batches=9)")
-    check_range(where, "min_batches", least, "max_batches", most)
-    example = "plans(max_batches_per_epoch=4)"
-    per_epoch = check_integer("max_batches_per_epoch", max_batches_per_epoch, where=where, least=1, example=example)
-    samples = check_integer("max_samples", max_samples, where=where, least=1, example="plans(max_samples=6)")
-    fewest = check_integer("min_evaluators", min_evaluators, where=where, least=0, example="plans(min_evaluators=1)")
-    evaluators = check_integer(
-        "max_evaluators", max_evaluators, where=where, least=0, example="plans(max_evaluators=2)"
-    )
-    check_range(where, "min_evaluators", fewest, "max_evaluators", evaluators)
-    check_flag("iterations", iterations, where=where)
-    check_flag("stops", stops, where=where)
+    check_range(where, "min_batches", min_batches, "max_batches", max_batches)
+    check_range(where, "min_evaluators", min_evaluators, "max_evaluators", max_evaluators)
     intervals = check_choices(where, "interval_units", interval_units, _INTERVALS)
     chosen = check_choices(where, "orders", orders, ORDERS)
     # fit refuses an interval that is a fraction of a duration in iterations.
-    only_fractions = evaluators > 0 and set(intervals) == {DURATION}
+    only_fractions = max_evaluators > 0 and set(intervals) == {DURATION}
     if units is None:
         durations = tuple(unit for unit in _DURATIONS if unit is not ITERATION or (iterations and not only_fractions))
     else:
@@ -167,10 +147,10 @@ def plans(
         units=durations,
         interval_units=intervals,
         orders=chosen,
-        batches=(least, most),
-        per_epoch=min(per_epoch, max(most, 1)),
-        samples=samples,
-        evaluators=(fewest, evaluators),
+        batches=(min_batches, max_batches),
+        per_epoch=min(max_batches_per_epoch, max(max_batches, 1)),
+        samples=max_samples,
+        evaluators=(min_evaluators, max_evaluators),
         iterations=iterations,
         stops=stops,
     )
@@ -345,7 +325,7 @@ def _duration(
 
 @st.composite
 def plans_with(draw: st.DrawFn, events: frozenset[Event]) -> Plan:
-    """Plans whose runs have at least one of these events; each is one that some run of ``fit`` has."""
+    """Plans of runs with at least one of these events; each is one that some run of ``fit`` has."""
     plan = draw(plans())
     if not events.isdisjoint(expected(plan)):
         return plan

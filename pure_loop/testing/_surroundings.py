@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Surroundings", "reseeded", "unchanged", "working_directory"]
-
 Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object] | None]
 """What reads a setting, and what restores it; None: it can't be restored."""
 
@@ -88,9 +86,9 @@ def _bytes(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _put_back_numpy(state: Any) -> None:
+def _put_back_numpy(state: dict[str, Any] | None) -> None:
     if state is not None:
-        numpy: Any = sys.modules["numpy"]
+        numpy = sys.modules["numpy"]
         key = numpy.frombuffer(state["state"]["key"], dtype=numpy.uint32)
         numpy.random.set_state({**state, "state": {**state["state"], "key": key}})
 
@@ -116,7 +114,7 @@ def _cuda() -> list[torch.Tensor]:
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
-def _numpy_random() -> Any:
+def _numpy_random() -> dict[str, Any] | None:
     if "numpy" not in sys.modules:
         return None
     state = sys.modules["numpy"].random.get_state(legacy=False)
@@ -180,20 +178,17 @@ def unchanged() -> Iterator[None]:
 @contextmanager
 def reseeded(seed: int) -> Iterator[None]:
     """Seeds the global random generators of torch, Python and NumPy, and restores them on exit."""
-    numpy: Any = sys.modules.get("numpy")
-    before = torch.get_rng_state(), _cuda(), random.getstate(), numpy and numpy.random.get_state()
+    generators = list(_SETTINGS.values())[:4]
+    before = [read() for read, _ in generators]
     torch.default_generator.manual_seed(seed)
-    if before[1]:
+    if before[1]:  # CUDA is in use
         torch.cuda.manual_seed_all(seed)
     random.seed(seed)
-    if numpy:
-        numpy.random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        if before[1]:
-            torch.cuda.set_rng_state_all(before[1])
-        random.setstate(before[2])
-        if numpy:
-            numpy.random.set_state(before[3])
+        for (_, restore), state in zip(generators, before, strict=True):
+            if restore is not None:
+                restore(state)

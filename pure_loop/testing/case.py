@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
 from torch import nn
 
 from pure_loop import optim, schedules
+from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm, AlgorithmLike, flatten
 from pure_loop.entry.fit import fit as library_fit
 from pure_loop.errors import ArgumentError
@@ -23,10 +24,8 @@ from pure_loop.task import Task
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problem
 from pure_loop.time import Time
 
-__all__ = ["Case", "Fit", "OPTIMIZERS", "Pairs", "code"]
 
-
-def code(value: Any) -> str:
+def code(value: object) -> str:
     """Code that makes the value: records by the fields that are not at their default.
 
     >>> from pure_loop.order import Plan
@@ -41,22 +40,20 @@ def code(value: Any) -> str:
         return "{" + ", ".join(f"{code(key)}: {code(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple):
         return "(" + ", ".join(map(code, value)) + (",)" if len(value) == 1 else ")")
-    if attrs.has(type(value)):
-        argument = [field for field in attrs.fields(type(value)) if not _at_default(field, value)]
-        arguments = [f"{field.alias}={code(getattr(value, field.name))}" for field in argument]
-        return f"{type(value).__name__}({', '.join(arguments)})"
+    cls = type(value)
+    if attrs.has(cls):
+        values = [(field, getattr(value, field.name)) for field in attrs.fields(cls)]
+        written = [f"{field.alias}={code(item)}" for field, item in values if not _is_default(field.default, item)]
+        return f"{cls.__name__}({', '.join(written)})"
     return repr(value)
 
 
-def _at_default(field: attrs.Attribute[Any], record: Any) -> bool:
-    default = field.default
-    if default is attrs.NOTHING:
-        return False
-    if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
-        default = default.factory()  # type: ignore[union-attr]
-    value = getattr(record, field.name)
-    return bool(value == default)
+def _is_default(default: object, value: object) -> bool:
+    factory = getattr(default, "factory", None)  # of attrs, which makes the default
+    return bool(value == (default if factory is None else factory()))
 
+
+Running: TypeAlias = Generator[tuple[Event, State], None, object]
 
 Fit: TypeAlias = Callable[..., Any]
 """``pl.fit``, or a loop with the same arguments and events."""
@@ -64,15 +61,10 @@ Fit: TypeAlias = Callable[..., Any]
 Pairs: TypeAlias = list[tuple[Event, State]]
 
 
-def _sgd() -> Optimizer:
-    return optim.sgd(lr=0.05, momentum=0.9)
-
-
-def _adamw() -> Optimizer:
-    return optim.adamw(lr=schedules.linear(0.05, 0.01, "12ba"))
-
-
-OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {"sgd": _sgd, "adamw": _adamw}
+OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: optim.sgd(lr=0.05, momentum=0.9),
+    "adamw": lambda: optim.adamw(lr=schedules.linear(0.05, 0.01, "12ba")),
+}
 """Optimizers of cases: both have a state, and AdamW has a schedule as well."""
 
 
@@ -82,12 +74,12 @@ class _Unsized:
     def __init__(self, batches: Sequence[object]) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self._batches)
 
 
-def _one_of(choices: Any) -> Any:
-    def validate(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+def _one_of(choices: Collection[str]) -> Callable[[object, attrs.Attribute[str], str], None]:
+    def validate(instance: object, attribute: attrs.Attribute[str], value: str) -> None:
         if value not in choices:
             raise ArgumentError(f"{attribute.name}={value!r} is not known; write {' or '.join(map(repr, choices))}.")
 
@@ -154,12 +146,12 @@ class Case:
         """A module with this case's first parameters; a new one in every call."""
         return self.problem.model(self.seed)
 
-    def data(self) -> Any:
+    def data(self) -> Iterable[Batch]:
         """The batches of an epoch."""
         batches = self.problem.batches(self.plan.batches, self.seed + 1)
         return batches if self.plan.sized else _Unsized(batches)
 
-    def held_out(self) -> dict[str, Any]:
+    def held_out(self) -> dict[str, list[Batch]]:
         """The batches of each evaluator, by its label."""
         return {label: self.problem.batches(plan.batches, seed=7) for label, plan in self.plan.evaluators.items()}
 
@@ -197,8 +189,8 @@ class Case:
         *,
         fit: Fit = library_fit,
         start: State | nn.Module | None = None,
-        **overrides: Any,
-    ) -> Any:
+        **overrides: object,
+    ) -> Running:
         """The stream of a run.
 
         Args:
@@ -210,7 +202,8 @@ class Case:
         if self.plan.stop_at is not None:
             algorithms = (*flatten(algorithms), _stopping(self.plan))
         arguments = {**self.arguments(), "algorithms": algorithms, **overrides}
-        return fit(self.model() if start is None else start, self.data(), **arguments)
+        stream: Running = fit(self.model() if start is None else start, self.data(), **arguments)
+        return stream
 
     def run(
         self,

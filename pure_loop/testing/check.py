@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
 from unittest import SkipTest
 
 import attrs
@@ -24,12 +24,10 @@ from pure_loop.testing.laws import OF_ALGORITHMS, OF_CALLBACKS, OF_LOOPS, OF_SCR
 from pure_loop.testing.laws.of_callbacks import CallbackSubject
 from pure_loop.testing.laws.of_scripts import CUSTOMARY, Scripted
 from pure_loop.testing.ranks.processes import close_shared_pools
-from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report
+from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report, Result
 from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
 
-__all__ = ["Trial", "check_algorithm", "check_callback", "check_loop", "check_script", "not_none"]
-
-# Laws whose violation means that the process was changed, not only a State.
+# If one of these laws is violated, the process was changed, and not only a State.
 _ABOUT_PROCESS = ("purity", "memory", "value", "determinism", "closing")
 _NONE = Outcome("", "", "not run")
 
@@ -53,16 +51,18 @@ class Trial:
     laws: Sequence[Law]
     unavailable: Mapping[str, str]
     fit: Fit
-    expected_failures: Mapping[str, str] | None
-    skip: Mapping[str, str] | None
+    expected_failures: object
+    skip: object
     max_examples: int
+    _expected: dict[str, str] = attrs.field(init=False)
+    _skipped: dict[str, str] = attrs.field(init=False)
     _outcomes: dict[str, Outcome] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        known = set(self.names)
-        self.expected_failures = _reasons("expected_failures", self.expected_failures, known)
-        self.skip = _reasons("skip", self.skip, known)
-        both = self.expected_failures.keys() & self.skip.keys()
+        names = set(self.names)
+        self._expected = _reasons("expected_failures", self.expected_failures, names)
+        self._skipped = _reasons("skip", self.skip, names)
+        both = self._expected.keys() & self._skipped.keys()
         if both:
             raise ArgumentError(
                 f"{sorted(both)} are in expected_failures and in skip; write them in one of the two only."
@@ -122,46 +122,35 @@ class Trial:
 
     def _try(self, name: str) -> Outcome:
         law = next((law for law in self.laws if law.name == name), None)
-        assert self.skip is not None
-        assert self.expected_failures is not None
         if law is None:
-            return Outcome(name, "", "skipped", reason=self.skip.get(name, self.unavailable[name]))
-        if name in self.skip:
-            return Outcome(name, law.statement, "skipped", reason=self.skip[name])
-        cases = self.subject.drawn(law)
+            return Outcome(name, "", "skipped", reason=self._skipped.get(name, self.unavailable[name]))
+        outcome = partial(Outcome, name, law.statement)
+        cases = self._skipped[name] if name in self._skipped else self.subject.drawn(law)
         if isinstance(cases, str):
-            return Outcome(name, law.statement, "skipped", reason=cases)
+            return outcome("skipped", reason=cases)
         for before in law.rests_on:
             if before in self.names and self.outcome(before).result in ("FAILED", "not run"):
-                return Outcome(name, law.statement, "not run", reason=f"rests on {before}")
-        expected = self.expected_failures.get(name, "")
+                return outcome("not run", reason=f"rests on {before}")
+        expected = self._expected.get(name, "")
+        # Errors of a run are expected where ``order`` is expected to fail, or skipped.
+        tolerant = name != "order" and ("order" in self._expected or "order" in self._skipped)
+        examples = max(1, round(self.max_examples * law.share))
         began = time.process_time()
         try:
-            examples = max(1, round(self.max_examples * law.share))
-            count = try_examples(
-                law, self.subject, cases, fit=self.fit, max_examples=examples, tolerant=self._tolerant(name)
-            )
+            count = try_examples(law, self.subject, cases, fit=self.fit, max_examples=examples, tolerant=tolerant)
         except SkipTest as skipped:
-            return Outcome(name, law.statement, "skipped", reason=str(skipped))
+            return outcome("skipped", reason=str(skipped))
         except LawViolation as violation:
-            seconds = time.process_time() - began
-            result = "expected failure" if expected else "FAILED"
-            return Outcome(name, law.statement, result, violation.examples, expected, violation, seconds)  # type: ignore[arg-type]
-        seconds = time.process_time() - began
+            result: Result = "expected failure" if expected else "FAILED"
+            return outcome(result, violation.examples, expected, violation, time.process_time() - began)
         if not count:
             reason = "every case ended in an error, as expected_failures or skip says of the law `order`"
-            return Outcome(name, law.statement, "not run", reason=reason)
-        if expected:
-            return Outcome(name, law.statement, "UNEXPECTED PASS", count, expected, None, seconds)
-        return Outcome(name, law.statement, "passed", count, "", None, seconds)
-
-    def _tolerant(self, name: str) -> bool:
-        """Whether errors of a run are expected, because ``order`` is expected to fail or skipped."""
-        known = {**(self.expected_failures or {}), **(self.skip or {})}
-        return name != "order" and "order" in known
+            return outcome("not run", reason=reason)
+        result = "UNEXPECTED PASS" if expected else "passed"
+        return outcome(result, count, expected, None, time.process_time() - began)
 
 
-def _reasons(argument: str, value: Mapping[str, str] | None, known: set[str]) -> dict[str, str]:
+def _reasons(argument: str, value: object, names: set[str]) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -170,8 +159,8 @@ def _reasons(argument: str, value: Mapping[str, str] | None, known: set[str]) ->
             f'{argument}={{"microbatch_invariance": "uses batch statistics"}}.'
         )
     for name, reason in value.items():
-        if name not in known:
-            raise ArgumentError(f"{argument}: there is no law {name!r}. There are {', '.join(sorted(known))}.")
+        if name not in names:
+            raise ArgumentError(f"{argument}: there is no law {name!r}. There are {', '.join(sorted(names))}.")
         if not isinstance(reason, str) or not reason.strip():
             raise ArgumentError(f"{argument}[{name!r}]={reason!r}: write the reason, as a text.")
     return dict(value)
@@ -244,7 +233,7 @@ def check_loop(
     return Trial(subject, OF_LOOPS, UNAVAILABLE, fit, expected_failures, skip, max_examples).report()
 
 
-def not_none(make_algorithm: object) -> Any:
+def not_none(make_algorithm: object) -> object:
     """The argument; None is refused.
 
     Raises:
@@ -303,7 +292,7 @@ def check_script(
     Args:
         make_script: makes the generator from the State at which it starts or resumes.
         start: the first State; or a function that makes it from a seed, and is tried with several seeds.
-        boundaries: events from whose States the script can resume.
+        boundaries: events at which there is a State that the script can resume from.
         stages: the stages for algorithms that take them.
         expected_failures: names of laws that it doesn't keep, each with the reason. Strict: if such a law holds, the
             check fails.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator
-from functools import cache
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import attrs
 import optree
@@ -17,25 +16,15 @@ from pure_loop._internal.bits import same
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.state import State
 from pure_loop.time import Timestamp
-
-__all__ = [
-    "Comparer",
-    "Difference",
-    "Keeper",
-    "copied",
-    "Snapshot",
-    "apart",
-    "close",
-    "differences",
-    "is_wall_clock",
-    "shown",
-]
+from pure_loop.verify.leaves import map_leaves
 
 _WALL_CLOCK = frozenset({"total_seconds", "epoch_seconds", "batch_seconds"})
 _TIMESTAMPS = frozenset({"timestamp", "previous_timestamp"})
 _MISSING = "(no such leaf)"
+_FIELDS = tuple(field.name for field in attrs.fields(State))
+_COUNTS = tuple(field.name for field in attrs.fields(Timestamp) if field.name not in _WALL_CLOCK)
 
-Leaves: TypeAlias = dict[tuple[Any, ...], Any]
+Path: TypeAlias = tuple[object, ...]
 
 
 def shown(value: object) -> str:
@@ -60,14 +49,17 @@ def shown(value: object) -> str:
     return f"tensor({f'[{listed}]' if value.ndim else listed}) {dtype}{shape}"
 
 
-def apart(value: Any, wanted: Any) -> str:
+def apart(value: object, wanted: object) -> str:
     """Where two values differ that are shown alike: the first number of tensors, in full."""
-    tensors = isinstance(value, Tensor) and isinstance(wanted, Tensor)
-    if not tensors or value.shape != wanted.shape or value.dtype != wanted.dtype:
+    if not (isinstance(value, Tensor) and isinstance(wanted, Tensor)) or _kind(value) != _kind(wanted):
         return f"{value!r} and {wanted!r}"
     a, b = value.detach().flatten(), wanted.detach().flatten()
     index = bisect_left(range(a.numel()), True, key=lambda last: not same(a[: last + 1], b[: last + 1]))
     return f"number {index} is {a[index].item()!r}, and should be {b[index].item()!r}"
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 @attrs.frozen(eq=False)
@@ -81,8 +73,8 @@ class Difference:
     """
 
     leaf: str
-    given: Any
-    wanted: Any
+    given: object
+    wanted: object
 
     def __str__(self) -> str:
         value, wanted = shown(self.given), shown(self.wanted)
@@ -91,7 +83,7 @@ class Difference:
         return f"{self.leaf} is {value}, and should be {wanted}"
 
 
-def is_wall_clock(path: tuple[object, ...]) -> bool:
+def is_wall_clock(path: Path) -> bool:
     """Whether the leaf of a State at this path says what a clock said, which no two runs have in common.
 
     >>> is_wall_clock(("timestamp", "total_seconds")), is_wall_clock(("algorithm_state", "mine", "total_seconds"))
@@ -100,12 +92,12 @@ def is_wall_clock(path: tuple[object, ...]) -> bool:
     return len(path) > 1 and path[0] in _TIMESTAMPS and path[-1] in _WALL_CLOCK
 
 
-def _leaves(tree: PyTree) -> Leaves:
+def _leaves(tree: PyTree) -> dict[Path, object]:
     paths, values, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, values, strict=True))
 
 
-def _code(tree: PyTree, path: tuple[Any, ...], name: str) -> str:
+def _code(tree: PyTree, path: Path, name: str) -> str:
     """Where a leaf is, as code that reads it."""
     for result, accessor in zip(
         optree.tree_paths(tree, namespace=NAMESPACE, none_is_leaf=True),
@@ -139,13 +131,13 @@ def differences(
 
 
 def _differences(value: object, wanted: object, name: str, without: frozenset[str]) -> Iterator[Difference]:
-    one, other = _leaves(value), _leaves(wanted)
-    for path in dict.fromkeys([*one, *other]):
+    leaves, wanted_leaves = _leaves(value), _leaves(wanted)
+    for path in dict.fromkeys([*leaves, *wanted_leaves]):
         if path and (path[0] in without or is_wall_clock(path)):
             continue
-        a, b = one.get(path, _MISSING), other.get(path, _MISSING)
+        a, b = leaves.get(path, _MISSING), wanted_leaves.get(path, _MISSING)
         if not same(a, b):
-            yield Difference(_code(value if path in one else wanted, path, name), a, b)
+            yield Difference(_code(value if path in leaves else wanted, path, name), a, b)
 
 
 def close(value: object, wanted: object, *, tolerance: float, name: str = "state") -> Difference | None:
@@ -158,7 +150,7 @@ def close(value: object, wanted: object, *, tolerance: float, name: str = "state
     """
     for result in _differences(value, wanted, name, frozenset()):
         a, b = result.given, result.wanted
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or _kind(a) != _kind(b):
             if isinstance(a, float) and isinstance(b, float) and abs(a - b) <= tolerance * max(abs(a), abs(b), 1.0):
                 continue
             return result
@@ -168,14 +160,20 @@ def close(value: object, wanted: object, *, tolerance: float, name: str = "state
     return None
 
 
-def _copied(leaf: object) -> Any:
+def _copied(leaf: object) -> object:
     """A leaf that can be written to in place, by value."""
     return copy.deepcopy(leaf) if isinstance(leaf, set | bytearray) or hasattr(leaf, "__array__") else leaf
 
 
-def _values(state: State) -> list[Any]:
+def _values(state: State) -> list[object]:
     tree: PyTree = state
     return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+def _name(state: State, index: int) -> str:
+    """A leaf of a State as code, by its place among :func:`_values`."""
+    tree: PyTree = state
+    return optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
 
 
 class Comparer:
@@ -194,7 +192,7 @@ class Comparer:
         """Whether they are bitwise equal, wall-clock times excepted; True is sure, :func:`differences` looks again."""
         if type(value) is not type(wanted):
             return False
-        for name in _fields(cast(Hashable, type(value))):
+        for name in _FIELDS:
             a, b = getattr(value, name), getattr(wanted, name)
             if a is b or name == "model":
                 continue
@@ -213,19 +211,14 @@ class Comparer:
         return True
 
 
-@cache
-def _fields(cls: Hashable) -> tuple[str, ...]:
-    return tuple(field.name for field in attrs.fields(cast(Any, cls)))
+def _counts(timestamp: Timestamp) -> list[object]:
+    return [getattr(timestamp, name) for name in _COUNTS]
 
 
-def _counts(timestamp: Timestamp) -> list[Any]:
-    return [getattr(timestamp, name) for name in _fields(Timestamp) if name not in _WALL_CLOCK]
-
-
-def _same_trees(a: Any, b: Any) -> bool:
-    leaves, spec = optree.tree_flatten(a, namespace=NAMESPACE)
-    others, other = optree.tree_flatten(b, namespace=NAMESPACE)
-    return spec == other and all(map(same, leaves, others))
+def _same_trees(a: PyTree, b: PyTree) -> bool:
+    leaves_a, spec_a = optree.tree_flatten(a, namespace=NAMESPACE)
+    leaves_b, spec_b = optree.tree_flatten(b, namespace=NAMESPACE)
+    return spec_a == spec_b and all(map(same, leaves_a, leaves_b))
 
 
 class Snapshot:
@@ -252,44 +245,29 @@ class Snapshot:
 
     def changed(self) -> Difference | None:
         """The first leaf that is not what it was; ``given`` is what it is now, ``wanted`` what it was."""
-        now = _values(self.state)
-        if len(now) != len(self._leaves):
-            return Difference("the number of leaves of the state", len(now), len(self._leaves))
-        for index, (leaf, (before, value, required, hooks)) in enumerate(zip(now, self._leaves, strict=True)):
+        leaves = _values(self.state)
+        if len(leaves) != len(self._leaves):
+            return Difference("the number of leaves of the state", len(leaves), len(self._leaves))
+        for index, (leaf, (before, value, required, hooks)) in enumerate(zip(leaves, self._leaves, strict=True)):
             if value is None:
                 if leaf is not before and not same(leaf, before):
-                    return Difference(self._name(index), leaf, before)
+                    return Difference(_name(self.state, index), leaf, before)
                 continue
-            if not same(leaf, value):
-                return Difference(self._name(index), leaf, value)
+            if not isinstance(leaf, Tensor) or not same(leaf, value):
+                return Difference(_name(self.state, index), leaf, value)
             if leaf.requires_grad != required:
-                return Difference(f"{self._name(index)}.requires_grad", leaf.requires_grad, required)
+                return Difference(f"{_name(self.state, index)}.requires_grad", leaf.requires_grad, required)
             if leaf.is_leaf and leaf.grad is not None:
-                return Difference(f"{self._name(index)}.grad", leaf.grad, None)
+                return Difference(f"{_name(self.state, index)}.grad", leaf.grad, None)
             if len(leaf._backward_hooks or ()) != hooks:
-                return Difference(f"the hooks of {self._name(index)}", len(leaf._backward_hooks or ()), hooks)
+                return Difference(f"the hooks of {_name(self.state, index)}", len(leaf._backward_hooks or ()), hooks)
         return None
-
-    def _name(self, index: int) -> str:
-        tree: PyTree = self.state
-        return optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
-
-
-def copied(state: State) -> State:
-    """A State with copies of all tensors, which keeps none of its own."""
-    tree: PyTree = state
-    copies = optree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
-    )
-    return cast("State", copies)
 
 
 def _without_tensors(state: State) -> State:
     """A State with the same leaves by name, in which one without numbers stands for each tensor."""
-    tree: PyTree = state
     absent = torch.empty((), device="meta")
-    result = optree.tree_map(lambda leaf: absent if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE)
-    return cast("State", result)
+    return map_leaves(lambda leaf: absent if isinstance(leaf, Tensor) else leaf, state)
 
 
 class Keeper:
@@ -312,17 +290,15 @@ class Keeper:
 
     def keep(self, state: State) -> None:
         """Remember what it is now."""
-        kept = state if self._states else _without_tensors(state)
+        holder = state if self._states else _without_tensors(state)
         for index, leaf in enumerate(_values(state)):
             if isinstance(leaf, Tensor) and id(leaf) not in self._tensors:
                 # Held, so that no other tensor gets its id.
-                self._tensors[id(leaf)] = leaf, leaf.detach().clone(), kept, index
+                self._tensors[id(leaf)] = leaf, leaf.detach().clone(), holder, index
 
     def changed(self) -> tuple[State, Difference] | None:
         """The first State that has a tensor which is not what it was, and the leaf."""
         for leaf, value, state, index in self._tensors.values():
             if not same(leaf, value):
-                tree: PyTree = state
-                name = optree.tree_accessors(tree, namespace=NAMESPACE)[index].codify("state")
-                return state, Difference(name, leaf, value)
+                return state, Difference(_name(state, index), leaf, value)
         return None

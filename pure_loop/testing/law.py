@@ -19,8 +19,6 @@ from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
 from pure_loop.testing.report import LawViolation, broken_off
 from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
 
-__all__ = ["EXAMPLES", "Law", "law", "try_examples"]
-
 EXAMPLES = 20
 """The default number of cases on which a law is tried."""
 
@@ -96,7 +94,7 @@ class Law:
                     f"{self.name}(..., {case!r}): a law of {self.of.kind}s is tried on a "
                     f"testing.{self.of.tried_on.__name__}; pass one, or leave it out to draw cases."
                 )
-            if not self._serves(case):
+            if isinstance(case, Case) and not self._serves(case):
                 raise ArgumentError(
                     f"{self.name} is a law for problems that are {self.serves_what}, and {case.problem.name!r} is not."
                 )

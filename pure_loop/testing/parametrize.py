@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import unittest
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import TypeVar, cast
 
 import attrs
 from hypothesis.strategies import SearchStrategy
@@ -21,12 +22,10 @@ from pure_loop.testing.problems import as_problems
 from pure_loop.testing.report import CheckFailed, Outcome, Report
 from pure_loop.testing.subject import AlgorithmSubject, Problems
 
-__all__ = ["parametrize_with_checks"]
-
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
-def _by_name(argument: object, names: list[str]) -> list[Mapping[str, str] | None]:
+def _by_name(argument: object, names: list[str]) -> list[object]:
     """Expected failures of each algorithm; an empty list if they are not listed by algorithm."""
     if not isinstance(argument, Mapping) or not any(isinstance(value, Mapping) for value in argument.values()):
         return []
@@ -46,7 +45,7 @@ class _Check:
         self.subject = trial.subject.name
         self.name = self.__name__ = name
 
-    def __call__(self, algorithm: Any = None) -> Outcome:
+    def __call__(self, algorithm: object = None) -> Outcome:
         """Try the law.
 
         Raises:
@@ -66,7 +65,7 @@ class _Check:
             trial.outcome(self.name).result == "expected failure" for trial in self._together
         ):
             outcome = attrs.evolve(outcome, result="passed", reason="")
-        pytest: Any = sys.modules.get("pytest")
+        pytest = sys.modules.get("pytest")
         if outcome.result == "expected failure" and pytest is not None:
             # It raises: if the check returned, pytest would report it as passed, and without its reason.
             pytest.xfail(outcome.reason)
@@ -79,7 +78,7 @@ class _Check:
 
 
 def parametrize_with_checks(
-    algorithms: Iterable[Any],
+    algorithms: Iterable[object],
     *,
     problems: Problems = None,
     plans: SearchStrategy[Plan] | None = None,
@@ -115,10 +114,9 @@ def parametrize_with_checks(
     problems = None if problems is None else as_problems(problems)  # once: it may be an iterator
     subjects = [AlgorithmSubject(not_none(value), problems, plans) for value in listed]
     by_name = _by_name(expected_failures, [subject.name for subject in subjects])
-    everywhere: list[Any] = [expected_failures] * len(subjects)
     trials = [
         Trial(subject, OF_ALGORITHMS, UNAVAILABLE, library_fit, expected, skip, max_examples)
-        for subject, expected in zip(subjects, by_name or everywhere, strict=True)
+        for subject, expected in zip(subjects, by_name or [expected_failures] * len(subjects), strict=True)
     ]
     together = () if by_name else tuple(trials)
     pairs = [
@@ -130,17 +128,16 @@ def parametrize_with_checks(
 
     def decorate(function: F) -> F:
         # Where pytest is not running, there are no marks.
-        pytest: Any = sys.modules.get("pytest")
+        pytest = sys.modules.get("pytest")
         if pytest is not None:
-            return pytest.mark.parametrize(("algorithm", "check"), pairs, ids=names)(function)  # type: ignore[no-any-return]
+            parametrized: F = pytest.mark.parametrize(("algorithm", "check"), pairs, ids=names)(function)
+            return parametrized
 
         def run_all() -> None:
             for algorithm, check in pairs:
-                try:
+                with suppress(unittest.SkipTest):
                     function(algorithm, check)
-                except unittest.SkipTest:
-                    continue
 
-        return run_all  # type: ignore[return-value]
+        return cast("F", run_all)
 
     return decorate

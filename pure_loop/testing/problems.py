@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pure_loop._internal.pytree import Batch, Outputs, PyTree
 from pure_loop.data.batch import map_tensors
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random import seeded
-
-__all__ = ["PROBLEMS", "Problem", "as_problem", "as_problems"]
 
 _FEATURES, _CLASSES, _WORDS = 3, 2, 5
 
@@ -47,8 +45,8 @@ class Problem:
 
     name: str
     make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int, torch.Generator], Any]
-    loss: Callable[[Any, Any], Tensor]
+    make_batch: Callable[[int, torch.Generator], Batch]
+    loss: Callable[[Outputs, PyTree], Tensor]
     separable: bool = True
     images: bool = False
 
@@ -59,7 +57,7 @@ class Problem:
         # make_model may return the same module each time, and the subject may write to it.
         return copy.deepcopy(result)
 
-    def batches(self, sizes: Iterable[int], seed: int) -> list[Any]:
+    def batches(self, sizes: Iterable[int], seed: int) -> list[Batch]:
         """One batch for each number of samples."""
         generator = torch.Generator().manual_seed(seed)
         return [copy.deepcopy(self.make_batch(samples, generator)) for samples in sizes]

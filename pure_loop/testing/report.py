@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any, Literal
+from collections import Counter
+from typing import Literal
 
 import attrs
 
@@ -12,8 +13,6 @@ from pure_loop.errors import PureLoopError
 from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.comparison import Difference, apart, shown
-
-__all__ = ["CheckFailed", "LawViolation", "Outcome", "Report", "broken_off", "moment", "written_to"]
 
 
 def moment(state: State) -> str:
@@ -55,7 +54,7 @@ class LawViolation(PureLoopError, AssertionError):  # noqa: N818
         self.labels = labels
         self.advice = advice
         self.law = self.statement = self.code = ""
-        self.case: Any = None
+        self.case: object = None
         self.examples = 0
         self.broke_off = False
 
@@ -97,8 +96,8 @@ def written_to(finding: str, event: Event | None, difference: Difference, advice
 
 def _filled(text: str) -> str:
     """The text, indented and wrapped; its own line breaks stay."""
-    indents = {"initial_indent": "  ", "subsequent_indent": "  "}
-    return "\n".join(textwrap.fill(line, 110, break_on_hyphens=False, **indents) for line in text.splitlines())  # type: ignore[arg-type]
+    wrapped = (textwrap.fill(line, 108, break_on_hyphens=False) for line in text.splitlines())
+    return textwrap.indent("\n".join(wrapped), "  ")
 
 
 def broken_off(events: list[Event], error: Exception) -> LawViolation:
@@ -152,7 +151,7 @@ class Report:
         subject: the name of the algorithm, callback or script that was checked.
         outcomes: one for each law, in the order in which they were tried.
         fired: number of calls of each handler, by algorithm and event.
-        never: algorithms and events whose handlers never ran.
+        never: algorithms and events of handlers that never ran.
         problem: a failure apart from the laws, such as an algorithm that never ran; empty if there is none.
     """
 
@@ -215,9 +214,7 @@ class Report:
         return table(rows, head, caption=f"{self.subject}: {self._summary()}{problem}")
 
     def _summary(self) -> str:
-        counts: dict[str, int] = {}
-        for outcome in self.outcomes:
-            counts[outcome.result] = counts.get(outcome.result, 0) + 1
+        counts = Counter(outcome.result for outcome in self.outcomes)
         return ", ".join(f"{count} {result}" for result, count in counts.items()) or "no law was tried"
 
 

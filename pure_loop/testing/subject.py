@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Protocol, TypeAlias
+from importlib import import_module
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from hypothesis.strategies import SearchStrategy
 
@@ -17,8 +18,7 @@ from pure_loop.testing._surroundings import unchanged
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
 
-__all__ = ["AlgorithmSubject", "Draw", "Problems", "Subject", "assigned", "drawn_from", "fresh_copies", "imported"]
-
+T = TypeVar("T")
 Problems: TypeAlias = Problem | str | Iterable[Problem | str] | None
 
 
@@ -55,7 +55,7 @@ class Subject(ABC):
 
     kind: ClassVar[str]
     laws: ClassVar[str]
-    tried_on: ClassVar[type[Any]] = Case
+    tried_on: ClassVar[type[object]] = Case
     called: str
 
     def __init__(self, name: str, bound: Iterable[tuple[str, Event]], drawn: Draw, code: str) -> None:
@@ -67,7 +67,7 @@ class Subject(ABC):
         self.watched = False
         self.on_processes = 0
         self.on_worlds: list[Case] = []
-        self.runs: dict[Any, Pairs] | None = None
+        self.runs: dict[tuple[object, ...], Pairs] | None = None
 
     @classmethod
     @abstractmethod
@@ -147,12 +147,11 @@ class AlgorithmSubject(Subject):
 
     def alone(self, case: Case, fit: Fit) -> Pairs:
         """A plain run of a case; laws that need the same run share it while :attr:`runs` is a dict."""
-        if self.runs is None:
-            return case.run(self.make(), fit=fit)
+        runs = {} if self.runs is None else self.runs
         key = repr(case), id(case.problem), id(fit)
-        if key not in self.runs:
-            self.runs[key] = case.run(self.make(), fit=fit)
-        return self.runs[key]
+        if key not in runs:
+            runs[key] = case.run(self.make(), fit=fit)
+        return runs[key]
 
 
 def _maker(value: object) -> Callable[[], tuple[Algorithm, ...]]:
@@ -200,7 +199,7 @@ def _maker(value: object) -> Callable[[], tuple[Algorithm, ...]]:
     return make
 
 
-def fresh_copies(algorithm: object) -> Callable[[], Any]:
+def fresh_copies(algorithm: T) -> Callable[[], T]:
     """A function that makes copies of an algorithm as it is now, closures included.
 
     Raises:
@@ -208,7 +207,7 @@ def fresh_copies(algorithm: object) -> Callable[[], Any]:
         ArgumentError: the algorithm can't be copied.
     """
     try:
-        import cloudpickle  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        cloudpickle = import_module("cloudpickle")
     except ImportError:
         raise MissingExtraError(
             "an algorithm object is copied with cloudpickle for each run, which is not installed: "

@@ -21,8 +21,7 @@ from pure_loop.algorithm import Algorithm, algorithm
 from pure_loop.event import Event
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
-
-__all__ = ["WRONG_ALGORITHMS"]
+from pure_loop.testing._patches import breaking
 
 Factory: TypeAlias = Callable[[], Algorithm]
 Function: TypeAlias = Callable[[State], State]
@@ -31,14 +30,7 @@ WRONG_ALGORITHMS: dict[Factory, str] = {}
 """Functions that make a wrong algorithm, and the name of the law that each breaks."""
 
 
-def breaks(law: str) -> Callable[[Factory], Factory]:
-    """Put a function that makes an algorithm among those that break a law."""
-
-    def register(make: Factory) -> Factory:
-        WRONG_ALGORITHMS[make] = law
-        return make
-
-    return register
+breaks = breaking(WRONG_ALGORITHMS)
 
 
 def handler(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
@@ -17,25 +18,27 @@ import attrs
 import torch
 from torch import nn
 
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.weights import Weights
-from pure_loop.algorithm import Composition, compose
+from pure_loop.algorithm import AlgorithmLike, Composition, compose
 from pure_loop.checkpoint import load
+from pure_loop.data.source import Source
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
 from pure_loop.loop import driver
 from pure_loop.loop import evaluation as _evaluation
 from pure_loop.loop import training as loop
 from pure_loop.loop.batch import LoopStages
-from pure_loop.loop.batch import gradients as gradients_of_batch
 from pure_loop.loop.driver import Script
+from pure_loop.model.instance import Instance
 from pure_loop.stages import Stages, ownership
 from pure_loop.stages.settings import NO_CONTEXT, StageSettings
 from pure_loop.state import State
-from pure_loop.testing._patches import Pairs, edited, fit, while_patched
+from pure_loop.testing._patches import Pairs, breaking, edited, fit, while_patched
 from pure_loop.testing.case import Fit
 
-__all__ = ["WRONG_LOOPS"]
-
+Tensors: TypeAlias = FrozenDict[str, torch.Tensor]
 Factory: TypeAlias = Callable[[], Fit]
 Function: TypeAlias = Callable[..., Any]
 
@@ -45,14 +48,7 @@ WRONG_LOOPS: dict[Factory, str] = {}
 _ALGORITHM = sys.modules["pure_loop.algorithm"]  # the package has the decorator under this name
 
 
-def breaks(law: str) -> Callable[[Factory], Factory]:
-    """Put a function that makes a loop among those that break a law."""
-
-    def register(make: Factory) -> Factory:
-        WRONG_LOOPS[make] = law
-        return make
-
-    return register
+breaks = breaking(WRONG_LOOPS)
 
 
 def wrong_fit(law: str) -> Callable[[Fit], Factory]:
@@ -62,6 +58,20 @@ def wrong_fit(law: str) -> Callable[[Fit], Factory]:
         @wraps(wrong)
         def make() -> Fit:
             return wrong
+
+        return breaks(law)(make)
+
+    return register
+
+
+def wrong_part(law: str, owner: object, name: str) -> Callable[[Function], Factory]:
+    """Make such a function of what takes the place of a part of the loop, which is its first argument."""
+    real: Function = getattr(owner, name)
+
+    def register(wrong: Function) -> Factory:
+        @wraps(wrong)
+        def make() -> Fit:
+            return while_patched((owner, name, lambda *args, **options: wrong(real, *args, **options)))
 
         return breaks(law)(make)
 
@@ -94,19 +104,13 @@ def evaluates_twice_at_the_end() -> Fit:
     return while_patched((BoundEvaluator, "due_at_end", lambda self, state: True))
 
 
-@breaks("order")
-def counts_microbatches_as_batches() -> Fit:
-    real = gradients_of_batch
-
-    def gradients(state: State, loop_stages: LoopStages) -> Script:
-        for piece in loop_stages.microbatches(state.batch):
-            state = yield from real(
-                state.replace(batch=piece, grads=None), attrs.evolve(loop_stages, microbatch_size=None)
-            )
-            state = yield Event.BATCH_END, state
-        return state
-
-    return while_patched((loop, "gradients", gradients))
+@wrong_part("order", loop, "gradients")
+def counts_microbatches_as_batches(real: Function, state: State, loop_stages: LoopStages) -> Script:
+    for piece in loop_stages.microbatches(state.batch):
+        alone = state.replace(batch=piece, grads=None)
+        state = yield from real(alone, attrs.evolve(loop_stages, microbatch_size=None))
+        state = yield Event.BATCH_END, state
+    return state
 
 
 @breaks("visibility")
@@ -130,8 +134,8 @@ def evaluates_the_weights_of_training() -> Fit:
         return after
 
     def validate(self: Stages, state: State, **numbers: object) -> State:
-        shown = state.replace(params=trained[0].params) if trained else state
-        result: State = real_validate(self, shown, **numbers)
+        evaluated = state.replace(params=trained[0].params) if trained else state
+        result: State = real_validate(self, evaluated, **numbers)
         return result.replace(params=state.params)
 
     return while_patched((Stages, "update", update), (Stages, "validate", validate))
@@ -142,43 +146,28 @@ def clips_without_clip_grad(*args: object, **kwargs: object) -> Pairs:
     return fit(*args, **{**kwargs, "clip_grad": 1e-3})
 
 
-@breaks("visibility")
-def the_identity_costs_a_rounding() -> Fit:
-    real: Function = driver.apply
-
-    def apply(event: Event, state: State, *rest: object) -> State:
-        state = real(event, state, *rest)
-        return scaled(state) if event is Event.BATCH_START else state
-
-    return while_patched((driver, "apply", apply))
+@wrong_part("visibility", driver, "apply")
+def the_identity_costs_a_rounding(real: Function, event: Event, state: State, *rest: object) -> State:
+    state = real(event, state, *rest)
+    return scaled(state) if event is Event.BATCH_START else state
 
 
-@breaks("value")
-def updates_in_place() -> Fit:
-    real: Function = Stages.update
-
-    def update(self: Stages, state: State, **options: object) -> State:
-        before = dict(state.params)
-        after: State = real(self, state, **options)
-        for name, tensor in before.items():
-            tensor.copy_(after.params[name])
-        return after
-
-    return while_patched((Stages, "update", update))
+@wrong_part("value", Stages, "update")
+def updates_in_place(real: Function, stages: Stages, state: State, **options: object) -> State:
+    before = dict(state.params)
+    after: State = real(stages, state, **options)
+    for name, tensor in before.items():
+        tensor.copy_(after.params[name])
+    return after
 
 
-@breaks("value")
-def updates_through_data() -> Fit:
+@wrong_part("value", Stages, "update")
+def updates_through_data(real: Function, stages: Stages, state: State, **options: object) -> State:
     """As above, behind the back of the version counter."""
-    real: Function = Stages.update
-
-    def update(self: Stages, state: State, **options: object) -> State:
-        for tensor in state.params.values():
-            tensor.data.mul_(0.99)
-        after: State = real(self, state, **options)
-        return after
-
-    return while_patched((Stages, "update", update))
+    for tensor in state.params.values():
+        tensor.data.mul_(0.99)
+    after: State = real(stages, state, **options)
+    return after
 
 
 @breaks("value")
@@ -196,17 +185,13 @@ def overwrites_what_was_read() -> Fit:
     return while_patched((ownership, "_lent", lambda *mappings: []))
 
 
-@breaks("value")
-def lends_its_buffers_to_batchnorm() -> Fit:
-    from pure_loop.model.instance import Instance
-
-    def bind(self: Any, params: Any, buffers: Any, training: bool) -> None:
-        real(self, params, buffers, training)
-        for name, tensors, key in self.buffers:
-            tensors[key] = buffers[name]
-
-    real = Instance.bind
-    return while_patched((Instance, "bind", bind))
+@wrong_part("value", Instance, "bind")
+def lends_its_buffers_to_batchnorm(
+    real: Function, instance: Instance, params: Tensors, buffers: Tensors, training: bool
+) -> None:
+    real(instance, params, buffers, training)
+    for name, tensors, key in instance.buffers:
+        tensors[key] = buffers[name]
 
 
 @breaks("determinism")
@@ -233,77 +218,53 @@ def reverses_the_data_too(*args: object, **kwargs: object) -> Pairs:
         return fit(*args, **kwargs)
 
 
-@breaks("microbatch_invariance")
-def takes_the_mean_of_means() -> Fit:
-    def equal(weights: list[float], batch: int) -> Weights:
-        n = len(weights)
-        return Weights((1.0,) * n, float(n), (1 / n,) * n)
-
-    return while_patched((Weights, "of", equal))
+@wrong_part("microbatch_invariance", Weights, "of")
+def takes_the_mean_of_means(real: Function, weights: list[float], batch: int) -> Weights:
+    n = len(weights)
+    return Weights((1.0,) * n, float(n), (1 / n,) * n)
 
 
-@breaks("microbatch_invariance")
-def trains_the_first_microbatch_twice() -> Fit:
-    real = Stages.microbatches
-
-    def microbatches(self: Stages, batch: object, size: int | None = None) -> list[Any]:
-        pieces = real(self, batch, size)
-        alike = size is None and len(pieces) > 1 and len(pieces[-1][0]) == len(pieces[0][0])
-        return [*pieces[:-1], pieces[0]] if alike else pieces
-
-    return while_patched((Stages, "microbatches", microbatches))
+@wrong_part("microbatch_invariance", Stages, "microbatches")
+def trains_the_first_microbatch_twice(
+    real: Function, stages: Stages, batch: Batch, size: int | None = None
+) -> list[Batch]:
+    pieces: list[Batch] = real(stages, batch, size)
+    alike = size is None and len(pieces) > 1 and len(pieces[-1][0]) == len(pieces[0][0])
+    return [*pieces[:-1], pieces[0]] if alike else pieces
 
 
-@breaks("visibility")
-def evaluation_trains_batchnorm() -> Fit:
-    real = _evaluation.evaluation
-
-    def evaluation(state: State, loop_stages: Stages, evaluator: BoundEvaluator, labels: list[str]) -> Script:
-        after = yield from real(state, loop_stages, evaluator, labels)
-        return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
-
-    return while_patched((_evaluation, "evaluation", evaluation))
+@wrong_part("visibility", _evaluation, "evaluation")
+def evaluation_trains_batchnorm(real: Function, *args: object) -> Script:
+    after: State = yield from real(*args)
+    return after.replace(buffers={name: tensor + 1 for name, tensor in after.buffers.items()})
 
 
-@breaks("evaluation_invariance")
-def evaluation_changes_the_data() -> Fit:
+@wrong_part("evaluation_invariance", loop, "_load")
+def evaluation_changes_the_data(real: Function, state: State, *rest: object) -> tuple[State, int | None, int | None]:
     """What comes after an evaluation is trained on in another order of samples."""
-    real: Function = loop._load
-
-    def load(state: State, *rest: object) -> tuple[State, int | None, int | None]:
-        loaded, samples, tokens = real(state, *rest)
-        if state.metrics and samples is not None:
-            inputs, targets = (part.flip(0) for part in loaded.batch)
-            loaded = loaded.replace(batch=(inputs, targets.roll(1, 0)))
-        return loaded, samples, tokens
-
-    return while_patched((loop, "_load", load))
+    loaded, samples, tokens = real(state, *rest)
+    if state.metrics and samples is not None:
+        inputs, targets = (part.flip(0) for part in loaded.batch)
+        loaded = loaded.replace(batch=(inputs, targets.roll(1, 0)))
+    return loaded, samples, tokens
 
 
-@breaks("observer_invariance")
-def callbacks_shift_the_seed() -> Fit:
-    real: Function = driver._observe
-
-    def observe(event: Event, state: State, *rest: object) -> None:
-        real(event, state, *rest)
-        if event is Event.BATCH_START:
-            object.__setattr__(state, "seed", state.seed + 1)
-
-    return while_patched((driver, "_observe", observe))
+@wrong_part("observer_invariance", driver, "_observe")
+def callbacks_shift_the_seed(real: Function, event: Event, state: State, *rest: object) -> None:
+    real(event, state, *rest)
+    if event is Event.BATCH_START:
+        object.__setattr__(state, "seed", state.seed + 1)
 
 
 @wrong_fit("composition")
-def composes_backwards(*args: object, algorithms: Any = (), **kwargs: object) -> Pairs:
+def composes_backwards(*args: object, algorithms: Sequence[AlgorithmLike] = (), **kwargs: object) -> Pairs:
     flipped = [compose(*reversed(item.members)) if isinstance(item, Composition) else item for item in algorithms]
     return fit(*args, algorithms=flipped, **kwargs)
 
 
-@breaks("resumption")
-def starts_the_epoch_again() -> Fit:
-    from pure_loop.data.source import Source
-
-    real = Source.epoch
-    return while_patched((Source, "epoch", lambda self, epoch, start=0, seen=0: real(self, epoch, 0, 0)))
+@wrong_part("resumption", Source, "epoch")
+def starts_the_epoch_again(real: Function, source: Source, epoch: int, start: int = 0, seen: int = 0) -> object:
+    return real(source, epoch, 0, 0)
 
 
 @wrong_fit("resumption")
@@ -312,7 +273,7 @@ def forgets_the_optimizer_state(start: nn.Module | State, *args: object, **kwarg
 
 
 @wrong_fit("checkpoint")
-def loads_the_weights_alone(module: Any, data: object, load_path: Any = None, **kwargs: object) -> Pairs:
+def loads_the_weights_alone(module: nn.Module, data: object, load_path: Path | None = None, **kwargs: object) -> Pairs:
     """It leaves the optimizer state, and the position of the run, in the file."""
     return fit(module if load_path is None else load(load_path, model=module, weights_only=True), data, **kwargs)
 

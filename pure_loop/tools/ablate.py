@@ -9,20 +9,20 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.reprs import table
+from pure_loop._internal.pytree import Batch
+from pure_loop._internal.reprs import columns, table
 from pure_loop._internal.suggestions import refuse_misfit
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, compose
 from pure_loop.entry.fit import fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop.stream import run
+from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
-from pure_loop.time import Time, Timestamp, TimeUnit
-
-__all__ = ["Ablation", "ablate"]
+from pure_loop.time import Time, TimeUnit
 
 # What records, saves, or decides how a stream is read: a comparison has no use of it.
-_LEFT_OUT: dict[str, Any] = {"callbacks": (), "loggers": (), "run_name": None, "autoresume": None}
+_LEFT_OUT: dict[str, object] = {"callbacks": (), "loggers": (), "run_name": None, "autoresume": None}
 
 
 @attrs.frozen(repr=False)
@@ -58,13 +58,9 @@ class Ablation:
         return [(name, value, value - self.everything) for name, value in {**forks, "none": self.nothing}.items()]
 
     def __repr__(self) -> str:
-        shown = [(name, f"{value:.6g}", "" if name == "all" else f"{more:+.4g}") for name, value, more in self.rows()]
-        lines = [("algorithms", self.metric, "difference"), *shown]
-        widths = [max(len(line[column]) for line in lines) for column in range(3)]
-        text = "\n".join(
-            f"  {name:<{widths[0]}}  {value:>{widths[1]}}  {more:>{widths[2]}}".rstrip() for name, value, more in lines
-        )
-        return f"{self._caption()}\n{text}"
+        cells = [(name, f"{value:.6g}", "" if name == "all" else f"{more:+.4g}") for name, value, more in self.rows()]
+        lines = columns([("algorithms", self.metric, "difference"), *cells], left=[0])
+        return "\n".join([self._caption(), *(f"  {line}" for line in lines)])
 
     def _repr_html_(self) -> str:
         return table(self.rows(), ("algorithms", self.metric, "difference"), self._caption())
@@ -75,7 +71,7 @@ class Ablation:
 
 def ablate(
     model_or_state: nn.Module | State,
-    train_dataloader: Iterable[Any],
+    train_dataloader: Iterable[Batch],
     algorithms: Sequence[AlgorithmLike],
     *,
     steps: str | int | Time,
@@ -93,7 +89,7 @@ def ablate(
         model_or_state: what to fork: a model, or a State that a run has yielded at a boundary.
         train_dataloader: as in :func:`pure_loop.fit`; not an iterator, which a fork would use up.
         algorithms: those of the run, compositions taken apart. An algorithm that changes the model at INIT can be left
-            out of the training of a model, and not of that of a State, whose model is changed already.
+            out of the training of a model, and not of that of a State, in which the model is changed already.
         steps: how long a fork is trained: ``"200ba"``, ``"1ep"``.
         metric: the name of an evaluator and of its metric, as ``"val/loss"``; or ``"train/loss"``: the mean of the loss
             over the batches of a fork.
@@ -148,7 +144,7 @@ def ablate(
         return _metric_of(state, metric, losses)
 
     everything = value_of(list(members.values()))
-    without = {name: value_of([member for other, member in members.items() if other != name]) for name in members}
+    without = {name: value_of([member for label, member in members.items() if label != name]) for name in members}
     nothing = value_of([]) if len(members) > 1 else next(iter(without.values()))
     first = begun.timestamp.batch if isinstance(begun, State) else 0
     return Ablation(metric, str(time), first, everything, without, nothing)
@@ -184,21 +180,19 @@ def _without_memory(begun: nn.Module | State, names: Iterable[str]) -> nn.Module
 def _stop_after(time: Time) -> Algorithm:
     """An algorithm that ends training at the first boundary after so much of it."""
 
-    def begin(state: State) -> Timestamp:
-        return state.timestamp
-
     def stop(state: State) -> State:
-        begun, now = state.algorithm_state["ablate"], state.timestamp
-        over = now.get(time.unit) - begun.get(time.unit) >= time.value
+        begun, timestamp = state.algorithm_state["ablate"], state.timestamp
+        over = timestamp.get(time.unit) - begun.get(time.unit) >= time.value
         return state.replace(stop=True) if over else state
 
-    return Algorithm("ablate", {(Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT): stop}, init=begin)
+    return Algorithm(
+        "ablate", {(Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT): stop}, init=lambda state: state.timestamp
+    )
 
 
 def _losses_into(losses: list[Tensor]) -> Algorithm:
     def keep(state: State) -> State:
-        loss = state.loss
-        losses.append((loss["total"] if isinstance(loss, dict) else loss).detach())  # type: ignore[union-attr]
+        losses.append(total_loss(state.loss).detach())
         return state
 
     return Algorithm("ablate_losses", {Event.BATCH_END: keep})

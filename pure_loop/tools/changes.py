@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
 from pure_loop._internal.arguments import check_flag
-from pure_loop._internal.reprs import table
+from pure_loop._internal.reprs import columns, table
 from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentError, ArgumentTypeError, IdleAlgorithmError
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
 from pure_loop.time import Timestamp
-from pure_loop.tools.steps import Step, change_between, leaves_of, refuse_stepless, steps
-
-__all__ = ["Blame", "Change", "blame", "changes"]
+from pure_loop.tools.steps import Step, change_between, refuse_stepless, steps
+from pure_loop.verify.leaves import leaves_of
 
 
 @attrs.frozen
@@ -65,24 +63,24 @@ def changes(stream: Stream) -> Iterator[Change]:
 
 
 def _changes(all_steps: Iterable[Step]) -> Iterator[Change]:
-    before: Any = None
+    before: Mapping[str, object] | None = None
     for step in all_steps:
-        now = leaves_of(step.state)
+        leaves = leaves_of(step.state)
         if before is not None:
             # What belongs to a batch is gone after it: nothing has changed it.
-            for leaf, value in now.items():
+            for leaf, value in leaves.items():
                 norm = None
                 if leaf in before:
                     is_other, norm = change_between(before[leaf], value)
                     if not is_other:
                         continue
                 yield Change(step.event, step.state.timestamp, step.by, step.is_algorithm, leaf, norm)
-        before = now
+        before = leaves
 
 
 @attrs.frozen(repr=False)
 class Blame:
-    """Who changed the leaves of a run; a terminal or a notebook shows it as a table.
+    """What changed the leaves of a run; a terminal or a notebook shows it as a table.
 
     Attributes:
         leaf: of which leaf; None: of all.
@@ -105,22 +103,18 @@ class Blame:
         ]
 
     def __str__(self) -> str:
-        lines = [_HEAD, *([*map(str, row[:4]), _number(row[4])] for row in self.rows())]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_HEAD))]
-        shown = [
-            f"{line[0]:<{widths[0]}}  {line[1]:<{widths[1]}}  "
-            + "  ".join(cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)).rstrip()
-            for line in lines
-        ]
-        if self.idle:
-            shown.append(f"changed nothing: {', '.join(self.idle)}")
-        return "\n".join(shown)
+        return "\n".join([*columns([_HEAD, *self._cells()], left=[0, 1]), *self._notes()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = [[*row[:4], _number(row[4])] for row in self.rows()]
-        return table(rows, head=_HEAD, caption=f"changed nothing: {', '.join(self.idle)}" if self.idle else "")
+        return table(self._cells(), head=_HEAD, caption="".join(self._notes()))
+
+    def _cells(self) -> list[list[str]]:
+        return [[*map(str, row[:4]), _number(row[4])] for row in self.rows()]
+
+    def _notes(self) -> list[str]:
+        return [f"changed nothing: {', '.join(self.idle)}"] if self.idle else []
 
 
 _HEAD = ["event", "by", "changes", "leaves", "largest norm"]
@@ -136,7 +130,7 @@ def _number(norm: float | None) -> str:
 
 @teaching
 def blame(stream: Stream, leaf: str | None = None, *, strict: bool | None = None) -> Blame:
-    """Run a stream to its end, and say who changed a leaf of the State, when, in order.
+    """Run a stream to its end, and say what changed a leaf of the State, when, in order.
 
     Args:
         stream: what ``pl.fit(...)`` returned, not begun and not compiled.
@@ -167,16 +161,16 @@ def blame(stream: Stream, leaf: str | None = None, *, strict: bool | None = None
     parts = refuse_stepless(stream, "blame")
     strict = parts.fit.stages.strict if strict is None else strict
     names = dict.fromkeys(handler.algorithm for handlers in parts.handlers.values() for handler in handlers)
-    known: set[str] = set(leaves_of(parts.state))
+    paths: set[str] = set(leaves_of(parts.state))
     chosen: list[Change] = []
     active: set[str] = set()
     for change in _changes(steps(stream, "blame")):
-        known.add(change.leaf)
+        paths.add(change.leaf)
         active.add(change.by)
         if leaf is None or change.leaf == leaf:
             chosen.append(change)
-    if leaf is not None and leaf not in known:
-        some = ", ".join(sorted(known)[:8])
+    if leaf is not None and leaf not in paths:
+        some = ", ".join(sorted(paths)[:8])
         raise ArgumentError(f"blame: no State of the run has the leaf {leaf!r}; there are {some}, ....")
     idle = tuple(name for name in names if name not in active)
     if idle and strict:

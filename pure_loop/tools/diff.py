@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import attrs
 from torch import Tensor, nn
@@ -30,8 +30,6 @@ from pure_loop.state import State
 from pure_loop.time import Timestamp
 from pure_loop.tools.steps import Parts, Step, is_same, steps
 from pure_loop.verify.leaves import distance, leaves_of
-
-__all__ = ["Divergence", "Recording", "diff", "diff_recorded", "diff_streams", "first_difference"]
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -80,9 +78,9 @@ def _first_place(a: object, b: object) -> tuple[int, object, object] | None:
     """Where two tensors of one shape differ first, and the numbers there."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
         return None
-    one, other = a.detach().flatten(), b.detach().to(a.device).flatten()
-    index = int(((one != other) & ~((one != one) & (other != other))).nonzero()[0])
-    return index, one[index].item(), other[index].item()
+    first, second = a.detach().flatten(), b.detach().to(a.device).flatten()
+    index = int(((first != second) & ~((first != first) & (second != second))).nonzero()[0])
+    return index, first[index].item(), second[index].item()
 
 
 def _text(value: object) -> str:
@@ -95,19 +93,21 @@ def diff_streams(
     """:func:`diff` of two streams, until ``end`` batches are finished; operations are recorded from a batch on."""
     with ExitStack() as closing_both:
         # Each ends its stream, in both: they may hold files, workers and ranks.
-        one_run, other_run = (
+        run_a, run_b = (
             closing_both.enter_context(closing(steps(stream, "diff", operations_from, copied=True)))
             for stream in (a, b)
         )
-        for one, other in zip_longest(one_run, other_run):
-            if one is None or other is None or (one.event, one.by) != (other.event, other.by):
-                step = next((item for item in (one, other) if item is not None and item.is_algorithm), one or other)
-                mine, theirs = (_where(item) for item in (one, other))
+        for step_a, step_b in zip_longest(run_a, run_b):
+            if step_a is None or step_b is None or (step_a.event, step_a.by) != (step_b.event, step_b.by):
+                step = next(
+                    (item for item in (step_a, step_b) if item is not None and item.is_algorithm), step_a or step_b
+                )
+                mine, theirs = (_where(item) for item in (step_a, step_b))
                 return Divergence(step.event, step.state.timestamp, step.by, "events", ("events",), mine, theirs, None)
-            divergence = first_difference(one, other, tolerance)
+            divergence = first_difference(step_a, step_b, tolerance)
             if divergence is not None:
                 return divergence
-            if one.state.timestamp.batch > end:
+            if step_a.state.timestamp.batch > end:
                 return None
     return None
 
@@ -117,30 +117,30 @@ def _where(step: Step | None) -> str:
 
 
 def first_difference(a: Step, b: Step, tolerance: float) -> Divergence | None:
-    one, other = leaves_of(a.state), leaves_of(b.state)
+    leaves_a, leaves_b = leaves_of(a.state), leaves_of(b.state)
     absent: object = None
     leaves = [
         leaf
-        for leaf in dict.fromkeys([*one, *other])
-        if not (leaf in one and leaf in other and is_same(one[leaf], other[leaf], tolerance))
+        for leaf in dict.fromkeys([*leaves_a, *leaves_b])
+        if not (leaf in leaves_a and leaf in leaves_b and is_same(leaves_a[leaf], leaves_b[leaf], tolerance))
     ]
     if not leaves:
         return None
     leaf = leaves[0]
-    x, y = one.get(leaf, absent), other.get(leaf, absent)
+    x, y = leaves_a.get(leaf, absent), leaves_b.get(leaf, absent)
     operation = _first_operation(a.operations, b.operations)
     return Divergence(a.event, a.state.timestamp, a.by, leaf, tuple(leaves), x, y, distance(x, y), operation)
 
 
 def _first_operation(a: Sequence[Operation], b: Sequence[Operation]) -> str | None:
     """The first operation that is another one, or returns other numbers."""
-    for number, (one, other) in enumerate(zip(a, b, strict=False)):
-        if one.name != other.name:
-            return f"{one.name} in a, {other.name} in b (operation {number} of the step)"
+    for number, (first, second) in enumerate(zip(a, b, strict=False)):
+        if first.name != second.name:
+            return f"{first.name} in a, {second.name} in b (operation {number} of the step)"
         # Not by what it takes: memory that is about to be filled has any numbers.
-        if one.outputs != other.outputs and not one.name.startswith(_CHECKS):
-            other_inputs = "" if one.inputs == other.inputs else ", which takes other tensors already"
-            return f"{one.name} (operation {number} of the step{other_inputs})"
+        if first.outputs != second.outputs and not first.name.startswith(_CHECKS):
+            inputs_differ = "" if first.inputs == second.inputs else ", which takes other tensors already"
+            return f"{first.name} (operation {number} of the step{inputs_differ})"
     return None
 
 
@@ -181,19 +181,19 @@ class _Run:
 
 def diff_recorded(a: object, b: object, *, tolerance: float, operations: bool) -> Divergence | None:
     """:func:`pure_loop.diff` of two recorded runs."""
-    one, other = (_read(name, item) for name, item in (("a", a), ("b", b)))
-    common = sorted(one.flight.files.keys() & other.flight.files.keys())
+    run_a, run_b = (_read(name, item) for name, item in (("a", a), ("b", b)))
+    common = sorted(run_a.flight.files.keys() & run_b.flight.files.keys())
     if not common:
         raise ArgumentError(
             "diff: both runs have kept no State after the same number of batches: a has those after "
-            f"{_listed(one.flight)}, b those after {_listed(other.flight)}. Record both with the same keep=."
+            f"{_listed(run_a.flight)}, b those after {_listed(run_b.flight)}. Record both with the same keep=."
         )
-    first = _first_other_line(one.flight, other.flight)
-    start = _differ(one, other, common[0], tolerance)
+    first = _first_other_line(run_a.flight, run_b.flight)
+    start = _differ(run_a, run_b, common[0], tolerance)
     if start is not None:
         return start
-    equal, end = _last_equal(one, other, common, first, tolerance)
-    divergence = diff_streams(one.stream(equal), other.stream(equal), tolerance, end=end)
+    equal, end = _last_equal(run_a, run_b, common, first, tolerance)
+    divergence = diff_streams(run_a.stream(equal), run_b.stream(equal), tolerance, end=end)
     if divergence is None:
         if math.isinf(end):
             return None
@@ -205,7 +205,7 @@ def diff_recorded(a: object, b: object, *, tolerance: float, operations: bool) -
     if not operations:
         return divergence
     batch = divergence.timestamp.batch - 1  # its own, where the event is after its end
-    return diff_streams(one.stream(equal), other.stream(equal), tolerance, batch)
+    return diff_streams(run_a.stream(equal), run_b.stream(equal), tolerance, batch)
 
 
 def _read(name: str, recording: object) -> _Run:
@@ -231,34 +231,34 @@ def _listed(flight: Flight) -> str:
     return f"{', '.join(map(str, list(flight.files)[:8])) or 'no'} batches"
 
 
-def _first_other_line(one: Flight, other: Flight) -> float:
+def _first_other_line(a: Flight, b: Flight) -> float:
     """How many batches are finished at the first line of the journals that differs; infinite: none does."""
-    for batch in sorted(one.lines.keys() & other.lines.keys()):
-        a, b = one.lines[batch], other.lines[batch]
-        digests = None not in (a.digest, b.digest) and a.digest != b.digest
-        if digests or (a.loss != b.loss and not (math.isnan(a.loss) and math.isnan(b.loss))):
+    for batch in sorted(a.lines.keys() & b.lines.keys()):
+        line_a, line_b = a.lines[batch], b.lines[batch]
+        digests = None not in (line_a.digest, line_b.digest) and line_a.digest != line_b.digest
+        if digests or (line_a.loss != line_b.loss and not (math.isnan(line_a.loss) and math.isnan(line_b.loss))):
             return batch
     return math.inf
 
 
-def _differ(one: _Run, other: _Run, batch: int, tolerance: float) -> Divergence | None:
-    a, b = one.state(batch), other.state(batch)
-    event: Any = a.position if a.event is None else a.event
-    return first_difference(Step(event, "start", False, a), Step(event, "start", False, b), tolerance)
+def _differ(a: _Run, b: _Run, batch: int, tolerance: float) -> Divergence | None:
+    state_a, state_b = a.state(batch), b.state(batch)
+    event = state_a.event or state_a.position or Event.INIT
+    return first_difference(Step(event, "start", False, state_a), Step(event, "start", False, state_b), tolerance)
 
 
-def _last_equal(one: _Run, other: _Run, common: list[int], first: float, tolerance: float) -> tuple[int, float]:
+def _last_equal(a: _Run, b: _Run, common: list[int], first: float, tolerance: float) -> tuple[int, float]:
     """The last kept State that is the same, and after how many batches they surely differ; infinite: not known."""
     # With a tolerance a loss that differs by a bit says nothing.
-    known = math.inf if tolerance else first
-    low, high = 0, sum(batch < known for batch in common)
+    different = math.inf if tolerance else first
+    low, high = 0, sum(batch < different for batch in common)
     while high - low > 1:
         middle = (low + high) // 2
-        if _differ(one, other, common[middle], tolerance) is None:
+        if _differ(a, b, common[middle], tolerance) is None:
             low = middle
         else:
-            high, known = middle, min(known, common[middle])
-    return common[low], known
+            high, different = middle, min(different, common[middle])
+    return common[low], different
 
 
 # (folder, model, a function of a State that makes the stream from there on)
@@ -282,7 +282,7 @@ def diff(
 
     Args:
         a, b: what ``pl.fit(...)`` returned, not begun and not compiled; or a recorded run.
-        tolerance: for runs on other devices: leaves whose difference is at most this, relative to the larger norm, are
+        tolerance: for runs on other devices: leaves with a difference of at most this, relative to the larger norm, are
             equal; 0: bit for bit.
         operations: name the operation of torch, too, that first returned other numbers: checksums of all of them are
             compared, which is slow. Of recorded runs that is the batch alone, in a second run of it. Kernels that

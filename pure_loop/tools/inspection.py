@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs
-from pure_loop._internal.reprs import table
+from pure_loop._internal.reprs import columns, table
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.data.group import Batches
@@ -33,8 +33,6 @@ from pure_loop.stages.update import in_order
 from pure_loop.state import State
 from pure_loop.task import make_task
 from pure_loop.tools.samples import Measured, OneByOne, indices_of_batch, norm_of
-
-__all__ = ["Inspection", "ModuleRow", "ParameterRow", "Sample", "inspect"]
 
 _SHOWN = 8
 
@@ -152,9 +150,8 @@ class Inspection:
     def __str__(self) -> str:
         lines = [] if self.origin is None else [f"not finite: {self.origin}"]
         for caption, head, rows in self.tables():
-            widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-            lines.append(caption)
-            lines += ["  " + _aligned(row, widths, rows) for row in [head, *rows]]
+            names = [column for column in range(len(head)) if any(map(_is_name, (row[column] for row in rows)))]
+            lines += [caption, *(f"  {line}" for line in columns([head, *rows], left=names))]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -166,13 +163,8 @@ class Inspection:
         return first + "".join(table(rows, head=head, caption=caption) for caption, head, rows in self.tables())
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int], rows: Sequence[Sequence[str]]) -> str:
-    """Names to the left, numbers to the right."""
-    cells = []
-    for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
-        is_name = any(line[column][:1].isalpha() and line[column] not in ("nan", "inf") for line in rows)
-        cells.append(cell.ljust(width) if is_name else cell.rjust(width))
-    return "  ".join(cells).rstrip()
+def _is_name(cell: str) -> bool:
+    return cell[:1].isalpha() and cell not in ("nan", "inf")
 
 
 def _text(value: object) -> str:
@@ -188,7 +180,7 @@ def _relative(row: ParameterRow) -> float | None:
 
 
 @teaching
-def inspect(state: State, data: Any = None, *, gradients: bool = True, **settings: Any) -> Inspection:
+def inspect(state: State, data: Batch = None, *, gradients: bool = True, **settings: Any) -> Inspection:
     """A batch in numbers: its samples by loss, what each module returns, and the update of each parameter.
 
     The batch goes through a copy of the model again: with the parameters, microbatches, precision and random numbers
@@ -196,15 +188,15 @@ def inspect(state: State, data: Any = None, *, gradients: bool = True, **setting
 
     The loss of a sample is that of its row of the outputs. Row i of the outputs is taken to be that of sample i. Where
     a tensor in the outputs has no row for each sample (a loss of shape (), a time dimension that is the first), or the
-    outputs are of a class that is no pytree, each sample has a forward of its own, whose dropout masks are not those
-    of the step; ``Inspection.alone`` says so.
+    outputs are of a class that is no pytree, each sample has a forward of its own, with other dropout masks than
+    the step; ``Inspection.alone`` says so.
 
     Args:
         state: from inside a batch, up to its AFTER_TRAIN_BATCH, such as the first of :func:`pure_loop.rewind` at
             ``"batch_start"``. Gradients of parameters are those of the State at AFTER_TRAIN_BATCH, and computed at
             other events.
         data: the ``train_dataloader`` of the run, for the indices of samples in its dataset; they are known where it
-            is a ``DataLoader`` whose sampler gives the indices of a batch, and no algorithm moved its rows. Or, of a
+            is a ``DataLoader`` of a sampler that gives indices of a batch, and no algorithm moved its rows. Or, of a
             State of a boundary, a batch.
         gradients: compute the norm of the gradient of each sample. That is one backward through the whole microbatch
             for each, so the time grows with the square of its samples; False leaves it out.
@@ -270,7 +262,7 @@ def inspect(state: State, data: Any = None, *, gradients: bool = True, **setting
     )
 
 
-_NEEDED: dict[str, Any] = {"optimizer": None, "max_duration": None}
+_NEEDED: dict[str, object] = {"optimizer": None, "max_duration": None}
 
 
 class _Replay:
@@ -357,19 +349,19 @@ class _Replay:
         # Before AFTER_TRAIN_BATCH gradients are sums of some microbatches, and scaled.
         complete = state.event is Event.AFTER_TRAIN_BATCH and isinstance(state._grads, Mapping)
         grads: Mapping[str, Any] = state._grads if complete else self._gradients()
-        new: Mapping[str, Tensor] | None = None
+        after: Mapping[str, Tensor] | None = None
         if optimizer is not None and state.opt_state is not None:
             served = state.model.served_by(optimizer)
             drawing = self.stages.seeding(state, "update", code="users" if served.draws else None)
             with torch.no_grad(), drawing:
                 updated = self.stages.engine.update(served, state.replace(grads=grads), trained)
-            new, _ = in_order(served, updated, trained)
+            after, _ = in_order(served, updated, trained)
         return [
             ParameterRow(
                 name,
                 norm_of(tensor),
                 0.0 if grads.get(name) is None else norm_of(grads[name]),
-                None if new is None else norm_of(new[name].detach().double() - tensor.detach().double()),
+                None if after is None else norm_of(after[name].detach().double() - tensor.detach().double()),
             )
             for name, tensor in trained.items()
         ]

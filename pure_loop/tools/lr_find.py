@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, Unpack, cast
+from typing import Protocol, Unpack, cast
 
 import attrs
 from torch import nn
 
 from pure_loop._internal.arguments import check_integer, check_number
 from pure_loop._internal.closing import closing
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.entry.assembly import assemble, start
 from pure_loop.entry.fit import FitOptions, fit
@@ -24,19 +25,14 @@ from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.optim import Optimizer
-from pure_loop.optim.optimizer import (
-    RateFunction,
-    ScaledTimestamp,
-    rate_at,
-)
+from pure_loop.optim.optimizer import RateFunction, ScaledTimestamp, rate_at
+from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 from pure_loop.tools.range_test import RangeTest
 
-__all__ = ["lr_find"]
-
 # What records, saves, or decides how a stream is read: the test has no use of it.
-_LEFT_OUT: dict[str, Any] = {
+_LEFT_OUT: dict[str, object] = {
     "callbacks": (),
     "loggers": (),
     "run_name": None,
@@ -106,7 +102,7 @@ def lr_find(*args: object, **kwargs: object) -> RangeTest:
     Raises:
         ArgumentTypeError: an argument that ``fit`` doesn't have, or that it lacks; one of another type.
         ArgumentError: ``lowest`` is not above 0 or not below ``highest``; fewer than 10 steps; data that is an
-            iterator, which the test would use up; an optimizer whose learning rate can't be set.
+            iterator, which the test would use up; an optimizer with a learning rate that can't be set.
         NonFiniteError: the loss of the first batch, before any step, is NaN or infinite.
 
     >>> import torch, pure_loop as pl
@@ -136,7 +132,7 @@ def lr_find(*args: object, **kwargs: object) -> RangeTest:
     arguments |= _LEFT_OUT
     arguments["donate"] = wanted.donate if wanted.donate is False else "auto"  # the State stays
     arguments["optimizer"] = sweep.optimizer(wanted.optimizer, first)
-    # A batch more than there are rates, whose loss is that of the last one.
+    # A batch more than there are rates: its loss is that of the last one.
     arguments["max_duration"] = f"{first + sweep.steps + 1}ba"
     assembly = assemble(Settings.of(arguments))
     # Algorithms have been bound with the evaluators that they watch.
@@ -145,7 +141,7 @@ def lr_find(*args: object, **kwargs: object) -> RangeTest:
         return _measured(stream, sweep)
 
 
-lr_find.__signature__ = _signature()  # type: ignore[attr-defined]
+vars(lr_find)["__signature__"] = _signature()
 
 
 def _refuse_unscaled(optimizer: Optimizer) -> None:
@@ -171,8 +167,7 @@ def _measured(stream: Iterable[tuple[Event, State]], sweep: Sweep) -> RangeTest:
     initial: float | None = None
     try:
         for _, state in stream:
-            assert state.loss is not None
-            loss = float(state.loss["total"] if isinstance(state.loss, dict) else state.loss)
+            loss = float(total_loss(state.loss))
             if not math.isfinite(loss):
                 raise NonFiniteError(f"the loss is {loss}")
             if initial is None:
@@ -227,8 +222,14 @@ class Sweep:
         def rate(timestamp: Timestamp) -> float:
             return self.rates[min(timestamp.batch - first, self.steps - 1)]
 
-        def swept(function: Callable[..., Any]) -> Callable[..., Any]:
-            def update(grads: object, opt_state: object, params: object, timestamp: Any, **options: object) -> object:
+        def swept(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+            def update(
+                grads: object,
+                opt_state: object,
+                params: object,
+                timestamp: Timestamp | ScaledTimestamp,
+                **options: object,
+            ) -> object:
                 if isinstance(timestamp, ScaledTimestamp):
                     timestamp = timestamp.timestamp
                 at = cast("Timestamp", _AtRate(timestamp, rate(timestamp), optimizer.lr))
@@ -257,16 +258,16 @@ class _AtRate(ScaledTimestamp):
     __slots__ = ("main", "value")
 
     def __init__(self, timestamp: Timestamp, value: float, main: RateFunction) -> None:
-        super().__init__(timestamp, None)  # type: ignore[arg-type]
-        self.value, self.main = value, main
+        # It has no factor: its rate is another one.
+        self.timestamp, self.value, self.main = timestamp, value, main
 
     def rate(self, where: str, lr: RateFunction) -> float:
         if lr is self.main or lr == self.main:
             return self.value
-        one, main = rate_at(where, lr, self.timestamp), rate_at(where, self.main, self.timestamp)
+        asking, main = rate_at(where, lr, self.timestamp), rate_at(where, self.main, self.timestamp)
         if main == 0:
             raise ArgumentError(
                 f"lr_find: the optimizers of a partition keep the ratio of their learning rates, and that of the first "
                 f"one is 0 at batch {self.timestamp.batch}: give constant rates for the test."
             )
-        return self.value * one / main
+        return self.value * asking / main

@@ -33,8 +33,6 @@ from pure_loop.state import State
 from pure_loop.tools.profile_report import Key, Profile, Recorder, TimedBatches, chrome_trace
 from pure_loop.tools.steps import Parts, replace_each, set_attribute, set_method
 
-__all__ = ["profile"]
-
 T = TypeVar("T")
 
 _STAGES = {
@@ -44,8 +42,6 @@ _STAGES = {
     "finish_gradients": "gradients: scale, clip",
     "microbatches": "split into microbatches",
 }
-# By which a batch ends, where it is not compiled.
-_UPDATES = ("update",)
 
 
 @teaching
@@ -239,29 +235,23 @@ def _timed_stages(cls: type[Stages], recorder: Recorder, *, ends_batches: bool) 
         return Key("stage", f"{state.evaluator} loss")
 
     methods: dict[str, object] = {
-        name: recorder.timed(Key("stage", shown), getattr(cls, name)) for name, shown in _STAGES.items()
+        name: recorder.timed(Key("stage", label), getattr(cls, name)) for name, label in _STAGES.items()
     }
     methods["validate"] = recorder.timed(of_evaluator, cls.validate)
     methods["validation_loss"] = recorder.timed(of_loss, cls.validation_loss)
-    depth = [0]
-    for name in _UPDATES:
-        methods[name] = _ending(recorder, recorder.timed(Key("stage", "optimizer"), getattr(cls, name)), depth)
-        if not ends_batches:
-            methods[name] = recorder.timed(Key("stage", "optimizer"), getattr(cls, name))
+    update = recorder.timed(Key("stage", "optimizer"), cls.update)
+    methods["update"] = _ending(recorder, update) if ends_batches else update
     return type(cls.__name__, (cls,), {"__slots__": (), "__module__": cls.__module__, **methods})
 
 
-def _ending(recorder: Recorder, update: Callable[..., T], depth: list[int]) -> Callable[..., T]:
-    """An update, after which a batch is over; one calls the other."""
+def _ending(recorder: Recorder, update: Callable[..., T]) -> Callable[..., T]:
+    """An update, after which a batch is over."""
 
     @functools.wraps(update)
     def called(*args: object, **kwargs: object) -> T:
-        depth[0] += 1
         try:
             return update(*args, **kwargs)
         finally:
-            depth[0] -= 1
-            if depth[0] == 0:
-                recorder.count_batches()
+            recorder.count_batches()
 
     return called

@@ -14,11 +14,9 @@ import torch
 
 from pure_loop._internal.arguments import check_choice
 from pure_loop._internal.pytree import Batch
-from pure_loop._internal.reprs import table
+from pure_loop._internal.reprs import columns, table
 from pure_loop.loop.driver import Script
 from pure_loop.state import State
-
-__all__ = ["Key", "Profile", "Recorder", "Row", "TimedBatches", "chrome_trace"]
 
 T = TypeVar("T")
 
@@ -86,10 +84,10 @@ class Recorder:
         """No span that ends later counts; spans that are open count up to here."""
         if not self.recording:
             return
-        self.stopped = now = self._now()
-        self._pass(now)
+        self.stopped = instant = self._now()
+        self._pass(instant)
         for key, started, scope in reversed(self._open):
-            self._close(key, started, now, scope)
+            self._close(key, started, instant, scope)
         self._open.clear()
         self.recording, self.over = False, True
         if self.torch_profiler is not None:
@@ -106,32 +104,32 @@ class Recorder:
             self.end()
 
     def enter(self, key: Key) -> None:
-        now = self._now()
-        self._pass(now)
+        instant = self._now()
+        self._pass(instant)
         self.calls[key] = self.calls.get(key, 0) + (not self._open or self._open[-1][0] != key)
         scope = None
         if self.torch_profiler is not None:
             scope = torch.profiler.record_function(str(key))
             scope.__enter__()  # type: ignore[no-untyped-call]
-        self._open.append((key, now, scope))
+        self._open.append((key, instant, scope))
 
     def leave(self) -> None:
         if not self._open:
             return  # the profile ended inside
-        now = self._now()
-        self._pass(now)
+        instant = self._now()
+        self._pass(instant)
         key, started, scope = self._open.pop()
-        self._close(key, started, now, scope)
+        self._close(key, started, instant, scope)
 
-    def _close(self, key: Key, started: int, now: int, scope: torch.profiler.record_function | None) -> None:
+    def _close(self, key: Key, started: int, ended: int, scope: torch.profiler.record_function | None) -> None:
         if scope is not None:
             scope.__exit__(None, None, None)
         if self.keeps_spans:
-            self.spans.append((key, started - self.started, now - started))
+            self.spans.append((key, started - self.started, ended - started))
 
-    def _pass(self, now: int) -> None:
+    def _pass(self, instant: int) -> None:
         """The time since the last call is of the innermost span."""
-        passed, self._last = now - self._last, now
+        passed, self._last = instant - self._last, instant
         if self._open:
             key = self._open[-1][0]
             self.nanoseconds[key] = self.nanoseconds.get(key, 0) + passed
@@ -164,9 +162,9 @@ class Recorder:
         def called(*args: object) -> Script:
             # No variable refers to a State while the generator waits: a reference would cost a copy.
             pairs = script(*args)
-            sent: list[Any] = [None]
+            sent: list[State] = []
             del args
-            advance = self.timed(key, lambda: pairs.send(sent.pop()))
+            advance = self.timed(key, lambda: pairs.send(sent.pop()) if sent else next(pairs))
             try:
                 while True:
                     try:
@@ -253,14 +251,14 @@ class Profile:
     @classmethod
     def of(cls, recorder: Recorder, device: torch.device, *, compiled: bool) -> Profile:
         """The report of a recorder that is over."""
-        whole = max(recorder.stopped - recorder.started, 1)
+        total = max(recorder.stopped - recorder.started, 1)
         rows = [
-            Row(*key, recorder.calls.get(key, 0), nanoseconds / 1e9, nanoseconds / whole)
+            Row(*key, recorder.calls.get(key, 0), nanoseconds / 1e9, nanoseconds / total)
             for key, nanoseconds in recorder.nanoseconds.items()
         ]
         return cls(
             rows=tuple(sorted(rows, key=lambda row: -row.seconds)),
-            seconds=whole / 1e9,
+            seconds=total / 1e9,
             batches=recorder.finished - recorder.warmup,
             unattributed=recorder.unattributed / 1e9,
             device=device,
@@ -289,15 +287,7 @@ class Profile:
         return [attrs.asdict(row) for row in self.rows]
 
     def __repr__(self) -> str:
-        cells = [list(_HEAD), *self._cells()]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
+        lines = columns([_HEAD, *self._cells()], left=[0, 1])
         return "\n".join([self._title(), "", *(f"  {line}" for line in lines), *self._notes()])
 
     def _repr_html_(self) -> str:
@@ -305,21 +295,21 @@ class Profile:
         return table(self._cells(), _HEAD, " ".join([self._title() + ".", notes]).strip())
 
     def _title(self) -> str:
-        each = self.seconds / max(self.batches, 1)
+        per_batch = self.seconds / max(self.batches, 1)
         many = f"{self.batches} batch{'' if self.batches == 1 else 'es'}"
-        return f"profile: {many} in {self.seconds:.3g} s, {1e3 * each:.3g} ms a batch, on {self.device}"
+        return f"profile: {many} in {self.seconds:.3g} s, {1e3 * per_batch:.3g} ms a batch, on {self.device}"
 
     def _cells(self) -> list[list[str]]:
-        shown = [row for row in self.rows if row.share >= _SMALLEST]
+        large = [row for row in self.rows if row.share >= _SMALLEST]
         small = [row for row in self.rows if row.share < _SMALLEST]
         if len(small) < 2:  # which would not make it shorter
-            shown, small = list(self.rows), []
+            large, small = list(self.rows), []
         rest = [Row("", "unattributed", "", 0, self.unattributed, self.unattributed / self.seconds)]
         if small:
             seconds, count = sum(row.seconds for row in small), sum(row.calls for row in small)
             rest.insert(0, Row("", f"{len(small)} others", "", count, seconds, seconds / self.seconds))
         cells: list[list[str]] = []
-        for row in (*shown, *rest):
+        for row in (*large, *rest):
             milliseconds = 1e3 * row.seconds / max(self.batches, 1)
             name = f"{row.kind} {row.name}" if row.kind in ("algorithm", "callback", "logger") else row.name
             calls = f"{row.calls:,}" if row.calls else ""

@@ -15,8 +15,6 @@ from pure_loop._internal.lazy import require
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.errors import ArgumentError
 
-__all__ = ["RangeTest"]
-
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
 _DECAY = 0.7
@@ -69,7 +67,7 @@ class RangeTest:
         ceiling = 2 * self.initial_loss - min(*self.losses, self.initial_loss)
         cut = [min(loss, ceiling) for loss in self.losses]
         forwards, backwards = _running_mean(cut), _running_mean(cut[::-1])[::-1]
-        return tuple((one + other) / 2 for one, other in zip(forwards, backwards, strict=True))
+        return tuple((a + b) / 2 for a, b in zip(forwards, backwards, strict=True))
 
     @property
     def suggestion(self) -> float:
@@ -101,7 +99,7 @@ class RangeTest:
         if lowest == 0 or len(smoothed) < _FEWEST:
             raise self._no_fall()
         # Between neighbours, which no fall over many rates moves far apart; of normal noise half differ by more.
-        noise = median(abs(one - other) for one, other in pairwise(self.losses[: lowest + 1])) / 0.954
+        noise = median(abs(a - b) for a, b in pairwise(self.losses[: lowest + 1])) / 0.954
         if max(self.initial_loss, *smoothed[:lowest]) - smoothed[lowest] <= _ABOVE_NOISE * noise:
             raise self._no_fall()
         return lowest
@@ -140,9 +138,9 @@ class RangeTest:
             if rate is not None:
                 loss = _between(self.learning_rates, self.smoothed, rate)
                 axes.plot([rate], [loss], marker, color=color, label=f"{name} {rate:.2g}")
-        shown = (*self.smoothed, self.initial_loss, min(self.losses))
-        margin = 0.1 * (max(shown) - min(shown)) or 1.0
-        axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(min(shown) - margin, max(shown) + margin))
+        drawn = (*self.smoothed, self.initial_loss, min(self.losses))
+        margin = 0.1 * (max(drawn) - min(drawn)) or 1.0
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss", ylim=(min(drawn) - margin, max(drawn) + margin))
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()

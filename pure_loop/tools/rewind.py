@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.closing import closing
 from pure_loop._internal.lazy import require
+from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.digests import digest_of, digest_of_batch, has_digest
@@ -23,8 +24,6 @@ from pure_loop.loop.stream import Stream
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp
-
-__all__ = ["Rewound", "rewind"]
 
 # Those of a batch before it is counted, to which a State that is kept after the batch before leads.
 _INSIDE = frozenset(
@@ -43,7 +42,7 @@ def rewind(
     when: str | Time | Timestamp,
     event: Event | str,
     model: nn.Module,
-    train_dataloader: Any,
+    train_dataloader: Iterable[Batch],
     *,
     occurrence: int = 0,
     **settings: Any,
@@ -56,18 +55,18 @@ def rewind(
     Args:
         folder: of the :class:`pure_loop.callbacks.FlightRecorder`.
         when: ``"3417ba"``: so many batches are finished at the event, as in ``state.timestamp.batch``; ``"2ep"``; a
-            timestamp; ``"spike"``: the batch whose loss rises most over the median of the up to 9 before it;
-            ``"worst"``: the first whose loss is not finite, or else the highest loss among outliers, which are above
-            that median by a tenth of it and by ten times the median change of a loss in the up to 30 batches before;
-            ``"nonfinite"``: the first whose loss is not finite, or in which the run ended. Spikes and outliers are
-            looked for after the first tenth of the run, because losses begin high.
+            timestamp; ``"spike"``: the batch with the loss that rises most over the median of the up to 9 before it;
+            ``"worst"``: the first with a loss that is not finite, or else the highest loss among outliers, which are
+            above that median by a tenth of it and by ten times the median change of a loss in the up to 30 batches
+            before; ``"nonfinite"``: the first with a loss that is not finite, or in which the run ended. Spikes and
+            outliers are looked for after the first tenth of the run, because losses begin high.
         event: such as ``"after_loss"``.
         model, train_dataloader: as the run had them; a State that is kept replaces the model's values.
         occurrence: which of several such events of a batch, from 0: one for each microbatch.
         **settings: the other arguments of :func:`pure_loop.fit`, as the run had them.
 
     Returns:
-        A stream whose first pair is the event. Its method ``plot("spike.png")`` draws the recorded losses around it.
+        A stream that begins with the event. Its method ``plot("spike.png")`` draws the recorded losses around it.
 
     Raises:
         ArgumentError: an event that the batch does not have, a batch beyond the end, nothing kept before it; from the
@@ -137,8 +136,8 @@ class Rewound(Stream):
         axes.plot(
             broken, [max(finite, default=0.0)] * len(broken), "x", color="C3", label="not finite" if broken else ""
         )
-        kept = [batch for batch in self._flight.files if first <= batch <= last]
-        axes.plot(kept, [min(finite, default=0.0)] * len(kept), "|", color="0.5", markersize=8, label="kept State")
+        saved = [batch for batch in self._flight.files if first <= batch <= last]
+        axes.plot(saved, [min(finite, default=0.0)] * len(saved), "|", color="0.5", markersize=8, label="kept State")
         axes.axvline(self._batch, color="C3", alpha=0.4, linewidth=4, label=f"batch {self._batch}")
         axes.set(xlabel="batch", ylabel="loss")
         axes.grid(alpha=0.3)
@@ -162,7 +161,7 @@ def _nearest(flight: Flight, batch: int, event: Event) -> int:
     # A State of FIT_START is from before all events of the first batches, and another from after its own BATCH_END.
     begins = batch in flight.starts and batch == min(flight.files)
     last = batch if event in _INSIDE or event is Event.FIT_START or begins else batch - 1
-    before = [kept for kept in flight.files if kept <= last]
+    before = [number for number in flight.files if number <= last]
     if not before:
         raise ArgumentError(
             f"rewind: no State is kept before {event.name} of batch {batch}; there are those after "
@@ -173,7 +172,7 @@ def _nearest(flight: Flight, batch: int, event: Event) -> int:
 
 def _pairs_from(
     stream: Stream, target: Event, batch: int, occurrence: int, watch: frozenset[Event] | None
-) -> Generator[tuple[Event, State], None, Any]:
+) -> Generator[tuple[Event, State], None, object]:
     """The pairs of a stream from an event on, and after it those that are watched; None: all."""
     seen = 0
     with closing(iter(stream)) as pairs:
@@ -217,7 +216,7 @@ class _Checking(Callback):
         self._flight = flight
         # Of the batch that was first in the record: its number, and a digest of its tensors.
         self._number, self._digest = flight.facts.get("first_batch", (None, None))
-        self._settings: dict[str, Any] = {}
+        self._settings: dict[str, object] = {}
 
     def bind(self, run: Run) -> None:
         self._settings = settings_of(run)
@@ -240,17 +239,17 @@ class _Checking(Callback):
 
     def _refusal(self, line: Line, what: str, state: State) -> str:
         facts = self._flight.facts
-        now = {**facts_of(state), **self._settings}
-        others = [
+        current = {**facts_of(state), **self._settings}
+        changed = [
             f"{name} is {value!r}, and was {facts[name]!r}"
-            for name, value in now.items()
+            for name, value in current.items()
             if name in facts and facts[name] != value
         ]
-        known = (
-            "; ".join(others)
+        reason = (
+            "; ".join(changed)
             or "what the journal records (versions, model, seed, settings, length of the data) is the same"
         )
         return (
-            f"batch {line.batch - 1} is not that of the recorded run: {what}. {known[0].upper()}{known[1:]}. Look for "
-            "other data, in another order, other settings, or code that has changed since."
+            f"batch {line.batch - 1} is not that of the recorded run: {what}. {reason[0].upper()}{reason[1:]}. Look "
+            "for other data, in another order, other settings, or code that has changed since."
         )

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs
 from pure_loop._internal.torch_private import registered_pytrees
 from pure_loop.data.batch import describe, map_tensors, tensors_in
-from pure_loop.data.open import source
+from pure_loop.data.dataloaders import source
 from pure_loop.errors import ArgumentError, LossError, PureLoopError
 from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss
@@ -30,11 +30,9 @@ from pure_loop.stages.search import is_finite
 from pure_loop.state import State
 from pure_loop.task import Task
 
-__all__ = ["Measured", "OneByOne", "indices_of_batch", "norm_of"]
-
 
 class _Positions(Dataset[int]):
-    """A dataset as long as another one whose items are their positions."""
+    """A dataset as long as another one, with positions for items."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -121,7 +119,7 @@ class OneByOne:
     """How samples are measured.
 
     Attributes:
-        state: whose model and parameters it is.
+        state: the one with the model and the parameters.
         task: what the model does with a microbatch, and with a sample.
         seeding: of the random numbers of a stage of a microbatch, and its precision.
         gradients: whether their norms are computed, each by a backward.
@@ -179,7 +177,7 @@ class OneByOne:
         return len(list(_leaves(tried))) == len(list(_leaves(outputs))) and _have_rows(tried, size)
 
     def _rows(self, index: int, piece: object, outputs: object, module: nn.Module) -> Iterator[Measured]:
-        """Each sample by its row of the outputs of its microbatch, whose graph stays for them all."""
+        """Each sample by its row of the outputs of its microbatch; one graph stays for them all."""
         for row, sample in enumerate(self.task.split(piece, 1)):
             yield self._measured(index, sample, map_tensors(partial(_row, row), outputs), module)
 
@@ -259,11 +257,11 @@ def _gradient_norm(loss: Tensor, module: nn.Module) -> float:
 def _leaves(outputs: Outputs) -> Iterator[object]:
     """The leaves of a pytree, whichever engine knows its classes."""
     for leaf in optree.tree_leaves(outputs, namespace=NAMESPACE):
-        known = registered_pytrees.get(type(leaf))
-        if known is None:
+        pytree = registered_pytrees.get(type(leaf))
+        if pytree is None:
             yield leaf
         else:
-            for child in known.flatten_fn(leaf)[0]:
+            for child in pytree.flatten_fn(leaf)[0]:
                 yield from _leaves(child)
 
 

@@ -7,16 +7,14 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from inspect import GEN_CREATED, getgeneratorstate
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import attrs
-import optree
 import torch
 from torch import Tensor
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.frames import generator_arguments
-from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -25,22 +23,10 @@ from pure_loop.hooks import Handler, Observer
 from pure_loop.loop.call import Fit
 from pure_loop.loop.stream import Stream
 from pure_loop.state import State
-from pure_loop.verify.leaves import LOOP, distance, leaves_of
+from pure_loop.verify.leaves import LOOP, distance
+from pure_loop.verify.leaves import copied as copied_tensors
 
-__all__ = [
-    "LOOP",
-    "Parts",
-    "Step",
-    "change_between",
-    "distance",
-    "is_same",
-    "leaves_of",
-    "refuse_stepless",
-    "replace_each",
-    "set_attribute",
-    "set_method",
-    "steps",
-]
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -62,7 +48,7 @@ class Parts:
     state: State
 
     @classmethod
-    def of(cls, stream: Any, function: str) -> Parts:
+    def of(cls, stream: object, function: str) -> Parts:
         """
         Raises:
             ArgumentTypeError: it is no stream of ``fit``.
@@ -108,9 +94,7 @@ def set_method(restoring: ExitStack, target: object, name: str, method: object) 
     variables[name] = method
 
 
-def replace_each(
-    restoring: ExitStack, table: dict[Event, tuple[Any, ...]], replace: Callable[[Event, Any], Any]
-) -> None:
+def replace_each(restoring: ExitStack, table: dict[Event, tuple[T, ...]], replace: Callable[[Event, T], T]) -> None:
     """Replace what a table has for each event, until ``restoring`` ends."""
     for event, listed in list(table.items()):
         restoring.callback(table.__setitem__, event, listed)
@@ -137,7 +121,7 @@ class Step:
 
 
 def steps(
-    stream: object, function: str, operations_from: float = math.inf, *, copied: bool = False
+    stream: Stream, function: str, operations_from: float = math.inf, *, copied: bool = False
 ) -> Generator[Step, None, None]:
     """The steps of a stream of ``fit`` that has not begun, as far as it is iterated over.
 
@@ -156,7 +140,7 @@ def steps(
 
 
 def refuse_stepless(stream: object, function: str) -> Parts:
-    """The parts of a stream whose steps can be looked at; raises as :func:`steps` does."""
+    """The parts of a stream that has steps to look at; raises as :func:`steps` does."""
     parts = Parts.of(stream, function)
     if parts.fit.strategy.graphs is not None:
         raise ArgumentError(
@@ -172,9 +156,9 @@ def refuse_stepless(stream: object, function: str) -> Parts:
     return parts
 
 
-def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> Generator[Step, None, None]:
+def _steps(stream: Stream, parts: Parts, operations_from: float, copied: bool) -> Generator[Step, None, None]:
     noted: list[Step] = []
-    pairs: Any = iter(stream)
+    pairs = iter(stream)
     batch = parts.state.timestamp.batch
     # However far it is iterated over: what the stream holds (files, workers, ranks) is let go of.
     with closing(pairs), ExitStack() as restoring:
@@ -196,13 +180,13 @@ def _steps(stream: Any, parts: Parts, operations_from: float, copied: bool) -> G
 
 
 def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, handler: Handler) -> Handler:
-    """A handler whose States are noted, but for those of calls inside another algorithm, which keeps what it wants."""
+    """A handler, with its States noted but for those of calls inside another algorithm, which keeps what it wants."""
 
-    def call(state: State, *stages: object) -> Any:
+    def call(state: State, *stages: object) -> State:
         if not depth[0] and not noted:
             noted.append(Step(event, LOOP.get(event, "loop"), False, state))
         if copied and not depth[0]:
-            noted[-1] = attrs.evolve(noted[-1], state=_copy(noted[-1].state))
+            noted[-1] = attrs.evolve(noted[-1], state=copied_tensors(noted[-1].state))
         depth[0] += 1
         try:
             result = handler.function(state, *stages)
@@ -213,14 +197,6 @@ def _noted(noted: list[Step], depth: list[int], copied: bool, event: Event, hand
         return result
 
     return attrs.evolve(handler, function=call)
-
-
-def _copy(state: State) -> State:
-    tree: PyTree = state
-    copies = optree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree, namespace=NAMESPACE
-    )
-    return cast("State", copies)
 
 
 def is_same(a: object, b: object, tolerance: float = 0.0) -> bool:

@@ -13,14 +13,12 @@ from pure_loop.data.batch import tensors_in
 from pure_loop.state import State
 from pure_loop.verify.leaves import leaves_of
 
-__all__ = ["Pair", "unequal_leaves"]
-
 Pair = tuple[int, int]
 # Values of which `==` says whether they are equal.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), frozenset, torch.dtype, torch.device)
 
 
-def unequal_leaves(one: State, other: State, equal: Collection[Pair] = ()) -> tuple[list[str], set[Pair]]:
+def unequal_leaves(a: State, b: State, equal: Collection[Pair] = ()) -> tuple[list[str], set[Pair]]:
     """The names of leaves of which a bit differs between two States; NaN equals NaN. Of shards those of this rank.
 
     Numbers of a device are waited for once.
@@ -32,24 +30,24 @@ def unequal_leaves(one: State, other: State, equal: Collection[Pair] = ()) -> tu
     Returns:
         The names in the order of the State's fields, and the pairs that are equal.
     """
-    first, second = leaves_of(one), leaves_of(other)
+    first, second = leaves_of(a), leaves_of(b)
     unequal: set[str] = set(first.keys() ^ second.keys())
     same_now: set[Pair] = set()  # of tensors alone: other leaves may be made for the moment
     waiting: list[tuple[str, Pair, Tensor]] = []
     for name in first.keys() & second.keys():
-        a, b = first[name], second[name]
-        pair = id(a), id(b)
-        if a is b:
+        leaf_a, leaf_b = first[name], second[name]
+        pair = id(leaf_a), id(leaf_b)
+        if leaf_a is leaf_b:
             continue
         if pair in equal:
             same_now.add(pair)
             continue
-        result = _are_unequal(a, b)
+        result = _are_unequal(leaf_a, leaf_b)
         if isinstance(result, Tensor):
             waiting.append((name, pair, result))
         elif result:
             unequal.add(name)
-        elif isinstance(a, Tensor):
+        elif isinstance(leaf_a, Tensor):
             same_now.add(pair)
     by_device: dict[torch.device, list[tuple[str, Pair, Tensor]]] = {}
     for item in waiting:
@@ -74,8 +72,10 @@ def _are_unequal(a: Any, b: Any) -> bool | Tensor:
     if hasattr(a, "__array__"):
         return not same(a, b)
     # An object of a user's class: by its tensors, or by an `==` of its own.
-    ours, others = tensors_in(a), tensors_in(b)
-    if ours or others:
-        return len(ours) != len(others) or any(bool(_are_unequal(x, y)) for x, y in zip(ours, others, strict=True))
+    tensors_a, tensors_b = tensors_in(a), tensors_in(b)
+    if tensors_a or tensors_b:
+        return len(tensors_a) != len(tensors_b) or any(
+            bool(_are_unequal(x, y)) for x, y in zip(tensors_a, tensors_b, strict=True)
+        )
     has_own = any("__eq__" in vars(base) for base in type(a).__mro__[:-1])
     return has_own and not bool(a == b)

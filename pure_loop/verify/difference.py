@@ -16,8 +16,6 @@ from pure_loop.state import State
 from pure_loop.time import Timestamp
 from pure_loop.verify.leaves import distance, leaves_of
 
-__all__ = ["Difference", "Found", "other_parameters_error", "verification_error"]
-
 
 @attrs.frozen
 class Difference:
@@ -25,20 +23,20 @@ class Difference:
 
     Attributes:
         leaf: its path, as ``grads/0.weight``.
-        others: how many leaves differ besides.
+        more: how many leaves differ besides.
         values: how many of its numbers differ, and the first of them in both runs.
         distance: the L2 norm of the difference; None where it has none.
     """
 
     leaf: str
-    others: int
+    more: int
     values: str
     distance: float | None
 
     @classmethod
-    def of(cls, names: Sequence[str], one: State, other: State) -> Difference:
+    def of(cls, names: Sequence[str], state_a: State, state_b: State) -> Difference:
         leaf = names[0]
-        a, b = (local_tensor(leaves_of(state).get(leaf)) for state in (one, other))
+        a, b = (local_tensor(leaves_of(state).get(leaf)) for state in (state_a, state_b))
         return cls(leaf, len(names) - 1, count_of_differences(a, b), distance(a, b))
 
 
@@ -63,50 +61,50 @@ class Found:
 Answer = tuple[Found | None, tuple[bool, bool]]
 
 
-def verification_error(answers: Sequence[Answer], now: Timestamp, rank: int) -> VerificationError:
-    """The error of a batch whose runs differ, the same on all ranks.
+def verification_error(answers: Sequence[Answer], timestamp: Timestamp, rank: int) -> VerificationError:
+    """The error of a batch with runs that differ, the same on all ranks.
 
     Args:
         answers: by rank; one of them at least has a difference.
         now: the timestamp after the batch.
         rank: of this process.
     """
-    first = min(found.index for found, _ in answers if found is not None)
-    there = [number for number, (found, _) in enumerate(answers) if found is not None and found.index == first]
-    found = answers[there[0]][0]
-    assert found is not None
+    first = min(place.index for place, _ in answers if place is not None)
+    there = [number for number, (place, _) in enumerate(answers) if place is not None and place.index == first]
+    place = answers[there[0]][0]
+    assert place is not None
     agrees = [all(some[run] for _, some in answers) for run in (0, 1)]
     agreeing = (1, 3) if agrees[0] else (2, 3) if agrees[1] else None
-    batch, difference = now.batch - 1, found.difference
+    batch, difference = timestamp.batch - 1, place.difference
     where = f" on rank {there[0]}" if len(there) < len(answers) and len(there) == 1 else ""
     if len(answers) > 1 and len(there) > 1:
         where = f" on ranks {', '.join(map(str, there))}, which exchange what they compute"
     text = (
         f"verify=: batch {batch} was computed twice from the same State, and the States before its BATCH_END differ. "
-        f"The first difference is after {_stage(found)}{where}: "
+        f"The first difference is after {_stage(place)}{where}: "
     )
     if difference is None:
         text += "one of the runs did not come to it. "
     else:
-        besides = f", and in {difference.others} other leaves" if difference.others > 1 else ""
-        besides = ", and in 1 other leaf" if difference.others == 1 else besides
+        besides = f", and in {difference.more} other leaves" if difference.more > 1 else ""
+        besides = ", and in 1 other leaf" if difference.more == 1 else besides
         size = "" if difference.distance is None else f" (L2 norm of the difference: {difference.distance:.4g})"
         text += f"in {difference.leaf}{besides}: {difference.values}{size}. "
     text += _advice(agreeing)
     error = VerificationError(text)
-    error.stage = found.by
+    error.stage = place.by
     error.leaf = None if difference is None else difference.leaf
     error.difference = None if difference is None else difference.distance
     error.rank = there[0] if len(there) == 1 else None
-    error.batch, error.timestamp = batch, now
+    error.batch, error.timestamp = batch, timestamp
     error.transient, error.agreeing = agreeing is not None, agreeing
     return error
 
 
-def _stage(found: Found) -> str:
-    if found.by == "optimizer":
+def _stage(place: Found) -> str:
+    if place.by == "optimizer":
         return "the optimizer, before BATCH_END"
-    return f"{found.by!r}, at {found.event.name}"
+    return f"{place.by!r}, at {place.event.name}"
 
 
 def _advice(agreeing: tuple[int, int] | None) -> str:
@@ -125,7 +123,7 @@ def _advice(agreeing: tuple[int, int] | None) -> str:
     )
 
 
-def other_parameters_error(by_rank: Sequence[Mapping[str, int]], now: Timestamp) -> VerificationError:
+def other_parameters_error(by_rank: Sequence[Mapping[str, int]], timestamp: Timestamp) -> VerificationError:
     """The error where each rank computes the same twice, and the ranks have other parameters.
 
     Args:
@@ -136,15 +134,15 @@ def other_parameters_error(by_rank: Sequence[Mapping[str, int]], now: Timestamp)
     sums: Counter[Any] = Counter(tuple(row.values()) for row in by_rank)
     usual, count = sums.most_common(1)[0]
     odd = [rank for rank, row in enumerate(by_rank) if tuple(row.values()) != usual]
-    known = 2 * count > len(by_rank)
-    batch, leaf = now.batch - 1, f"params/{names[0]}" if names else None
-    who = f"rank {', '.join(map(str, odd))} has others than the rest" if known else "no two of them need be right"
+    is_majority = 2 * count > len(by_rank)
+    batch, leaf = timestamp.batch - 1, f"params/{names[0]}" if names else None
+    who = f"rank {', '.join(map(str, odd))} has others than the rest" if is_majority else "no two of them need be right"
     error = VerificationError(
         f"verify=: after batch {batch} the {len(by_rank)} ranks have different parameters, {leaf} first: {who}. Each "
         "computed this batch twice alike, so the difference is older than the batch, or came from an exchange between "
         "ranks. Resume all ranks from one checkpoint; if it comes again, an algorithm treats ranks differently "
         "(pl.testing.check_algorithm), or the memory or the network of a machine is at fault."
     )
-    error.leaf, error.batch, error.timestamp, error.transient = leaf, batch, now, False
-    error.rank = odd[0] if known and len(odd) == 1 else None
+    error.leaf, error.batch, error.timestamp, error.transient = leaf, batch, timestamp, False
+    error.rank = odd[0] if is_majority and len(odd) == 1 else None
     return error

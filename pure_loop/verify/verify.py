@@ -31,8 +31,6 @@ from pure_loop.verify.comparison import Pair, unequal_leaves
 from pure_loop.verify.difference import Difference, Found, other_parameters_error, verification_error
 from pure_loop.verify.leaves import LOOP
 
-__all__ = ["Recorder", "Verified", "recorded"]
-
 Handlers: TypeAlias = Mapping[Event, tuple[Handler, ...]]
 # (event, the algorithm or LOOP's word, the State that it returned)
 Take: TypeAlias = Callable[[Event, str, State], None]
@@ -52,7 +50,7 @@ class Recorder:
 
 
 def recorded(handlers: Handlers, recorder: Recorder) -> dict[Event, tuple[Handler, ...]]:
-    """Handlers whose States the recorder is given, but for those of calls inside another handler."""
+    """Handlers that hand their States to the recorder, but for those of calls inside another handler."""
     return {event: tuple(_recorded(event, handler, recorder) for handler in some) for event, some in handlers.items()}
 
 
@@ -88,34 +86,34 @@ class _Comparison:
 
     Attributes:
         records: of the first run.
-        found: the first difference.
+        divergence: the first difference.
     """
 
     records: list[_Record]
-    found: Found | None = None
+    divergence: Found | None = None
     _index: int = 0
     _equal: Collection[Pair] = ()
-    # The pairs are of its leaves, whose addresses would be those of others without it.
+    # The pairs are of its leaves; without it, their addresses would be those of others.
     _last: State | None = None
 
     def take(self, event: Event, by: str, state: State) -> None:
         index, self._index = self._index, self._index + 1
-        if self.found is not None:
+        if self.divergence is not None:
             return
         record = self.records[index] if index < len(self.records) else None
         if record is None or record.event is not event or record.by != by:
-            self.found = Found(index, by, event, None)
+            self.divergence = Found(index, by, event, None)
             return
         names, self._equal = unequal_leaves(record.state, state, self._equal)
         self._last = state
         if names:
-            self.found = Found(index, by, event, Difference.of(names, record.state, state))
+            self.divergence = Found(index, by, event, Difference.of(names, record.state, state))
 
     def end(self) -> None:
         """The second run is over."""
-        if self.found is None and self._index < len(self.records):
+        if self.divergence is None and self._index < len(self.records):
             record = self.records[self._index]
-            self.found = Found(self._index, record.by, record.event, None)
+            self.divergence = Found(self._index, record.by, record.event, None)
 
 
 class Verified(Eager):
@@ -167,14 +165,14 @@ class Verified(Eager):
         first = yield from self._noted(script(), take)
         comparison = _Comparison(records)
         second = self._again(state, script(), comparison)
-        now = state.timestamp.next_batch(*self._stages.engine.counts(samples, tokens, lap))
-        self._compare(state, script, now, comparison, first, second)
+        timestamp = state.timestamp.next_batch(*self._stages.engine.counts(samples, tokens, lap))
+        self._compare(state, script, timestamp, comparison, first, second)
         if isinstance(first, NonFiniteError):
             raise first
         return first
 
     def _noted(self, script: Script, take: Take) -> Generator[tuple[Event, State], State, Outcome]:
-        """A batch's script up to its BATCH_END, whose States, and those that its algorithms return, are taken."""
+        """A batch's script up to its BATCH_END; its States, and those that its algorithms return, are taken."""
         answer: Any = None
         self._recorder.take = take
         try:
@@ -209,7 +207,7 @@ class Verified(Eager):
         self,
         state: State,
         script: Callable[[], Script],
-        now: Timestamp,
+        timestamp: Timestamp,
         comparison: _Comparison,
         first: Outcome,
         second: Outcome,
@@ -220,25 +218,25 @@ class Verified(Eager):
         """
         engine = self._stages.engine
         # A difference that nothing is left of before BATCH_END is none.
-        found = comparison.found
-        if found is not None and _are_equal(first, second):
-            found = None
+        divergence = comparison.divergence
+        if divergence is not None and _are_equal(first, second):
+            divergence = None
         sums: dict[str, int] = {}
         if engine.replicates and isinstance(first, State):
             sums = checksums(first.params)
-        place = -1 if found is None else found.index
+        place = -1 if divergence is None else divergence.index
         rows = engine.by_rank((place, combined(sums.values())), state)
         if max(row[0] for row in rows) < 0:
             if len({row[1] for row in rows}) > 1:
-                raise other_parameters_error(engine.gather(sums), now)
+                raise other_parameters_error(engine.gather(sums), timestamp)
             return
         third = self._again(state, script(), None)
         agrees: tuple[bool, bool] = (_are_equal(first, third), _are_equal(second, third))
-        answers = engine.gather((found, agrees))
-        raise verification_error(answers, now, engine.rank)
+        answers = engine.gather((divergence, agrees))
+        raise verification_error(answers, timestamp, engine.rank)
 
 
-def _are_equal(one: Outcome, other: Outcome) -> bool:
-    if isinstance(one, State) and isinstance(other, State):
-        return not unequal_leaves(one, other)[0]
-    return not isinstance(one, State) and not isinstance(other, State)
+def _are_equal(a: Outcome, b: Outcome) -> bool:
+    if isinstance(a, State) and isinstance(b, State):
+        return not unequal_leaves(a, b)[0]
+    return not isinstance(a, State) and not isinstance(b, State)

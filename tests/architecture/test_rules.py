@@ -72,7 +72,7 @@ SLOTS = {
     },
     ("frozendict.py", "Overwritten"): {},
     ("compile/trees.py", "LazyField"): {},
-    ("distributed/_leaves.py", "LazyLeaves"): {
+    ("distributed/parameters.py", "LazyLeaves"): {
         "_make": "from a name to the tensor that is shown",
         "_after": "the same after the backward",
         "buffers": "those that the forward went through",
@@ -83,7 +83,6 @@ SLOTS = {
 }
 
 _CACHE = "a cache: a tensor takes longer to make than to look up"
-_DEFINED = "filled where its functions are defined, while the module is imported"
 _STREAMS = "how this process and the other ranks have met"
 # Variables of modules that functions of the module change, or set: (module, variable). Functions that remember what
 # they gave, by functools.cache, say so where they are defined.
@@ -94,9 +93,7 @@ MUTABLE = {
     ("_internal/frames.py", "_plans"): "a cache: what code does with what it is given",
     ("_internal/frames.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/digests.py", "_known"): "a cache: digests of frozen tensors",
-    ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
-    ("testing/wrong_algorithms.py", "WRONG_ALGORITHMS"): _DEFINED,
-    ("testing/wrong_loops.py", "WRONG_LOOPS"): _DEFINED,
+    ("distributed/ranks.py", "_meshes"): "a cache: meshes of the default process group",
     ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",
     ("_internal/torch_private.py", "missing"): "names that this torch lacks, of those looked up so far",
     ("compile/_torch.py", "missing"): "names that this torch lacks, of those looked up so far",

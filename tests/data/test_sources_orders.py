@@ -35,7 +35,7 @@ from torch.utils.data.distributed import DistributedSampler
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.data.copies import Private
-from pure_loop.data.open import source
+from pure_loop.data.dataloaders import source
 from tests.support.loaders import same
 from tests.support.passes import Counted, CountingStream, CountingStreamAtTheEnd, order_of
 from tests.support.tiers import examples

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import pure_loop as pl
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import Case, cases, laws, plans
-from pure_loop.testing.laws.resumption import resumption_from
+from pure_loop.testing.laws.runs import resumption_from
 from pure_loop.testing.subject import AlgorithmSubject
 from tests.conftest import THOROUGH
 from tests.support.streams import Pairs, assert_same_stream

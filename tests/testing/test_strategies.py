@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, Plan, check, expected
-from pure_loop.testing._times import timestamps_of
+from pure_loop.testing._values import timestamps_of
 from pure_loop.testing.case import Case
 from pure_loop.testing.problems import PROBLEMS
 from pure_loop.testing.strategies import cases, plans, problems

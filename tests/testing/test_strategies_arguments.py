@@ -121,7 +121,7 @@ def test_bad_arguments_are_refused_at_the_call(call: Callable[[], Any], message:
 
 @pytest.mark.parametrize("name", sorted(set(strategies.__all__) - {"state_at"}))
 def test_options_are_keywords(name: str) -> None:
-    with pytest.raises(TypeError, match="positional argument"):
+    with pytest.raises(TypeError, match=r"positional argument|no argument without its name"):
         getattr(strategies, name)(1)
 
 

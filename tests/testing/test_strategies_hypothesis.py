@@ -20,8 +20,7 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.data.samples import num_samples
 from pure_loop.entry import hypothesis as entry_hypothesis
 from pure_loop.order import Plan
-from pure_loop.testing._types import BY_TYPE
-from pure_loop.testing.strategies import batches, cases, plans
+from pure_loop.testing.strategies import BY_TYPE, batches, cases, plans
 from tests.support.samples import sample, simplest
 from tests.support.tiers import examples
 

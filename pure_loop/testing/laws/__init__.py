@@ -13,13 +13,14 @@ from pure_loop.testing.laws.calls import memory, purity, structure
 from pure_loop.testing.laws.composition import algorithm_order, composition
 from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_invariance, observer_invariance
 from pure_loop.testing.laws.ranks import rank_agreement, world_size
-from pure_loop.testing.laws.resumption import checkpoint, resumption
 from pure_loop.testing.laws.runs import (
+    checkpoint,
     closing,
     compile_equality,
     determinism,
     donate_equality,
     order,
+    resumption,
     value,
     watch_equality,
 )
@@ -57,49 +58,17 @@ __all__ = [
     "world_size",
 ]
 
-OF_ALGORITHMS: tuple[Law, ...] = (
-    structure,
-    discipline,
-    order,
-    purity,
-    memory,
-    value,
-    determinism,
-    visibility,
-    microbatch_invariance,
-    evaluation_invariance,
-    observer_invariance,
-    composition,
-    resumption,
-    checkpoint,
-    watch_equality,
-    donate_equality,
-    closing,
-    rank_agreement,
-    world_size,
-    compile_equality,
+_ABOUT_CALLS = (structure, discipline, purity, memory)
+_IN_ORDER: tuple[Law, ...] = (
+    *(structure, discipline, order, purity, memory, value, determinism, visibility, algorithm_order),
+    *(microbatch_invariance, evaluation_invariance, observer_invariance, composition, resumption, checkpoint),
+    *(watch_equality, donate_equality, closing, rank_agreement, world_size, compile_equality),
 )
+
+OF_ALGORITHMS = tuple(law for law in _IN_ORDER if law is not algorithm_order)
 """The laws of algorithms; each comes after those that it rests on."""
 
-OF_LOOPS: tuple[Law, ...] = (
-    order,
-    value,
-    determinism,
-    visibility,
-    algorithm_order,
-    microbatch_invariance,
-    evaluation_invariance,
-    observer_invariance,
-    composition,
-    resumption,
-    checkpoint,
-    watch_equality,
-    donate_equality,
-    closing,
-    rank_agreement,
-    world_size,
-    compile_equality,
-)
+OF_LOOPS = tuple(law for law in _IN_ORDER if law not in _ABOUT_CALLS)
 """The laws of loops."""
 
 OF_CALLBACKS: tuple[Law, ...] = (

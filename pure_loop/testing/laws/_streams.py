@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
+import attrs
 import torch
+from torch import nn
 
-from pure_loop.callback import Callback
+from pure_loop.algorithm import Algorithm
+from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.entry.evaluate import evaluate, predict
 from pure_loop.errors import PureLoopError
 from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing._surroundings import Surroundings, reseeded
-from pure_loop.testing.case import Case, Fit, Pairs
+from pure_loop.testing.case import Case, Fit, Pairs, Running
 from pure_loop.testing.comparison import Comparer, Difference, differences
 from pure_loop.testing.report import LawViolation, moment
 from pure_loop.testing.subject import Subject
 
 __all__ = [
+    "ROUNDING",
     "TRAINING",
     "ending_early",
+    "in_float64",
     "leaf_violation",
     "observed_run",
     "run_until_error",
@@ -37,6 +41,17 @@ __all__ = [
 
 TRAINING = frozenset({Event.BATCH_END, Event.EPOCH_END, Event.FIT_END})
 """The events at which the results of training are compared."""
+
+
+# In float64 another order of the sums, or of a graph's, is a relative error of 1e-16, which a few steps amplify; a
+# wrong weight is 1e-2.
+ROUNDING = 1e-9
+
+
+def in_float64(case: Case) -> Case:
+    """The case for a comparison up to :data:`ROUNDING`."""
+    # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
+    return attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
 
 
 def same_events(value: list[Event], wanted: list[Event], what: str) -> None:
@@ -79,7 +94,7 @@ def leaf_violation(what: str, state: State, difference: Difference) -> LawViolat
 
 
 def same_stream(value: Pairs, wanted: Pairs, what: str) -> None:
-    """Refuse a stream whose events or States are not equal to those of ``wanted``.
+    """Refuse a stream with events or States that are not equal to those of ``wanted``.
 
     Raises:
         LawViolation: names the first event, or the first leaf of a State, that differs.
@@ -97,7 +112,9 @@ def training_states(pairs: Pairs) -> list[State]:
     return [state for event, state in pairs if event in TRAINING]
 
 
-def run_until_error(subject: Subject, case: Case, fit: Fit, **arguments: Any) -> Pairs:
+def run_until_error(
+    subject: Subject, case: Case, fit: Fit, algorithms: Sequence[Algorithm], start: nn.Module | None = None
+) -> Pairs:
     """A run, then an evaluation and a prediction with the same algorithms; an error of an algorithm ends it early.
 
     It serves laws about single calls. That a run reaches its end is a law of its own, ``order``.
@@ -107,9 +124,9 @@ def run_until_error(subject: Subject, case: Case, fit: Fit, **arguments: Any) ->
     """
     pairs: Pairs = []
     with ending_early("raised by algorithm"):
-        for pair in case.stream(fit=fit, **arguments):
+        for pair in case.stream(algorithms, fit=fit, start=start):
             pairs.append(pair)
-        for stream in standalone_streams(subject, case, pairs[-1][1], arguments["algorithms"]):
+        for stream in standalone_streams(subject, case, pairs[-1][1], algorithms):
             pairs.extend(stream)
     return pairs
 
@@ -138,7 +155,9 @@ def without_error(what: str, event: Event | None = None, advice: str = "") -> It
         raise LawViolation(f"{what} ended in {type(error).__name__}: {error}", event=event, advice=advice) from error
 
 
-def standalone_streams(subject: Subject, case: Case, state: State, algorithms: Any) -> Iterator[Any]:
+def standalone_streams(
+    subject: Subject, case: Case, state: State, algorithms: Sequence[Algorithm]
+) -> Iterator[Running]:
     """The streams of ``pl.evaluate`` and ``pl.predict``, each where the algorithms are bound to its events."""
     bound = {event for _, event in subject.bound}
     data = case.problem.batches((2, 1), seed=7)
@@ -183,7 +202,7 @@ class _BusyObserver(Callback):
     def __init__(self) -> None:
         self.kept: list[State] = []
 
-    def run_event(self, event: Event, state: State, logger: Any) -> None:
+    def run_event(self, event: Event, state: State, logger: LoggerGroup) -> None:
         torch.rand(3)
         random.random()
         self.kept.append(state)
@@ -191,7 +210,7 @@ class _BusyObserver(Callback):
         logger.log_metrics({"observer": 1.0}, state)
 
 
-def observed_run(stream: Callable[..., Any]) -> Pairs:
+def observed_run(stream: Callable[..., Running]) -> Pairs:
     """All pairs of a stream with callbacks attached that draw random numbers, in a loop body that draws too."""
     pairs: Pairs = []
     before = random.getstate()

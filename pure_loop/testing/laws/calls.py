@@ -13,6 +13,7 @@ from torch import Tensor
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.algorithm import Algorithm, bind
 from pure_loop.event import Event
+from pure_loop.hooks import Handler, HandlerFunction
 from pure_loop.order import BOUNDARIES
 from pure_loop.random.authors import is_users
 from pure_loop.random.guards import guard
@@ -49,20 +50,20 @@ class Call:
     event: Event
     index: int
     state: State
-    rest: tuple[Any, ...]
-    function: Callable[..., Any]
+    rest: tuple[object, ...]
+    function: Callable[..., object]
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         """Call the function as the loop would."""
         return self._drawing(self.function)
 
-    def _drawing(self, function: Callable[..., object]) -> Any:
+    def _drawing(self, function: Callable[..., object]) -> object:
         """Call it with the global generators seeded, as the loop does for code of the user's."""
         path = (self.kind, self.algorithm, self.index)
         with guard(self.state.replace(event=self.event), path) if is_users(function) else nullcontext():
             return function(self.state, *self.rest)
 
-    def of(self, fresh: Sequence[Algorithm]) -> Any:
+    def of(self, fresh: Sequence[Algorithm]) -> object:
         """Call the same function of other instances."""
         algorithm = fresh[self.position]
         if self.kind == "handler":
@@ -83,7 +84,7 @@ class Call:
         return moment(self.state)
 
 
-Tap = Callable[[Call], Any]
+Tap = Callable[[Call], object]
 
 
 def tapped(subject: Subject, algorithms: Sequence[Algorithm], tap: Tap) -> tuple[Algorithm, ...]:
@@ -95,7 +96,9 @@ def tapped(subject: Subject, algorithms: Sequence[Algorithm], tap: Tap) -> tuple
 def _tapped(subject: Subject, algorithm: Algorithm, position: int, tap: Tap) -> Algorithm:
     name = algorithm.name
 
-    def around(kind: str, function: Callable[..., object], event: Event | None = None, index: int = 0) -> Any:
+    def around(
+        kind: str, function: Callable[..., object], event: Event | None = None, index: int = 0
+    ) -> Callable[..., Any]:
         def call(state: State, *rest: object) -> Any:
             if kind == "init" and any(tensor.is_meta for tensor in state.params.values()):
                 return function(state, *rest)  # the loop reads shapes from it, and no State receives it
@@ -106,15 +109,13 @@ def _tapped(subject: Subject, algorithm: Algorithm, position: int, tap: Tap) -> 
 
         return call
 
-    def handler(function: Callable[..., object], event: Event, index: int, takes_stages: bool) -> Callable[..., Any]:
-        call = around("handler", function, event, index)
+    def handler(bound: Handler, event: Event, index: int) -> HandlerFunction:
+        call = around("handler", bound.function, event, index)
         # The loop reads from the signature whether the handler takes the stages.
-        if takes_stages:
-            return lambda state, stages: call(state, stages)
-        return lambda state: call(state)
+        return (lambda state, stages: call(state, stages)) if bound.takes_stages else (lambda state: call(state))
 
     handlers = {
-        event: [handler(bound.function, event, index, bound.takes_stages) for index, bound in enumerate(listed)]
+        event: [handler(bound, event, index) for index, bound in enumerate(listed)]
         for event, listed in bind([algorithm]).items()
     }
     init = None if algorithm.init is None else around("init", algorithm.init)
@@ -137,7 +138,7 @@ def purity(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     module = case.model()
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
-    def tap(call: Call) -> Any:
+    def tap(call: Call) -> object:
         snapshot = Snapshot(call.state)
         keeper.keep(call.state)
         results = []
@@ -229,8 +230,8 @@ def _equal(call: Call, first: object, second: object) -> None:
         )
 
 
-def _readable(result: object) -> Any:
-    """A State whose gradients can be compared: during a call, gradients that are not complete are a marker."""
+def _readable(result: object) -> object:
+    """A State with gradients that can be compared: during a call, a marker stands for those that are not complete."""
     if isinstance(result, State) and result._grads is NOT_READY:
         return result.replace(grads=None)
     return result
@@ -243,7 +244,7 @@ def _readable(result: object) -> Any:
 def memory(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """At every call, the instance that was called at all events before returns what a fresh one returns."""
 
-    def tap(call: Call) -> Any:
+    def tap(call: Call) -> object:
         result = call()
         try:
             fresh = call.of(subject.make())
@@ -288,7 +289,7 @@ _OF_TENSORS = ("params", "buffers", "grads")
 def structure(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Compares the State that each handler returns with the one it got, and algorithm_state from batch to batch."""
 
-    def tap(call: Call) -> Any:
+    def tap(call: Call) -> object:
         result = call()
         if call.kind != "handler":
             return result
@@ -325,7 +326,7 @@ def structure(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
                     )
 
 
-def _refuse_graph(name: str, state: State, value: Any) -> None:
+def _refuse_graph(name: str, state: State, value: PyTree) -> None:
     paths, leaves, _ = optree.tree_flatten_with_path(value, namespace=NAMESPACE)
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -355,7 +356,7 @@ def _same_kind(what: str, state: State, before: object, after: object, name: str
         )
 
 
-def _kinds(tree: PyTree) -> dict[tuple[Any, ...], str]:
+def _kinds(tree: PyTree) -> dict[tuple[object, ...], str]:
     """Shape, dtype and device of each tensor of a tree, and the type of each other leaf, by path."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE, none_is_leaf=True)
     return dict(zip(paths, map(_kind, leaves), strict=True))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations
-from typing import Any
 
 import attrs
 from hypothesis.strategies import SearchStrategy
 
-from pure_loop.algorithm import Algorithm, compose
+from pure_loop.algorithm import Algorithm, AlgorithmLike, compose
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.stages.nonfinite import total_loss
@@ -61,7 +60,7 @@ def composition(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     same_stream(without, alone, "with algorithms added that do nothing, the run differed")
     first, last = _neighbour("first of the law", 2.0), _neighbour("last of the law", 0.5)
     listed = case.run([first, *subject.make(), last], fit=fit)
-    groupings: list[list[Any]] = [
+    groupings: list[list[AlgorithmLike]] = [
         [compose(first, *subject.make(), last)],
         [compose(compose(first, *subject.make()), last)],
         [first, compose(*subject.make(), last)],
@@ -244,9 +243,9 @@ def commutation_matrix(
         )
     pairs: dict[tuple[str, str], Commutation | None] = {}
     for a, b in combinations(makers, 2):
-        one, other = (AlgorithmSubject(makers[name]).make() for name in (a, b))
-        claimed = {claim for algorithm in one for claim in algorithm.claims}
-        if any(claimed & algorithm.claims for algorithm in other):
+        first, second = (AlgorithmSubject(makers[name]).make() for name in (a, b))
+        claimed = {claim for algorithm in first for claim in algorithm.claims}
+        if any(claimed & algorithm.claims for algorithm in second):
             pairs[a, b] = None  # fit refuses both
         else:
             pairs[a, b] = commutation(makers[a], makers[b], problems=problems, max_examples=max_examples)

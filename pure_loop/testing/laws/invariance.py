@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-import attrs
-
 from pure_loop import optim
 from pure_loop.callback import Callback, Logger
 from pure_loop.evaluator import Evaluator
@@ -14,7 +12,14 @@ from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.comparison import close, differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import leaf_violation, observed_run, same_stream, training_states
+from pure_loop.testing.laws._streams import (
+    ROUNDING,
+    in_float64,
+    leaf_violation,
+    observed_run,
+    same_stream,
+    training_states,
+)
 from pure_loop.testing.problems import PROBLEMS
 from pure_loop.testing.report import LawViolation, moment
 from pure_loop.testing.subject import AlgorithmSubject
@@ -22,9 +27,6 @@ from pure_loop.testing.subject import AlgorithmSubject
 __all__ = ["evaluation_invariance", "microbatch_invariance", "observer_invariance"]
 
 _SOUND = ("purity", "memory", "order", "value")
-
-# In float64 another order of the sums is a relative error of 1e-16, which a few steps amplify; a wrong weight is 1e-2.
-_ROUNDING = 1e-9
 
 
 @law(
@@ -37,33 +39,32 @@ def microbatch_invariance(subject: AlgorithmSubject, case: Case, fit: Fit) -> No
     """Trains in whole batches and in microbatches, in float64; equal gradients where all sums are exact."""
     if case.problem is PROBLEMS["exact"] and not subject.names:
         _exactly(case, fit)
-    # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
-    case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
-    whole = _at_batches(case.run(subject.make(), fit=fit, microbatch_size=None))
+    case = in_float64(case)
+    unsplit = _at_batches(case.run(subject.make(), fit=fit, microbatch_size=None))
     for size in sorted({case.plan.microbatch_size or 1, 1, max(case.plan.batches) - 1} - {0}):
         split = _at_batches(case.run(subject.make(), fit=fit, microbatch_size=size))
-        if len(split) != len(whole):
+        if len(split) != len(unsplit):
             raise LawViolation(
-                f"in microbatches of {size} there were {len(split)} steps, in whole batches {len(whole)}."
+                f"in microbatches of {size} there were {len(split)} steps, in whole batches {len(unsplit)}."
             )
-        for value, wanted in zip(split, whole, strict=True):
+        for value, wanted in zip(split, unsplit, strict=True):
             _close(value, wanted, size)
-        for value, wanted in zip(split, whole, strict=True):
+        for value, wanted in zip(split, unsplit, strict=True):
             if value.event is Event.BATCH_END:
                 _close_algorithm_state(subject, value, wanted, size)
 
 
 def _exactly(case: Case, fit: Fit) -> None:
-    """Compares gradients number by number, on a problem whose parameters stay integers."""
+    """Compares gradients number by number, on a problem of parameters that stay integers."""
 
     def gradients(size: int | None) -> list[State]:
         optimizer = optim.sgd(lr=0.0)
         stream = case.stream(fit=fit, microbatch_size=size, optimizer=optimizer, clip_grad=None, precision="fp32")
         return [state for event, state in stream if event is Event.AFTER_TRAIN_BATCH]
 
-    whole = gradients(None)
+    unsplit = gradients(None)
     for size in range(1, max(case.plan.batches) + 1):
-        for value, wanted in zip(gradients(size), whole, strict=True):
+        for value, wanted in zip(gradients(size), unsplit, strict=True):
             # Not by bits: a sum of zeros has another sign in another order.
             difference = close(value.grads, wanted.grads, tolerance=0.0, name="state.grads")
             if difference is not None:
@@ -92,7 +93,7 @@ def _close_algorithm_state(subject: AlgorithmSubject, value: State, wanted: Stat
 
 
 def _refuse(state: State, value: object, wanted: object, name: str, size: int, advice: str) -> None:
-    difference = close(value, wanted, tolerance=_ROUNDING, name=name)
+    difference = close(value, wanted, tolerance=ROUNDING, name=name)
     if difference is not None:
         raise LawViolation(
             f"with microbatches of {size}, the result differs from that of whole batches at {moment(state)}.",

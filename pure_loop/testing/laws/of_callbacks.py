@@ -11,17 +11,18 @@ import gc
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TypedDict
 
 from hypothesis.strategies import SearchStrategy
 
 from pure_loop.algorithm import Algorithm, Composition
-from pure_loop.callback import Callback, Logger, LoggerGroup
+from pure_loop.callback import Callback, CallbackLike, Logger, LoggerGroup
 from pure_loop.entry.evaluate import evaluate, predict
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
+from pure_loop.hooks import Observer
 from pure_loop.observer import observers
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected, expected_evaluate, expected_predict
 from pure_loop.random.guards import guard
@@ -37,6 +38,13 @@ from pure_loop.testing.subject import Problems, Subject, assigned, drawn_from, f
 __all__ = ["closing", "completion", "joining", "observer_invariance", "purity"]
 
 
+class Attached(TypedDict, total=False):
+    """Arguments of ``fit`` that attach observers."""
+
+    callbacks: list[CallbackLike]
+    loggers: list[Logger]
+
+
 class CallbackSubject(Subject):
     """A callback on trial; every run gets a fresh instance.
 
@@ -44,9 +52,6 @@ class CallbackSubject(Subject):
         value: a function without arguments that makes a callback, a logger or a function of ``(event, state)``; or a
             callback, which is copied as it is now.
         problems, plans: of the cases, as in :func:`pure_loop.testing.check_callback`.
-
-    Attributes:
-        is_logger: whether it is a logger.
 
     Raises:
         ArgumentTypeError: ``value`` is not, and does not make, a callback.
@@ -66,10 +71,9 @@ class CallbackSubject(Subject):
                 f"check_callback({value!r}): give a function that makes a callback, such as its class. For an "
                 "algorithm, use check_algorithm."
             )
-        self._make: Callable[[], Any] = fresh_copies(value) if isinstance(value, Callback) else value
+        self._make: Callable[[], CallbackLike] = fresh_copies(value) if isinstance(value, Callback) else value
         result = self.make()
         name = getattr(result, "__name__", type(result).__name__)
-        self.is_logger = isinstance(result, Logger)
         super().__init__(
             name,
             ((name, event) for event in self.table(result)),
@@ -81,7 +85,7 @@ class CallbackSubject(Subject):
     def made_of(cls, value: object) -> CallbackSubject:
         return value if isinstance(value, cls) else cls(value)
 
-    def make(self) -> Any:
+    def make(self) -> CallbackLike:
         """A fresh instance."""
         result = self._make()
         if not isinstance(result, Callback) and (not callable(result) or isinstance(result, type | Algorithm)):
@@ -91,19 +95,19 @@ class CallbackSubject(Subject):
             )
         return result
 
-    def table(self, observer: object) -> dict[Event, Any]:
+    def table(self, observer: object) -> Mapping[Event, Sequence[Observer]]:
         """The observers that the loop calls for it, by event."""
-        result, _, _ = observers([] if self.is_logger else [observer], [observer] if self.is_logger else [])
-        return result
+        is_logger = isinstance(observer, Logger)
+        return observers([] if is_logger else [observer], [observer] if is_logger else [])[0]
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Attached:
         """The arguments of ``fit`` that attach a fresh instance."""
         observer = self.make()
-        if self.is_logger:
+        if isinstance(observer, Logger):
             return {"loggers": [observer]}
         return {"callbacks": [observer], "loggers": [Logger()]}
 
-    def without(self) -> dict[str, Any]:
+    def without(self) -> Attached:
         """The arguments of the runs that those with it are compared with.
 
         A callback with ``needs_grad_norm`` is the reason that States have a ``grad_norm``; they have one there, too.
@@ -125,14 +129,14 @@ def completion(subject: CallbackSubject, case: Case, fit: Fit) -> None:
     events: list[Event] = []
     data = case.problem.batches((2, 1), seed=7)
     try:
-        last: Any = None
         for event, state in case.stream(fit=fit, **subject.arguments()):
             events.append(event)
             last = state
         same_events(events, expected(case.plan), "the order of events")
         loss = case.problem.loss
-        arguments: dict[str, Any] = {"loss": loss, "strict": False}  # the law `purity` compares
-        evaluated = [event for event, _ in evaluate(last, {"test": data}, **arguments, **subject.arguments())]
+        # Not strict: the law `purity` compares.
+        evaluation = evaluate(last, {"test": data}, loss=loss, strict=False, **subject.arguments())
+        evaluated = [event for event, _ in evaluation]
         predicted = [event for event, _ in predict(last, data, strict=False, **subject.arguments())]
     except LawViolation:
         raise

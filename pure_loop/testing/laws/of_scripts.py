@@ -27,8 +27,8 @@ from pure_loop.event import Event
 from pure_loop.loop.driver import Script
 from pure_loop.stages import Stages
 from pure_loop.state import State
-from pure_loop.testing.case import Fit, Pairs
-from pure_loop.testing.comparison import Snapshot, copied
+from pure_loop.testing.case import Fit, Pairs, Running
+from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import (
     observed_run,
@@ -39,6 +39,7 @@ from pure_loop.testing.laws._streams import (
 )
 from pure_loop.testing.report import LawViolation, moment, written_to
 from pure_loop.testing.subject import Subject, imported
+from pure_loop.verify.leaves import copied
 
 __all__ = ["completion", "determinism", "identity", "observer_invariance", "resumption", "sending_back", "value"]
 
@@ -68,7 +69,7 @@ class Scripted(Subject):
     Args:
         make_script: makes the generator from the State at which it starts or resumes.
         start: the first State; or a function that makes it from a seed, and is tried with several seeds.
-        boundaries: events from whose States the script can resume.
+        boundaries: events at which there is a State that the script can resume from.
         stages: the stages for algorithms that take them.
 
     Raises:
@@ -116,7 +117,7 @@ class Scripted(Subject):
             )
         return value
 
-    def stream(self, case: Seed, start: State | None = None, **arguments: Any) -> Any:
+    def stream(self, case: Seed, start: State | None = None, **arguments: Any) -> Running:
         """The stream of the script from ``start``; None: from its first State."""
         first = self.start(case.seed) if start is None else start
         return drive(self.make_script(first), stages=self.stages, **arguments)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from unittest import SkipTest
 
 import attrs
@@ -15,17 +15,20 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.tree_ops import full_tensor
+from pure_loop.algorithm import AlgorithmLike
 from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.comparison import close, is_wall_clock
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_events, same_stream
+from pure_loop.testing.laws._streams import ROUNDING, in_float64, same_events, same_stream
 from pure_loop.testing.ranks import CollectiveError, NoSimulationError, RankError, shared_pool, simulate
 from pure_loop.testing.report import LawViolation
 from pure_loop.testing.subject import AlgorithmSubject
 
 __all__ = ["Witness", "on_ranks", "rank_agreement", "whole", "witness", "world_size"]
+
+Kind: TypeAlias = Literal["replicate", "shard"]
 
 _RANKS = 2
 _ON_PROCESSES = 2
@@ -104,8 +107,6 @@ def _digest(state: State) -> str:
 
 # Real processes: each run takes as long as a hundred of one rank.
 _CASES = 3
-# In float64 another order of the sums is a relative error of 1e-16, which a few steps amplify; a wrong weight is 1e-2.
-_ROUNDING = 1e-9
 _COMPARED = frozenset({Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.EVAL_END, Event.FIT_END})
 
 
@@ -120,8 +121,8 @@ class Witness:
     """
 
     event: Event
-    counts: tuple[Any, ...]
-    values: dict[str, Any]
+    counts: tuple[float, ...]
+    values: dict[str, PyTree]
 
 
 def witness(stream: Iterable[tuple[Event, State]], *, counts_time: bool = False) -> list[Witness]:
@@ -132,13 +133,13 @@ def witness(stream: Iterable[tuple[Event, State]], *, counts_time: bool = False)
     ]
 
 
-def _counts(state: State, counts_time: bool) -> tuple[Any, ...]:
+def _counts(state: State, counts_time: bool) -> tuple[float, ...]:
     t = state.timestamp
     counts = (t.epoch, t.batch, t.sample, t.token, t.batch_in_epoch, t.sample_in_epoch, t.token_in_epoch)
     return (*counts, t.total_seconds) if counts_time else counts
 
 
-def _values(state: State) -> dict[str, Any]:
+def _values(state: State) -> dict[str, PyTree]:
     fields = ["params", "buffers", "metrics", "opt_state", "algorithm_state"]
     if state.event in (Event.AFTER_TRAIN_BATCH, Event.BATCH_END):
         fields += ["grads", "loss"]
@@ -169,7 +170,7 @@ def whole(case: Case, ranks: int) -> Case:
 
 
 def on_ranks(
-    case: Case, make: Callable[[], Any], fit: Fit, ranks: int, kind: str, **options: Any
+    case: Case, make: Callable[[], Sequence[AlgorithmLike]], fit: Fit, ranks: int, kind: Kind, **options: Any
 ) -> list[list[Witness]]:
     """The witnesses of every rank of a run.
 
@@ -180,8 +181,7 @@ def on_ranks(
     def program(rank: int) -> list[Witness]:
         from pure_loop.distributed import Parallel
 
-        parallel: Any = Parallel(kind=kind, **options)  # type: ignore[arg-type]
-        return witness(case.stream(make(), fit=partial(fit, parallel=parallel)))
+        return witness(case.stream(make(), fit=partial(fit, parallel=Parallel(kind=kind, **options))))
 
     try:
         # torch's DistributedDataParallel crashes if gloo's collectives are checked.
@@ -208,13 +208,13 @@ def world_size(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
         if len(subject.on_worlds) == _CASES:
             return
         subject.on_worlds.append(case)  # a case that fails is tried again, and has to fail again
-    # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
-    case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
+    case = in_float64(case)
     single = witness(whole(case, _RANKS).stream(subject.make(), fit=fit))
     _skip_without_devices(single)
-    for kind in ("replicate", "shard"):
+    kinds: tuple[Kind, ...] = ("replicate", "shard")
+    for kind in kinds:
         for rank, witnesses in enumerate(on_ranks(case, subject.make, fit, _RANKS, kind)):
-            compare(witnesses, single, f'with parallel="{kind}", rank {rank} of {_RANKS}', _ROUNDING)
+            compare(witnesses, single, f'with parallel="{kind}", rank {rank} of {_RANKS}', ROUNDING)
 
 
 def _skip_without_devices(single: list[Witness]) -> None:

@@ -1,25 +1,57 @@
-"""Laws about whole runs: events, immutable States, determinism, ``watch``, ``donate``, ``compile``; leaving early."""
+"""Laws about whole runs: events, immutable States, determinism, ``watch``, ``donate``, ``compile``; leaving early.
+
+Of resumption and of checkpoints, too: any State at a boundary is a complete checkpoint, also after a file.
+"""
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+import tempfile
 import threading
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
-import attrs
+from torch import Tensor
 
+from pure_loop.algorithm import flatten
+from pure_loop.checkpoint import load, save
 from pure_loop.entry.compiling import interpreted
+from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.order import EvaluatorPlan, expected, expected_evaluate, expected_predict
+from pure_loop.order import BOUNDARIES, EvaluatorPlan, expected, expected_evaluate, expected_predict, going_on
+from pure_loop.state import State, outside_batch
 from pure_loop.testing._surroundings import Surroundings
-from pure_loop.testing.case import Case, Fit
-from pure_loop.testing.comparison import Keeper, close, copied, differences
+from pure_loop.testing.case import Case, Fit, Pairs, Running
+from pure_loop.testing.comparison import Keeper, close, differences
 from pure_loop.testing.law import law
-from pure_loop.testing.laws._streams import same_events, same_stream, same_under_other_generators, standalone_streams
+from pure_loop.testing.laws._streams import (
+    ROUNDING,
+    in_float64,
+    same_events,
+    same_state,
+    same_stream,
+    same_under_other_generators,
+    standalone_streams,
+    without_error,
+)
 from pure_loop.testing.report import LawViolation, broken_off, moment, written_to
 from pure_loop.testing.subject import AlgorithmSubject
+from pure_loop.verify.leaves import copied, map_leaves
 
-__all__ = ["closing", "compile_equality", "determinism", "donate_equality", "order", "value", "watch_equality"]
+__all__ = [
+    "checkpoint",
+    "closing",
+    "compile_equality",
+    "determinism",
+    "donate_equality",
+    "order",
+    "resumption",
+    "resumption_from",
+    "to_the_next_batch",
+    "value",
+    "watch_equality",
+]
 
 
 @law(
@@ -104,7 +136,7 @@ def closing(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     training = [submodule.training for submodule in module.modules()]
     hooks = [_hooks(submodule) for submodule in module.modules()]
     threads, around = set(threading.enumerate()), Surroundings()
-    stream: Any = case.stream(subject.make(), fit=fit, start=module)
+    stream = case.stream(subject.make(), fit=fit, start=module)
     last = len(expected(case.plan)) - 1
     position = (case.seed * 31 + 17) % last if last else 0
     left: Event | None = None
@@ -158,8 +190,6 @@ _SOUND = (
     *("evaluation_invariance", "observer_invariance", "composition", "resumption", "watch_equality", "closing"),
 )
 
-# A graph may add in another order, a relative error of 1e-16 in float64, which a few steps amplify.
-_ROUNDING = 1e-9
 _WATCHED = (
     {Event.EPOCH_END, Event.FIT_END},
     {Event.BATCH_END, Event.EVAL_END},
@@ -171,16 +201,8 @@ _WATCHED = (
     {Event.BEFORE_LOSS, Event.BEFORE_BACKWARD, Event.BATCH_END},
 )
 _FIELDS = (
-    "params",
-    "buffers",
-    "opt_state",
-    "algorithm_state",
-    "metrics",
-    "loss",
-    "outputs",
-    "grads",
-    "grad_norm",
-    "skipped",
+    *("params", "buffers", "opt_state", "algorithm_state", "metrics"),
+    *("loss", "outputs", "grads", "grad_norm", "skipped"),
 )
 
 
@@ -191,8 +213,7 @@ def compile_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     Graphs run operation by operation, so that no C++ compiler is needed: the law is about the contents of the graphs.
     Code that can't be traced runs eagerly, between graphs.
     """
-    # Momentum instead of AdamW, which turns a rounding error in a gradient that should be zero into a full step.
-    case = attrs.evolve(case, problem=case.problem.in_float64(), optimizer="sgd", precision="fp32")
+    case = in_float64(case)
     watched = _WATCHED[case.seed % len(_WATCHED)]
     wanted = case.run(subject.make(), fit=fit, watch=watched)
     steps = 3 if case.plan.order == "current" and case.seed % 2 else 1
@@ -203,9 +224,7 @@ def compile_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     for (event, compiled), (_, eager) in zip(value, wanted, strict=True):
         for field in _FIELDS:
             name = "_grads" if field == "grads" else field
-            difference = close(
-                getattr(compiled, name), getattr(eager, name), tolerance=_ROUNDING, name=f"state.{field}"
-            )
+            difference = close(getattr(compiled, name), getattr(eager, name), tolerance=ROUNDING, name=f"state.{field}")
             if difference is not None:
                 raise LawViolation(
                     f"{what}: at {moment(compiled)}, the result differs from that of eager steps.",
@@ -215,3 +234,112 @@ def compile_equality(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
                     advice="A graph holds the Python values of the moment it was traced. Branch on tensors with "
                     "torch.where, and keep numbers that change in tensors or in the State.",
                 )
+
+
+# Resumption and checkpoints
+
+
+@law(
+    "from every boundary, training resumes with a fresh instance exactly as if it had not stopped",
+    rests_on=("purity", "memory", "order", "value", "determinism", "visibility"),
+)
+def resumption(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
+    """Resumes from every boundary to the end of the next batch; from two, which the seed chooses, to the end."""
+    resumption_from(subject, case, fit, {case.seed % 5, (case.seed * 7 + 3) % 11})
+
+
+def resumption_from(subject: AlgorithmSubject, case: Case, fit: Fit, to_the_end: Collection[int] | None) -> None:
+    """Try the law.
+
+    Args:
+        to_the_end: numbers of the boundaries from which the run is resumed to its end; from the others only to the end
+            of the next batch. None: from all to the end.
+    """
+    uninterrupted = subject.alone(case, fit)
+    events = [event for event, _ in uninterrupted]
+    boundaries = [index for index, event in enumerate(events) if event in BOUNDARIES]
+    for number, index in enumerate(boundaries):
+        event, state = uninterrupted[index]
+        what = f"resumed from {moment(state)}"
+        short = to_the_end is not None and number not in to_the_end
+        with without_error(f"{what}, the run", event):
+            stream = case.stream(subject.make(), fit=fit, start=_as_values(state))
+            again = list(to_the_next_batch(stream) if short else stream)
+            stream.close()
+        _goes_on(again, uninterrupted, index, what, ended=not short)
+
+
+def _goes_on(
+    again: Pairs, uninterrupted: Pairs, index: int, what: str, *, loading: Sequence[Event] = (), ended: bool = False
+) -> None:
+    """Refuse a resumed run that does not go on as the uninterrupted one does.
+
+    Args:
+        again, uninterrupted: the pairs of both.
+        index: of the pair from which it resumed.
+        what: for the message.
+        loading: the events with which it begins, of loading a file.
+        ended: whether it has run to its end.
+    """
+    rest = going_on([event for event, _ in uninterrupted], index)
+    wanted = [*loading, *rest]
+    same_events([event for event, _ in again], wanted if ended else wanted[: len(again)], what)
+    # Every call yields FIT_START first; the uninterrupted stream has none at this place.
+    value = again[len(loading) + 1 :]
+    same_stream(value, uninterrupted[len(uninterrupted) - len(rest) + 1 :][: len(value)], what)
+
+
+def _as_values(state: State) -> State:
+    """The State rebuilt from its values, as a checkpoint does: attributes and hooks of tensors are lost."""
+    return map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), state)
+
+
+def to_the_next_batch(stream: Running) -> Iterator[tuple[Event, State]]:
+    """The stream up to the end of its next batch, or of its epoch."""
+    for pair in stream:
+        yield pair
+        if pair[0] in (Event.BATCH_END, Event.EPOCH_CHECKPOINT):
+            return
+
+
+_BEFORE_TRAINING = [Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD]
+
+
+@law(
+    "a State that was saved and loaded is equal to the original, and training resumes from it",
+    rests_on=("resumption",),
+)
+def checkpoint(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
+    """Saves the State at two boundaries, which the seed chooses; runs from each file to the end of the next batch."""
+    uninterrupted = subject.alone(case, fit)
+    boundaries = [index for index, (event, _) in enumerate(uninterrupted) if event in BOUNDARIES]
+    chosen = {boundaries[(case.seed * 5 + step) % len(boundaries)] for step in (1, 8)}
+    with tempfile.TemporaryDirectory() as folder:
+        for index in sorted(chosen):
+            _save_and_resume(Path(folder) / f"{index}.safetensors", uninterrupted, index, subject, case, fit)
+
+
+def _save_and_resume(
+    path: Path, uninterrupted: Pairs, index: int, subject: AlgorithmSubject, case: Case, fit: Fit
+) -> None:
+    event, state = uninterrupted[index]
+    what = f"saved at {moment(state)}, and loaded"
+    module = state.module()
+    try:
+        save(state, path)
+    except ArgumentTypeError as error:
+        raise LawViolation(f"the State of {moment(state)} can't be saved: {error}", event=event) from error
+    loaded = load(path, model=module)
+    same_state(loaded, outside_batch(state).replace(event=state.event), what)
+    algorithms = subject.make()
+    # With load_path=, handlers of the events before training would run a second time; then the loaded State is passed.
+    acts_before = {handler for algorithm in flatten(algorithms) for handler in algorithm.handlers}.intersection(
+        _BEFORE_TRAINING
+    )
+    load_path: dict[str, Path] = {} if acts_before else {"load_path": path}
+    with without_error(f"{what}, the run", event):
+        stream = case.stream(algorithms, fit=fit, start=loaded if acts_before else module, **load_path)
+        again = list(to_the_next_batch(stream))
+        stream.close()
+    loading = [] if acts_before else _BEFORE_TRAINING[: 1 if case.plan.order == "2021" else None]
+    _goes_on(again, uninterrupted, index, what, loading=loading)

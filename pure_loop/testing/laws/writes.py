@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import attrs
 import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import scalar_like
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.weights import Weights
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.batch import map_tensors
@@ -112,7 +113,7 @@ _WITNESS = "witness of the law"
 def discipline(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Compares each field before and after a handler; another algorithm with a state of its own runs beside it."""
 
-    def tap(call: Call) -> Any:
+    def tap(call: Call) -> object:
         result = call()
         if call.kind == "handler" and isinstance(result, State) and result is not call.state:
             _check_fields(call, result)
@@ -245,7 +246,7 @@ class _Watcher:
         self.left: State | None = None
         self._open: Event | None = None
         self._before_evaluation: State | None = None
-        self._wanted: dict[str, Any] = {}
+        self._wanted: dict[str, object] = {}
         self._weights: Weights | None = None
         self._index = self._batch = 0
 
@@ -294,7 +295,7 @@ class _Watcher:
         self.left = state
         self._wanted = self._follows(event, state)
 
-    def _follows(self, event: Event, state: State) -> dict[str, Any]:
+    def _follows(self, event: Event, state: State) -> dict[str, object]:
         """The fields that the loop computes next, with the values that they should have."""
         stages = self._stages
         if event is Event.BEFORE_TRAIN_BATCH:
@@ -329,7 +330,7 @@ class _Watcher:
             return {"outputs": _validate(stages, state, label=label, batch=self._batch, index=self._index).outputs}
         return {}
 
-    def _gradients(self, state: State) -> dict[str, Any]:
+    def _gradients(self, state: State) -> dict[str, Tensor | None]:
         assert self._weights is not None
         share = self._weights.shares[self._index]
         loss, names = total_loss(state.loss), state.model.differentiated(state.frozen)
@@ -337,22 +338,18 @@ class _Watcher:
         # retain_graph: the loop runs its own backward after this one. It also repeats the random numbers that the
         # recomputed forward of activation checkpointing draws.
         result = torch.autograd.grad(loss, inputs, scalar_like(loss, share), retain_graph=True, allow_unused=True)
-        before = _read(state, "grads")
-        if before is None:
-            now: dict[str, Tensor | None] = dict(zip(names, result, strict=True))
-        else:
-            now = {name: _sum(before[name], gradient) for name, gradient in zip(names, result, strict=True)}
-        return {name: now.get(name) for name in state.model.trainable}
+        before = {} if not isinstance(state._grads, Mapping) else state._grads
+        totals = {name: _sum(before.get(name), gradient) for name, gradient in zip(names, result, strict=True)}
+        return {name: totals.get(name) for name in state.model.trainable}
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _read(state: State, field: str) -> Any:
-    if field != "grads":
-        return getattr(state, field)
-    return None if state._grads is NOT_READY else state._grads
+def _read(state: State, field: str) -> object:
+    value: object = getattr(state, "_grads" if field == "grads" else field)
+    return None if value is NOT_READY else value
 
 
 def _returned(left: State, before: State | None) -> State:
@@ -366,7 +363,7 @@ def _returned(left: State, before: State | None) -> State:
 _BEFORE_EVALUATION = frozenset({Event.BATCH_END, Event.EPOCH_END, Event.EVAL_BEFORE_ALL, Event.EVAL_START})
 
 
-def _still_current(before: State, state: State) -> dict[str, Any]:
+def _still_current(before: State, state: State) -> dict[str, Mapping[str, object]]:
     """The metrics that were there, without those of evaluators that are due."""
     return {label: values for label, values in before.metrics.items() if label in state.metrics}
 
@@ -374,7 +371,7 @@ def _still_current(before: State, state: State) -> dict[str, Any]:
 def _writer() -> Algorithm:
     """An algorithm that changes, at every event, a field that may change there."""
 
-    def scaled(tree: object, factor: float) -> Any:
+    def scaled(tree: PyTree, factor: float) -> PyTree:
         return map_tensors(lambda tensor: tensor * factor if tensor.is_floating_point() else tensor, tree)
 
     def params(state: State) -> State:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from attrs import frozen
@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from pure_loop.errors import PureLoopError
-
-__all__ = ["OPERATIONS", "Collective", "CollectiveError", "Tensors", "UnsupportedCollectiveError", "outcome"]
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 
@@ -57,7 +55,7 @@ class Collective:
         return f"{text} of {named}" if named else text
 
 
-OPERATIONS: dict[Any, str] = {
+OPERATIONS: dict[object, str] = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "avg",
     ReduceOp.PRODUCT: "product",
@@ -68,7 +66,7 @@ OPERATIONS: dict[Any, str] = {
     ReduceOp.BXOR: "bxor",
 }
 
-_BINARY: dict[str, Any] = {
+_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
     "product": torch.mul,
@@ -81,7 +79,7 @@ _BINARY: dict[str, Any] = {
 
 
 def _reduced(op: str, tensors: Sequence[Tensor]) -> Tensor:
-    total: Tensor = reduce(_BINARY[op], tensors)
+    total = reduce(_BINARY[op], tensors)
     # In place, because that refuses integers, as the backends do.
     return total.clone().div_(len(tensors)) if op == "avg" else total
 

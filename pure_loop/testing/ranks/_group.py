@@ -22,11 +22,9 @@ from pure_loop.testing.ranks._collectives import OPERATIONS, CollectiveError, Te
 Flat: TypeAlias = Sequence[Tensor]
 Nested: TypeAlias = Sequence[Sequence[Tensor]]
 
-__all__ = ["Exchange", "Group", "Left"]
-
 
 class Left(BaseException):
-    """Leaves a program at a collective whose result is not known yet. ``except Exception`` doesn't catch it."""
+    """Leaves a program at a collective without a result that is known yet. ``except Exception`` doesn't catch it."""
 
 
 class Options(Protocol):
@@ -170,16 +168,16 @@ class Group(dist.ProcessGroup):
         assert options is not None
         op = OPERATIONS.get(options.reduceOp.op)
         if op is None:
-            known = ", ".join(OPERATIONS.values())
-            raise UnsupportedCollectiveError(f"{options.reduceOp.op} is not simulated; what is: {known}.")
+            listed = ", ".join(OPERATIONS.values())
+            raise UnsupportedCollectiveError(f"{options.reduceOp.op} is not simulated; what is: {listed}.")
         return op
 
-    def _parts(self, kind: str, whole: Tensor, part: Tensor) -> Tensors:
+    def _parts(self, kind: str, tensor: Tensor, part: Tensor) -> Tensors:
         """A tensor that holds something for every rank, as one view a rank."""
-        fits = whole.numel() == part.numel() * self._ranks and whole.dtype == part.dtype
-        self._need(fits, kind, f"{_shown(whole)} is not {self._ranks} times {_shown(part)}")
-        self._need(whole.is_contiguous(), kind, f"{_shown(whole)} is not contiguous")
-        return whole.detach().view(self._ranks, *part.shape).unbind()
+        fits = tensor.numel() == part.numel() * self._ranks and tensor.dtype == part.dtype
+        self._need(fits, kind, f"{_shown(tensor)} is not {self._ranks} times {_shown(part)}")
+        self._need(tensor.is_contiguous(), kind, f"{_shown(tensor)} is not contiguous")
+        return tensor.detach().view(self._ranks, *part.shape).unbind()
 
     def _one_a_rank(self, kind: str, many: Flat, part: Tensor | None = None) -> None:
         self._need(len(many) == self._ranks, kind, f"a list holds {len(many)} tensors for {self._ranks} ranks")

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from types import ModuleType
 
 __all__: list[str] = []
 
@@ -33,18 +33,16 @@ _LONGER = 30.0
 
 class _Worker:
     def __init__(self, rank: int, ranks: int, timeout: float) -> None:
-        import torch
-
-        torch.set_num_threads(1)
-        self._torch: Any = torch
+        self._torch = import_module("torch")
+        self._torch.set_num_threads(1)
         around = _by_path(Path(__file__).parents[1] / "_surroundings.py")
         # The settings with which every program starts.
         self._new, self._threads = around.Surroundings(), set(threading.enumerate())
         self.worn = False
-        self._dumps: Any = import_module("cloudpickle").dumps
+        self._dumps = import_module("cloudpickle").dumps
         self._rank, self._ranks, self._patience = rank, ranks, timeout + _LONGER
 
-    def meet(self, store: str) -> tuple[Any, ...]:
+    def meet(self, store: str) -> tuple[object, ...]:
         """Leave the process group, and enter a new one that the ranks find through a file."""
         try:
             self.leave()
@@ -60,7 +58,7 @@ class _Worker:
         except Exception as error:
             return "error", time.monotonic(), "could not meet the others:", *self._described(error)
 
-    def run(self, path: list[str], folder: str | None, payload: bytes) -> tuple[Any, ...]:
+    def run(self, path: list[str], folder: str | None, payload: bytes) -> tuple[object, ...]:
         """The result of a program.
 
         Args:
@@ -68,7 +66,7 @@ class _Worker:
             folder: the working directory that the program is loaded and called in; None: the pool's folder of files.
             payload: the program, pickled.
         """
-        # Written in C, it also ends a process whose interpreter is stuck while no other process is left to kill it.
+        # Written in C, it also ends a process that is stuck in its interpreter while no other one is left to kill it.
         faulthandler.dump_traceback_later(self._patience, exit=True)
         doing = "could not load the program:"
         try:
@@ -113,9 +111,11 @@ class _Worker:
             return line, text, None  # it refers to an object that can't be sent, such as a lock
 
 
-def _by_path(path: Path) -> Any:
+def _by_path(path: Path) -> ModuleType:
     """A module by the path of its file: by its name, all of its package would be imported."""
-    spec: Any = spec_from_file_location(path.stem, path)
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

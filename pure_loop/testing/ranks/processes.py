@@ -24,16 +24,16 @@ from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeAlias, TypeVar
 
 from pure_loop._internal.arguments import check_integer, check_number
 from pure_loop.errors import ArgumentTypeError, MissingExtraError, PureLoopError
 from pure_loop.testing._surroundings import working_directory
 from pure_loop.testing.ranks.simulation import environment
 
-__all__ = ["Pool", "RankError", "close_shared_pools", "shared_pool"]
-
 T = TypeVar("T")
+# Of a rank: what it did, and what came of it; None: it died.
+Answer: TypeAlias = "tuple[Any, ...] | None"
 
 _WORKER = str(Path(__file__).resolve().with_name("_worker.py"))
 _START = 120.0  # seconds that processes may take to import torch on a busy machine
@@ -225,12 +225,13 @@ class _Rank:
         with suppress(OSError):  # it died, which shows when it is waited for
             self.connection.send_bytes(pickle.dumps(message))
 
-    def receive(self) -> Any:
+    def receive(self) -> Answer:
         """Its answer; None if it died instead."""
         try:
             # A process that it started may hold the connection open after it died, without ever writing to it.
             if not self.connection.poll():
                 return None
+            answer: Answer
             self.worn, answer = pickle.loads(self.connection.recv_bytes())
             return answer
         except (EOFError, OSError):
@@ -302,7 +303,7 @@ class _Team:
         """
         self.at_rest = False
         if self._apart:
-            # Separately: a rank whose program fails at once would leave while others are still connecting.
+            # Separately: a rank would leave at once, if its program fails, while others are still connecting.
             self._rounds += 1
             store = os.path.join(self._directory, str(self._rounds))
             self._raise_failure(self._ask(("meet", store), _START), _START)
@@ -312,16 +313,16 @@ class _Team:
         self._raise_failure(answers, self._timeout)
         # Unchecked ranks can leave messages in the group that the next program would receive.
         self._apart = not self._checks
-        return [self._loaded(rank, answers[rank][1]) for rank in range(len(self._ranks))]
+        return [self._loaded(rank, answer[1]) for rank, answer in sorted(answers.items()) if answer is not None]
 
-    def _ask(self, message: tuple[object, ...], seconds: float) -> dict[int, Any]:
+    def _ask(self, message: tuple[object, ...], seconds: float) -> dict[int, Answer]:
         for rank in self._ranks:
             rank.send(message)
         return self._answers(seconds)
 
-    def _answers(self, seconds: float) -> dict[int, Any]:
+    def _answers(self, seconds: float) -> dict[int, Answer]:
         """The answers of the ranks that answer in time; None for one that dies."""
-        answers: dict[int, object] = {}
+        answers: dict[int, Answer] = {}
         until, failed = time.monotonic() + seconds, False
         while len(answers) < len(self._ranks) and (left := until - time.monotonic()) > 0:
             waiting = [item for item in self._ranks if item.rank not in answers]
@@ -333,7 +334,7 @@ class _Team:
                         failed, until = True, min(until, time.monotonic() + _GRACE)
         return answers
 
-    def _raise_failure(self, answers: dict[int, Any], seconds: float) -> None:
+    def _raise_failure(self, answers: dict[int, Answer], seconds: float) -> None:
         """
         Raises:
             RankError: about the first failure: a rank that dies or raises makes others fail, too.
@@ -346,7 +347,7 @@ class _Team:
             if self._checks and _DDP in wrote:
                 fates += " (torch's DistributedDataParallel can't be checked: use Pool(checked=False))"
             raise RankError(f"{fates}.{wrote}", tuple(item.rank for item in dead))
-        errors = [(answer[1], rank, *answer[2:]) for rank, answer in answers.items() if answer[0] == "error"]
+        errors = [(answer[1], rank, *answer[2:]) for rank, answer in answers.items() if answer and answer[0] == "error"]
         if errors:
             _, rank, doing, line, text, cause = min(errors, key=lambda error: error[:2])
             message = f"rank {rank} {of} {doing} {line}\n\n{text.strip()}{self._ranks[rank].tail()}"
@@ -361,7 +362,7 @@ class _Team:
                 tuple(item.rank for item in late),
             )
 
-    def _loaded(self, rank: int, payload: bytes) -> Any:
+    def _loaded(self, rank: int, payload: bytes) -> object:
         try:
             return pickle.loads(payload)
         except Exception as error:

@@ -13,8 +13,9 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
+import torch
 from attrs import frozen
 
 from pure_loop._internal.arguments import check_integer
@@ -26,20 +27,9 @@ from pure_loop.testing.ranks._collectives import (
     Collective,
     CollectiveError,
     Tensors,
-    UnsupportedCollectiveError,
     outcome,
 )
 from pure_loop.testing.ranks._group import Group, Left
-
-__all__ = [
-    "Collective",
-    "CollectiveError",
-    "NoSimulationError",
-    "Ran",
-    "UnsupportedCollectiveError",
-    "environment",
-    "simulate",
-]
 
 T = TypeVar("T")
 
@@ -144,42 +134,37 @@ _WORLD: dict[str, Callable[[Group], object]] = {
 """What torch knows of process groups, of the only one."""
 
 
-def _read_world(read: Callable[[Group], object], world: World) -> object:
-    return read(world.default_pg)
-
-
 class World(Protocol):
     """Of torch's object that holds process groups, what is read here."""
 
     default_pg: Group
+    pg_coalesce_state: dict[object, object]
+
+
+def _read_world(read: Callable[[Group], object], world: World) -> object:
+    return read(world.default_pg)
+
+
+def _refuse_new_group(world: World, value: object = None) -> NoReturn:
+    # Before 2.13 torch asks the group nothing, but it counts before it makes a new one.
+    world.default_pg.refuse("new_group")
 
 
 @cache
-def world_class(base: type) -> type[Any]:
-    """What torch knows of process groups while the program of a rank runs: this one, and no other.
+def world_class(base: type[World]) -> type[World]:
+    """What torch knows of process groups while the program of a rank runs: one, and no other.
 
     Args:
         base: torch's class of such objects.
     """
+    properties = {name: property(partial(_read_world, read)) for name, read in _WORLD.items()}
+    return type("World", (base,), {**properties, "group_count": property(_refuse_new_group, _refuse_new_group)})
 
-    class World(base):  # type: ignore[misc]
-        def __init__(self, group: Group) -> None:
-            super().__init__()
-            self.default_pg = group
-            self._group = group
 
-        @property
-        def group_count(self) -> object:
-            # Before 2.13 torch asks the group nothing, but it counts before it makes a new one.
-            return self._group.refuse("new_group")
-
-        @group_count.setter
-        def group_count(self, value: int) -> None:
-            self._group.refuse("new_group")
-
-    for name, read in _WORLD.items():
-        setattr(World, name, property(partial(_read_world, read)))
-    return World
+def _world(base: type[World], group: Group) -> World:
+    world = world_class(base)()
+    world.default_pg = group
+    return world
 
 
 # The default process group and the environment belong to the whole process, so threads take turns.
@@ -191,21 +176,21 @@ class _Asked:
     """One call of a collective: its kind, its inputs, and the shapes and dtypes of its outputs."""
 
     collective: tuple[Any, ...]
-    given: Tensors
-    wanted: tuple[tuple[Any, ...], ...]
+    inputs: Tensors
+    wanted: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-class _Simulation:
+class _Simulation(Generic[T]):
     """The collectives that every rank has called so far, and the results that are known."""
 
-    def __init__(self, program: Callable[[int], object], ranks: int) -> None:
+    def __init__(self, program: Callable[[int], T], ranks: int) -> None:
         self._program = program
         self._ranks = range(ranks)
         self._asked: list[list[_Asked]] = [[] for _ in self._ranks]
         self._results: list[list[Tensors]] = []
-        self._ended: dict[int, Any] = {}
+        self._ended: dict[int, T] = {}
 
-    def run(self) -> list[Ran[Any]]:
+    def run(self) -> list[Ran[T]]:
         """
         Raises:
             CollectiveError, UnsupportedCollectiveError, Exception: as :func:`simulate` says.
@@ -219,7 +204,7 @@ class _Simulation:
                 "pl.testing.ranks.Pool(2).run(program)."
             )
         groups = [Group(self, rank, ranks) for rank in self._ranks]
-        worlds = [world_class(torch_world.cls)(group) for group in groups]
+        worlds = [_world(torch_world.cls, group) for group in groups]
         environ = {name: os.environ.get(name) for name in environment(0, ranks)}
         # The object that holds torch's default group can be replaced. That needs no store and takes no time, and keeps
         # an existing group; init_process_group and destroy_process_group take milliseconds and can't nest.
@@ -289,7 +274,7 @@ class _Simulation:
             before = requested[number]
             if collective != before.collective:
                 raise self._changed(rank, number, f"was {Collective(*collective)}")
-            if not all(same(*pair) for pair in zip(value, before.given, strict=True)):
+            if not all(same(*pair) for pair in zip(value, before.inputs, strict=True)):
                 raise self._changed(rank, number, "had other numbers in it")
         else:
             form = tuple([(tuple(item.shape), item.dtype) for item in wanted])
@@ -306,7 +291,9 @@ class _Simulation:
             CollectiveError: not all ranks call the same.
         """
         requested = [self._asked[rank][number] if number < len(self._asked[rank]) else None for rank in self._ranks]
-        if any(each is None and rank not in self._ended for rank, each in zip(self._ranks, requested, strict=True)):
+        if any(
+            request is None and rank not in self._ended for rank, request in zip(self._ranks, requested, strict=True)
+        ):
             return
         together = [item for item in requested if item is not None]
         if not together:
@@ -316,7 +303,7 @@ class _Simulation:
         uneven = kind in ("all_to_all", "all_to_all_single")
         if len(together) < len(requested) or len({item.collective[: 1 if uneven else None] for item in together}) > 1:
             raise self._disagreement(number)
-        results = outcome(kind, op, root, [item.given for item in together])
+        results = outcome(kind, op, root, [item.inputs for item in together])
         if uneven:
             for rank, parts in zip(self._ranks, results, strict=True):
                 for source, (part, wanted) in enumerate(zip(parts, together[rank].wanted, strict=True)):
@@ -340,10 +327,10 @@ class _Simulation:
             "processes these would wait for ever, or mix up their numbers."
         )
 
-    def _changed(self, rank: int, number: int, now: str) -> CollectiveError:
+    def _changed(self, rank: int, number: int, change: str) -> CollectiveError:
         before = Collective(*self._asked[rank][number].collective)
         return CollectiveError(
             f"rank {rank} of {len(self._ranks)} behaves differently when it runs again: its collective number "
-            f"{number + 1} was {before}, and on the next run it {now}. A simulated program runs several times: create "
-            "what it changes (models, lists, generators) inside it, and read no clock."
+            f"{number + 1} was {before}, and on the next run it {change}. A simulated program runs several times: "
+            "create what it changes (models, lists, generators) inside it, and read no clock."
         )

@@ -1,25 +1,113 @@
-"""Amounts of training, how far training can be, and the events on the way."""
+"""The strategies of batches and of times: amounts of training, how far it can be, and the events on the way."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
-from pure_loop._internal.arguments import check_flag, check_number
+from pure_loop._internal.arguments import check_number
+from pure_loop._internal.pytree import Batch
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, Order, Plan, expected
 from pure_loop.order import going_on as rest_of
+from pure_loop.ranges import AtLeast, checked
 from pure_loop.testing._arguments import check_choices, check_range, check_strategy
 from pure_loop.testing._plans import ORDERS, UNITS
 from pure_loop.testing._plans import plans as all_plans
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["event_streams", "times", "timestamps", "timestamps_of"]
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16)
+"""Of the tensors in batches, the commonest first."""
+
+_ALL_DTYPES = (*DTYPES, torch.float16, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+_LEAVES = ("tensor", "texts", "whole")
+_CONTAINERS: dict[str, Callable[[Sequence[object]], Batch]] = {
+    "tuple": tuple,
+    "dict": lambda items: dict(zip(("inputs", "targets", "mask"), items, strict=False)),
+    "list": list,
+}
+_WHOLE: tuple[Callable[[], object], ...] = (lambda: None, lambda: 0.5, lambda: "text", lambda: torch.tensor(1.0))
+
+
+@checked
+def batches(
+    *,
+    min_samples: Annotated[int, AtLeast(1)] = 1,
+    max_samples: Annotated[int, AtLeast(1)] = 6,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    nested: bool = True,
+) -> st.SearchStrategy[Batch]:
+    """Batches of the shapes that a task counts and splits.
+
+    Pairs of tensors, ``(inputs, targets)``; tensors alone; tuples, lists and dicts, nested too, of tensors and of what
+    may stand beside them: a text for each sample, and numbers, strings, None and 0-d tensors, which belong to a batch
+    as a whole. They shrink to ``(tensor([0.]), tensor([0.]))``.
+
+    Args:
+        min_samples, max_samples: how many samples a batch holds.
+        dtypes: of the tensors.
+        nested: whether there are others than pairs of tensors.
+
+    Raises:
+        ArgumentError: a number out of range, a range without a number in it, or no dtype.
+        ArgumentTypeError: an argument of another type.
+
+    >>> from hypothesis import find
+    >>> from pure_loop.data.samples import num_samples
+    >>> find(batches(), lambda batch: num_samples(batch) == 2)
+    (tensor([0., 0.]), tensor([0., 0.]))
+    """
+    check_range("batches", "min_samples", min_samples, "max_samples", max_samples)
+    return _batches(min_samples, max_samples, check_choices("batches", "dtypes", dtypes, _ALL_DTYPES), nested)
+
+
+@st.composite
+def _batches(draw: st.DrawFn, least: int, most: int, dtypes: Sequence[torch.dtype], nested: bool) -> Batch:
+    samples = draw(st.integers(least, most))
+
+    def tensor() -> Tensor:
+        shape = (samples, *draw(st.lists(st.integers(1, 3), max_size=2)))
+        return _filled(shape, draw(st.sampled_from(dtypes)), draw(st.integers(0, 99)))
+
+    def container(kind: str, depth: int, first: Callable[[], object]) -> Batch:
+        more = draw(st.sampled_from((1, 2, 0)))
+        return _CONTAINERS[kind]([first(), *(node(depth) for _ in range(more))])
+
+    def node(depth: int) -> object:
+        kind = draw(st.sampled_from((*_LEAVES, *_CONTAINERS) if depth else _LEAVES))
+        if kind == "tensor":
+            return tensor()
+        if kind == "texts":
+            return [f"text {number}" for number in range(samples)]
+        if kind == "whole":
+            return draw(st.sampled_from(_WHOLE))()
+        return container(kind, depth - 1, lambda: node(depth - 1))
+
+    kind = draw(st.sampled_from(("pair", *_CONTAINERS, "tensor"))) if nested else "pair"
+    # Drawn in any case: what takes fewer draws is simpler, and nothing is to be simpler than a pair.
+    pair = tensor(), tensor()
+    if kind == "pair":
+        return pair
+    # A tensor at the head, so that there are samples to count.
+    return pair[0] if kind == "tensor" else container(kind, 2, lambda: pair[0])
+
+
+def _filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+    """Zeros for seed 0; else numbers of this seed, none of them negative where they may be indices."""
+    if not seed:
+        return torch.zeros(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(2 if dtype is torch.bool else 5, shape, generator=generator).to(dtype)
 
 
 def times(
@@ -49,9 +137,9 @@ def times(
     return st.one_of([_times(unit, low, high) for unit in chosen])
 
 
-def _bound(name: str, value: Any) -> float:
+def _bound(name: str, value: float) -> float:
     check_number(name, value, where="times", least=0)
-    return value  # type: ignore[no-any-return]  # an int stays one: it may be more than a float holds
+    return value  # an int stays one: it may be more than a float holds
 
 
 def _times(unit: TimeUnit, low: float, high: float | None) -> st.SearchStrategy[Time]:
@@ -95,16 +183,16 @@ def timestamps(*, plans: st.SearchStrategy[Plan] | None = None) -> st.SearchStra
 
 @st.composite
 def _timestamps(draw: st.DrawFn, plans: st.SearchStrategy[Plan]) -> Timestamp:
-    now = draw(st.sampled_from(list(timestamps_of(draw(plans)))))
-    return now if draw(st.booleans()) else now.replace(max_duration=None, batches_per_epoch=None)
+    timestamp = draw(st.sampled_from(list(timestamps_of(draw(plans)))))
+    return timestamp if draw(st.booleans()) else timestamp.replace(max_duration=None, batches_per_epoch=None)
 
 
 def timestamps_of(plan: Plan) -> Iterator[Timestamp]:
     """The timestamps that a run of a plan has, from the first to the last."""
     lengths = [len(plan.batches)] if plan.sized else []
     lengths += [] if plan.batches_per_epoch is None else [plan.batches_per_epoch]
-    now = Timestamp(max_duration=plan.max_duration, batches_per_epoch=min(lengths, default=None))
-    yield now
+    timestamp = Timestamp(max_duration=plan.max_duration, batches_per_epoch=min(lengths, default=None))
+    yield timestamp
     goes_on = not plan.sized and plan.batches_per_epoch is not None
     sizes = itertools.cycle(plan.batches)
     for event in expected(plan):
@@ -112,16 +200,17 @@ def timestamps_of(plan: Plan) -> Iterator[Timestamp]:
             sizes = itertools.cycle(plan.batches)
         elif event is Event.BATCH_END:
             samples = next(sizes)
-            now = now.next_batch(samples, samples * plan.tokens_per_sample, plan.seconds_per_batch)
-            yield now
+            timestamp = timestamp.next_batch(samples, samples * plan.tokens_per_sample, plan.seconds_per_batch)
+            yield timestamp
         elif event is Event.EPOCH_END:
-            now = now.next_epoch()
-            yield now
+            timestamp = timestamp.next_epoch()
+            yield timestamp
         elif event is Event.ITERATION_END:
-            now = now.next_iteration()
-            yield now
+            timestamp = timestamp.next_iteration()
+            yield timestamp
 
 
+@checked
 def event_streams(
     *, order: Order | None = None, plans: st.SearchStrategy[Plan] | None = None, going_on: bool = True
 ) -> st.SearchStrategy[list[Event]]:
@@ -146,7 +235,6 @@ def event_streams(
     (21, Event.INIT, Event.FIT_END)
     """
     where = "event_streams"
-    check_flag("going_on", going_on, where=where)
     if plans is None:
         plans = all_plans(orders=check_choices(where, "order", ["current" if order is None else order], ORDERS))
     elif order is not None:
