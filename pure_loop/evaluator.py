@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
 from pure_loop._internal.arguments import check_flag, positive_or_none
 from pure_loop._internal.reprs import call, data, shown
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
-from pure_loop.data.dataloaders import source
-from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
 from pure_loop.metrics._base import Metric, MetricsLike, as_metrics
@@ -20,6 +18,9 @@ from pure_loop.ranges import checked
 from pure_loop.state import Loss, State
 from pure_loop.task import OnTargets, Task, check_loss_function
 from pure_loop.time import Time, TimeUnit
+
+if TYPE_CHECKING:
+    from pure_loop.data.source import Source
 
 __all__ = [
     "BoundEvaluator",
@@ -143,7 +144,7 @@ def bind_evaluators(
     seed: int,
     max_duration: Time | None = None,
     *,
-    sources: Callable[..., Source] = source,
+    sources: Callable[..., Source],
 ) -> tuple[BoundEvaluator, ...]:
     """The evaluators of an ``evaluators=`` argument: None, a dataloader, or a mapping of labels to dataloaders.
 

@@ -10,16 +10,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import attrs
 import torch
 
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
-from pure_loop.data.dataloaders import source
 from pure_loop.data.group import Share
-from pure_loop.data.source import Source
 from pure_loop.distributed.parallel import Parallel, rank, read_parallel, refuse_lone, world_size
 from pure_loop.errors import DistributedError, ResumeError
 from pure_loop.random import derive
@@ -27,6 +25,9 @@ from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.state import State
 from pure_loop.task import Task
 from pure_loop.time import TimestampFields
+
+if TYPE_CHECKING:
+    from pure_loop.data.source import Source
 
 __all__ = ["Together", "announced"]
 
@@ -135,10 +136,20 @@ class Together:
 
     def sources(self, task: Task) -> Callable[..., Source]:
         """What makes a Source of a dataloader, for this rank's part of it."""
-        return source if self.parallel is None else partial(self._source, task, self.parallel)
+        from pure_loop.data.dataloaders import source  # which nothing but a run needs
+
+        return source if self.parallel is None else partial(self._source, source, task, self.parallel)
 
     def _source(
-        self, task: Task, parallel: Parallel, dataloader: Any, *, seed: int, stream: str, **options: Any
+        self,
+        source: Callable[..., Source],
+        task: Task,
+        parallel: Parallel,
+        dataloader: Any,
+        *,
+        seed: int,
+        stream: str,
+        **options: Any,
     ) -> Source:
         from pure_loop.distributed.engines import reads_its_own
 
