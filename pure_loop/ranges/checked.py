@@ -123,7 +123,7 @@ class _Reader:
 
 
 def checked(target: C) -> C:
-    """The same function, or class, which refuses at the call what is outside the ranges of its signature.
+    """The function, or class, with a refusal at the call of what is outside the ranges of its signature.
 
     Numbers arrive as floats and amounts of training as Times. Defaults aren't checked.
 
