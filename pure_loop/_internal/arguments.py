@@ -23,26 +23,6 @@ from typing import Any, TypeGuard, TypeVar
 from pure_loop._text import without_secrets
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = [
-    "accepts",
-    "as_float",
-    "check_callable",
-    "check_choice",
-    "check_file_name",
-    "check_flag",
-    "check_integer",
-    "check_number",
-    "check_text",
-    "is_integer",
-    "is_number",
-    "is_path",
-    "is_scheduler",
-    "name_of",
-    "positive_or_none",
-    "refusal",
-    "refuse_no_schedule",
-]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from pure_loop._internal.torch_private import graph_task, is_transformed, run_backward
 from pure_loop.errors import ModelError
 
-__all__ = ["add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
-
 
 def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Tensor, ...]:
     """``torch.autograd.grad(loss, inputs, seed, allow_unused=True)`` of a scalar, without its checks of every input.

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from pure_loop._internal.torch_private import is_transformed
 from pure_loop._internal.tree_ops import local_tensor
 
-__all__ = ["Digest", "checksums", "combined", "count_of_differences", "digest", "same", "tensors_differ"]
-
 # Integers of the same size as the numbers of a tensor.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

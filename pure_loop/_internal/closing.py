@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-__all__ = ["Closing", "call_all", "closing"]
-
 
 def call_all(functions: Iterable[Callable[[], object]], error: BaseException | None = None, doing: str = "") -> None:
     """Call all of these functions, whichever of them raise.

@@ -8,8 +8,6 @@ import torch
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["needs_numbers", "read_device", "shapes_only"]
-
 
 def read_device(value: object) -> torch.device | None:
     """

@@ -14,11 +14,6 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
-__all__ = [
-    *("callers", "calls_watched", "consumer_doubt", "count", "frame_at", "generator_arguments", "is_watched"),
-    *("look_through", "rebinds_loop_variable", "variable"),
-]
-
 # The frame of the code that calls it, or of one of its callers: frame_at(1) is that of the caller.
 frame_at: Callable[[int], FrameType] = sys._getframe
 # References to an object, the argument's among them.

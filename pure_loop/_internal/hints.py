@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["ARGUMENTS", "EXAMPLES", "PASSED_TWICE", "STATE_PLACES", "hint"]
-
 _LOOP = 'for event, state in pl.fit(model, dataloader, loss=..., optimizer=..., max_duration="3ep"): ...'
 _STOPPING = 'write algorithms=[pl.algorithms.early_stopping("val/loss")]'
 

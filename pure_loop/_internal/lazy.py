@@ -16,8 +16,6 @@ from pure_loop._internal.records import set_class
 from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import MissingExtraError
 
-__all__ = ["lazily", "require"]
-
 
 def lazily(
     package: str, modules: Mapping[str, Iterable[str]], names: Iterable[str] = (), submodules: Collection[str] = ()

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 from pure_loop._text import one_line, without_secrets
 
-__all__ = ["Seldom", "get_logger", "warn_on_terminal"]
-
 # Longer messages are cut: a name in a file may have any length.
 _LONGEST = 4000
 

@@ -13,11 +13,6 @@ from pure_loop._internal.arguments import is_path
 from pure_loop._text import one_line
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = [
-    *("FIELDS", "Fields", "Pattern", "check_name", "check_recorded_run_name", "check_run_name"),
-    *("digest_of", "printable"),
-]
-
 _LONGEST_RUN_NAME = 128
 
 

@@ -22,8 +22,6 @@ import attrs
 from pure_loop._internal.logs import get_logger
 from pure_loop.errors import FileInUseError, FileWriteError, RunExistsError
 
-__all__ = ["naming", "refuse_other_run", "release", "reserve"]
-
 _log = get_logger("pure_loop.files")
 
 # Seconds for which a run waits for another process, such as the job that it was queued again for, to end.

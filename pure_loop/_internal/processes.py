@@ -23,11 +23,6 @@ import attrs
 
 from pure_loop.errors import DistributedError
 
-__all__ = [
-    *("World", "generation", "here", "in_child", "launched", "nodes", "rank", "torch_distributed", "world"),
-    "world_size",
-]
-
 _SET_ADDRESS = (
     "set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port there, on all ranks (mpirun -x MASTER_ADDR "
     "-x MASTER_PORT; mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500), or start the ranks with torchrun"

@@ -13,8 +13,6 @@ import optree
 
 from pure_loop._internal.torch_private import register_pytree
 
-__all__ = ["NAMESPACE", "Batch", "Outputs", "PyTree", "register"]
-
 NAMESPACE = "pure_loop"
 
 # Values that the loop passes on without looking into them have no type of their own.

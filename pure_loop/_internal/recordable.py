@@ -13,8 +13,6 @@ from torch import Tensor
 from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Table", "is_scalar", "losses", "recordable", "recordable_metrics"]
-
 
 def is_scalar(value: object) -> TypeGuard[Tensor | float]:
     """Whether a logger can plot it: a real number, or a tensor that holds one."""

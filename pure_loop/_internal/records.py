@@ -14,8 +14,6 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import attrs
 
-__all__ = ["Record", "copier", "set_class"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ import attrs
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Kind", "named", "register", "register_subclasses", "registered"]
-
 C = TypeVar("C", bound=type)
 
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import name_of
 from pure_loop._text import HIDDEN, is_secret, without_secrets
 
-__all__ = ["call", "cell", "changed_fields", "columns", "in_bytes", "kind", "paragraph", "shown", "table"]
-
 T = TypeVar("T")
 
 # Items of a container that are shown.

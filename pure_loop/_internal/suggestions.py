@@ -14,8 +14,6 @@ from pure_loop._internal.arguments import is_number
 from pure_loop._internal.hints import ARGUMENTS, EXAMPLES, PASSED_TWICE, STATE_PLACES
 from pure_loop.errors import ArgumentTypeError
 
-__all__ = ["Elsewhere", "arguments_of_call", "nearest", "refuse_misfit", "state_hint", "state_hints", "teaching"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

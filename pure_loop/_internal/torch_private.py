@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    *("KEPT_ITERATOR", "WRAPPER_OF_FUNCTIONS", "DispatchMode", "Operation", "amp_update_scale"),
-    *("any_autocast_enabled", "any_global_hook", "any_optimizer_hook", "broadcast_coalesced"),
-    *("code_around_operations", "config_of_compiler", "default_collate_functions", "default_store"),
-    *("drop_groups_of_fsdp", "drop_groups_of_mesh", "dtensor_like", "dump_memory_snapshot", "end_workers"),
-    *("fake_ranks", "fill_buckets", "find_nonfinite", "foreach_clone", "fused_adam", "fused_adamw", "fused_sgd"),
-    *("graph_task", "has_gradient_hooks", "import_compiler", "is_transformed", "iterator_of_loader", "local_tensor"),
-    *("map_pytree", "missing", "mps_generator", "no_dispatch", "of_one_pass", "record_memory_history"),
-    *("record_operations", "register_pytree", "registered_pytrees", "replaceable_world", "run_backward"),
-    *("storage_goes_back", "storage_uses", "subclass_of_tensor", "tensor_uses", "transforms", "wait_tensor"),
-    *("without_compiler"),
-]
-
 C = TypeVar("C")
 M = TypeVar("M")
 T = TypeVar("T")
@@ -392,9 +379,9 @@ def mps_generator() -> torch.Generator:
     return generator()
 
 
-def broadcast_coalesced(group: ProcessGroup, tensors: list[Tensor], size: int, source: int) -> None:
+def broadcast_coalesced(group: ProcessGroup | None, tensors: list[Tensor], size: int, source: int) -> None:
     """Send what tensors hold on one rank of the group to all, in messages of at most ``size`` bytes."""
-    at_once: Callable[[ProcessGroup, list[Tensor], int, int], object] | None
+    at_once: Callable[[ProcessGroup | None, list[Tensor], int, int], object] | None
     at_once = getattr(getattr(torch._C, "_distributed_c10d", None), "_broadcast_coalesced", None)
     if at_once is not None:
         at_once(group, tensors, size, source)

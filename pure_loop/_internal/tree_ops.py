@@ -26,12 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    *("alone_on_rank", "are_sharded", "box_of", "bytes_of", "clone_all", "empty_sharded", "from_local", "full_tensor"),
-    *("have_same_sharding", "in_transform", "is_sharded", "local_tensor", "map_local", "norms", "on_mesh"),
-    *("placements_of", "reshaped_shard", "shard_like", "sum_over_shards", "unaliased"),
-]
-
 alone_on_rank: ContextVar[str] = ContextVar("alone_on_rank", default="")
 """The name of the callback that runs on one of several ranks alone, while it runs; "": there is none."""
 

@@ -21,12 +21,6 @@ from torch.nn import functional
 
 from pure_loop.errors import DataError
 
-__all__ = [
-    *("WEIGHTS_ARE", "Implied", "Weights", "counted_loss", "has_numbers", "implied_by", "is_number", "is_readable"),
-    *("of_numbers", "power_of_two", "read_weight", "wide", "wide_dtype"),
-]
-
-
 Weight: TypeAlias = float | Tensor
 WEIGHTS_ARE = (
     "weights are finite, not negative, and not all zero. By default a microbatch weighs its samples, or what a loss of "

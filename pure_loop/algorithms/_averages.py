@@ -24,19 +24,6 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit
 
-__all__ = [
-    "AveragedBuffers",
-    "averageable",
-    "averaged",
-    "averaged_if_begun",
-    "begun",
-    "finite_or",
-    "resuming",
-    "updated_at",
-    "widened",
-    "with_average",
-]
-
 # A module that has both normalizes with them: BatchNorm and InstanceNorm of torch, subclasses, and classes of others.
 _STATISTICS = ("running_mean", "running_var")
 _UPDATED_AT = {

@@ -14,8 +14,6 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.random import derive
 from pure_loop.state import State
 
-__all__ = ["by_part", "rows_of"]
-
 _NESTED = (Tensor, Mapping, list, tuple)
 
 

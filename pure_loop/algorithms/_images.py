@@ -22,20 +22,6 @@ from pure_loop.lens import BatchKey, part_of
 from pure_loop.random import generator
 from pure_loop.state import State
 
-__all__ = [
-    "GEOMETRIC",
-    "OPERATIONS",
-    "SAFE",
-    "Normalization",
-    "as_pixels",
-    "box_mask",
-    "centres",
-    "from_pixels",
-    "image_of",
-    "operated",
-]
-
-
 Normalization: TypeAlias = float | Sequence[float] | None
 """What images were normalized with: a number, or one for each channel."""
 

@@ -9,8 +9,6 @@ from torch.nn import functional
 from pure_loop._internal.records import set_class
 from pure_loop.algorithms._surgery import LayerFilter, with_layers
 
-__all__ = ["with_low_precision"]
-
 
 def _dtype_at(tensor: Tensor) -> torch.dtype | None:
     """The dtype of autocast on the device of a tensor; None: it is off."""

@@ -30,19 +30,6 @@ from pure_loop.state import Loss, State
 if TYPE_CHECKING:
     from pure_loop.loop.batch import LoopStages
 
-__all__ = [
-    "CLAIMS",
-    "IGNORED",
-    "Interpolation",
-    "Mixed",
-    "by_sample",
-    "mixing",
-    "partners",
-    "share",
-    "soft_targets",
-    "with_partners",
-]
-
 Interpolation: TypeAlias = Literal["targets", "loss"]
 
 CLAIMS = frozenset({"mixes targets"})

@@ -21,8 +21,6 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics.loss import DEFAULT_NAMES
 from pure_loop.state import State
 
-__all__ = ["BOUNDARIES", "Memory", "Mode", "Monitored", "known_mode", "watcher"]
-
 Mode: TypeAlias = Literal["min", "max"]
 Memory: TypeAlias = Mapping[str, Any]
 """The algorithm state of one that watches a metric."""

@@ -6,8 +6,6 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.schedules import linear
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["as_span", "is_past", "part_of_span", "part_of_training"]
-
 
 def as_span(value: str | int | Time, name: str, where: str) -> Time:
     """An amount of training that a setting says; 0 is the beginning.

@@ -17,8 +17,6 @@ from pure_loop.event import Event
 from pure_loop.random import derive, seeded
 from pure_loop.state import State
 
-__all__ = ["LayerFilter", "chosen", "copied", "nothing_fits", "surgery", "with_layers"]
-
 LayerFilter: TypeAlias = Callable[[str, nn.Module], bool]
 """``(name, layer) -> bool``, of a layer and its dotted name in the module."""
 

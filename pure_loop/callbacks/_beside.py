@@ -8,8 +8,6 @@ from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.errors import ArgumentError
 from pure_loop.state import State
 
-__all__ = ["refuse_collectives"]
-
 
 def refuse_collectives(state: State, ranks: int, where: str, instead: str = "") -> None:
     """

@@ -16,8 +16,6 @@ from pure_loop.stages import Stages
 from pure_loop.stages.sizes import found_size
 from pure_loop.state import State
 
-__all__ = ["FlopCounter", "peak_flops_of"]
-
 
 @attrs.define
 class FlopCounter:

@@ -8,8 +8,6 @@ from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit, due
 
-__all__ = ["is_due", "measures_batch", "read_interval"]
-
 
 def read_interval(interval: CadenceLike, where: str) -> Predicate:
     """What a user wrote as ``interval=``, as a predicate.

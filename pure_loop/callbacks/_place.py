@@ -13,8 +13,6 @@ from pure_loop.checkpoint.paths import join
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.state import State
 
-__all__ = ["Place"]
-
 
 class Place:
     """A path with fields of the run. Counts in its folders are those with which the run starts.

@@ -14,8 +14,6 @@ from pure_loop.state import State
 if TYPE_CHECKING:
     from pure_loop.algorithms._monitored import Mode
 
-__all__ = ["Scored"]
-
 
 class Scored:
     """A metric of an evaluator, or none.

@@ -9,10 +9,10 @@ May import ``state``, ``model`` and what is below, and ``distributed``. Begin wi
 ``storage.py`` writes and reads local and remote files.
 """
 
+from pure_loop._internal.registry import register
 from pure_loop.checkpoint.coordination import REQUEUE
 from pure_loop.checkpoint.files import describe, load, save
 from pure_loop.checkpoint.finding import best, latest
-from pure_loop.checkpoint.tree import register
 
 __all__ = ["REQUEUE", "best", "describe", "latest", "load", "register", "save"]
 

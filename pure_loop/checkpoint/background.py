@@ -24,8 +24,6 @@ from pure_loop.checkpoint.weights import Weights
 from pure_loop.stages.workspace import protect
 from pure_loop.state import State, outside_batch
 
-__all__ = ["Background", "StateWriter"]
-
 
 class Background:
     """A thread for jobs, which is there from the first job to :meth:`close`. A forked child has neither.

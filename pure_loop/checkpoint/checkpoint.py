@@ -22,8 +22,6 @@ from pure_loop.model.buffers import UNALTERED
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
-__all__ = ["ALL", "NOT_RENAMED", "NOT_STRICT", "Checkpoint", "Rename", "Selection", "without_excluded"]
-
 NOT_RENAMED = "rename is for weights alone: a run resumes with its own names; weights_only=True."
 
 NOT_STRICT = "strict=False is for weights alone: a run resumes exactly or not at all; weights_only=True."

@@ -24,24 +24,6 @@ from torch import Tensor
 from pure_loop.checkpoint.validation import MOST_MEMORY, memory_of, parse, shortened
 from pure_loop.errors import CheckpointError
 
-__all__ = [
-    "CODES",
-    "DIGEST",
-    "DTYPES",
-    "LARGEST",
-    "Header",
-    "are_counts",
-    "is_shape",
-    "pieces_of",
-    "raw",
-    "read",
-    "read_header",
-    "read_some",
-    "size_of",
-    "verify",
-    "write",
-]
-
 DIGEST = "pure_loop.blake2b-256"
 """The name of the tensor that holds the digest: uint8, shape (32,)."""
 

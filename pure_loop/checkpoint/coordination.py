@@ -21,8 +21,6 @@ from pure_loop.errors import ArgumentError, DistributedError
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit, read_time
 
-__all__ = ["REQUEUE", "Coordinator", "StopConsensus", "TimeLimit", "of_first_rank", "read_limit"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -25,11 +25,6 @@ from pure_loop.checkpoint.validation import Json, shortened
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.state import State
 
-__all__ = [
-    *("Base", "BaseTensor", "digest_of", "digest_of_batch", "has_digest", "read_base", "refuse_no_base"),
-    *("take_out_base", "verified_base"),
-]
-
 # Bytes: of a row of numbers that are added up, and from which on tensors are.
 _BLOCK, _LARGE = 1 << 13, 1 << 17
 

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import PyTree
+from pure_loop._internal.registry import named, registered
 from pure_loop.checkpoint.digests import Base, read_base, take_out_base
-from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, named, registered
+from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer
 from pure_loop.checkpoint.validation import (
     LARGEST_COUNT,
     PROGRESS_FIELDS,
@@ -52,18 +53,6 @@ from pure_loop.model.model import ModelDef
 from pure_loop.model.names import places, reordered
 from pure_loop.state import State, order_of
 from pure_loop.time import Timestamp
-
-__all__ = [
-    "FORMAT",
-    "UPGRADES",
-    "WEIGHTS_KEY",
-    "Document",
-    "apart",
-    "describe_weights",
-    "durable_fields",
-    "read_document",
-    "write_document",
-]
 
 FORMAT = 1
 """The version of the format that is written."""

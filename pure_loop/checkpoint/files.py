@@ -26,18 +26,6 @@ from pure_loop.checkpoint.weights import Weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from pure_loop.state import State
 
-__all__ = [
-    "SHARDED",
-    "SUFFIX",
-    "describe",
-    "document_of",
-    "in_parts",
-    "load",
-    "read_checkpoint",
-    "save",
-    "write_state",
-]
-
 SUFFIX = ".safetensors"
 """How the names of checkpoints end that :class:`pure_loop.callbacks.CheckpointSaver` writes."""
 

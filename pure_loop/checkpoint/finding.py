@@ -23,11 +23,6 @@ from pure_loop.errors import ArgumentError, CheckpointError
 from pure_loop.event import Event
 from pure_loop.state import State
 
-__all__ = [
-    *("Found", "best", "first_whole", "found_at", "found_in", "latest", "newest", "readable", "refuse_file"),
-    "verified",
-]
-
 T = TypeVar("T")
 
 _log = get_logger("pure_loop.checkpoint")

@@ -30,20 +30,6 @@ from pure_loop.errors import (
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = [
-    "ENDED",
-    "JOURNAL",
-    "RUN",
-    "Flight",
-    "Line",
-    "facts_of",
-    "line_of",
-    "read_facts",
-    "read_flight",
-    "settings_of",
-    "write_facts",
-]
-
 JOURNAL, RUN = "journal.jsonl", "run.json"
 # The line of a journal at FIT_END.
 ENDED = '{"ended":true}\n'

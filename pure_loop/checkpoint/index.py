@@ -30,19 +30,6 @@ from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.validation import Json, parse, shortened
 from pure_loop.errors import CheckpointError
 
-__all__ = [
-    "INDEX",
-    "INDEX_KEY",
-    "PART_KEY",
-    "Chunk",
-    "File",
-    "Index",
-    "Stored",
-    "is_index",
-    "is_sharded_folder",
-    "remove",
-]
-
 INDEX = "index.safetensors"
 """The name of the file that makes a folder a checkpoint."""
 

@@ -15,11 +15,6 @@ from pure_loop._internal.names import FIELDS, Fields, Pattern
 from pure_loop.errors import ArgumentError
 from pure_loop.time import Timestamp
 
-__all__ = [
-    *("LEFTOVER", "LONGEST_NAME", "Names", "PathLike", "is_abandoned", "is_name", "join", "leftover"),
-    "same_place",
-]
-
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 LEFTOVER = ".partial"

@@ -20,8 +20,6 @@ from pure_loop.checkpoint.storage import storage_of, try_folder
 from pure_loop.errors import ArgumentError, CheckpointError, CheckpointNotFoundError, CheckpointWriteError
 from pure_loop.state import State
 
-__all__ = ["Links", "Pointer", "Retention", "RunFolder", "Saved"]
-
 _log = get_logger("pure_loop.checkpoint")
 
 

@@ -38,8 +38,6 @@ from pure_loop.errors import ArgumentError, CheckpointError, CheckpointWriteErro
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
-__all__ = ["ShardedCheckpoint", "write"]
-
 
 @attrs.frozen
 class _Proposal:

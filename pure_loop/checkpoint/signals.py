@@ -22,8 +22,6 @@ from pure_loop.data.passes import ITERATOR_MADE
 from pure_loop.data.source import is_loading
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["HeldSignals", "SignalLike", "any_came", "read_signals", "signal_name"]
-
 _log = get_logger("pure_loop.checkpoint")
 
 

@@ -27,8 +27,6 @@ from pure_loop.errors import (
     MissingExtraError,
 )
 
-__all__ = ["Storage", "not_read", "storage_of", "try_folder"]
-
 
 class Storage(Protocol):
     """One path: a file or a folder."""

@@ -29,8 +29,6 @@ from pure_loop.precision import LossScale
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["Reader", "UnknownClassError", "Writer", "named", "register", "registered"]
-
 _DEEPEST = 100
 _LARGEST_INTEGER = 10**MOST_DIGITS
 

@@ -30,12 +30,6 @@ from pure_loop.model.model import ModelDef
 from pure_loop.precision import LossScale
 from pure_loop.time import Time, Timestamp
 
-__all__ = [
-    *("Json", "LARGEST_COUNT", "MOST_DIGITS", "MOST_MEMORY", "PROGRESS_FIELDS", "decoded", "first_names"),
-    *("memory_of", "parse", "refuse_another_model", "refuse_collisions", "refuse_invalid", "refuse_no_notes"),
-    *("refuse_no_time", "refuse_other_kinds", "shortened"),
-]
-
 Json: TypeAlias = Any
 """A value of JSON that may have been written by anything: what reads it is ready for every kind of value."""
 

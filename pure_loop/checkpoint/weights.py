@@ -22,16 +22,6 @@ from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
-__all__ = [
-    "Weights",
-    "all_names",
-    "not_in_state_dict",
-    "refuse_unwritable",
-    "saved_weights",
-    "with_buffers_of",
-    "with_weights",
-]
-
 _log = get_logger("pure_loop.checkpoint")
 
 _CPU = torch.device("cpu")

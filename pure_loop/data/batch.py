@@ -26,11 +26,6 @@ from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop._internal.torch_private import registered_pytrees
 from pure_loop.errors import DataError
 
-__all__ = [
-    *("HOW_TO_COUNT", "INDIVISIBLE", "Graphs", "Node", "are_alike", "describe", "is_array", "is_graphs", "is_texts"),
-    *("leaves", "map_tensors", "open_node", "size_of_unit", "tensors_in", "to_device"),
-]
-
 T = TypeVar("T")
 
 # What belongs to a batch as a whole: no container, and without samples.

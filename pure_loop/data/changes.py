@@ -22,12 +22,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from pure_loop.data.batch import is_array
 from pure_loop.random.numpy_state import numpy_random
 
-__all__ = [
-    *("CONTAINERS", "MAPPINGS", "SIMPLE", "attributes_of", "cells_of", "changes_itself", "has_attributes"),
-    *("has_epochs", "holds_changing", "inside_of", "is_iterated", "is_stream_of", "is_torchs_sampler"),
-    *("is_unchanged", "keeps_passes", "remembered", "slots_of", "writes_attributes"),
-]
-
 # What an __iter__ might shuffle in place, and what holds nothing that it could.
 MAPPINGS = frozenset((dict, OrderedDict, defaultdict))
 CONTAINERS = frozenset((list, set, deque, *MAPPINGS))

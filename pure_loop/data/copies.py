@@ -47,8 +47,6 @@ from pure_loop.data.changes import (
 from pure_loop.random import derive
 from pure_loop.random.numpy_state import numpy_random
 
-__all__ = ["Private"]
-
 T = TypeVar("T")
 
 # Of a DataLoader, by its source.

@@ -27,8 +27,6 @@ from pure_loop.data.source import Batches, Iterated, Listed, OneShot, Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random import derive
 
-__all__ = ["source"]
-
 Loader: TypeAlias = DataLoader[object]
 
 

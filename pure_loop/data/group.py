@@ -12,8 +12,6 @@ import attrs
 
 from pure_loop._internal.pytree import Batch, register
 
-__all__ = ["END", "Batches", "Part", "Share", "grouped", "joined", "parts_of", "steps"]
-
 A = TypeVar("A")
 B = TypeVar("B")
 

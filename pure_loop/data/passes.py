@@ -17,8 +17,6 @@ from pure_loop.data.copies import Private
 from pure_loop.data.group import END, steps
 from pure_loop.errors import DataError
 
-__all__ = ["ITERATOR_MADE", "Passes", "iterator_made", "shut"]
-
 T = TypeVar("T")
 
 

@@ -41,8 +41,6 @@ from pure_loop.data.batch import (
 )
 from pure_loop.errors import ArgumentError, DataError
 
-__all__ = ["num_samples", "num_tokens", "split"]
-
 _TOKEN_IDS = frozenset((torch.int64, torch.int32))
 
 

@@ -34,8 +34,6 @@ from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.authors import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
-__all__ = ["Batches", "Iterated", "Listed", "OneShot", "Source", "is_loading"]
-
 Batches: TypeAlias = Generator[Batch, None, None]
 
 

@@ -40,11 +40,6 @@ from pure_loop.data.group import END
 from pure_loop.data.passes import Passes, shut
 from pure_loop.random.seeds import derive, reseed, seeded_all
 
-__all__ = [
-    *("Passing", "Refillable", "adapted", "collates_by_default", "draws_nothing", "guards_itself", "indices_of_pass"),
-    *("is_table", "passing", "pinning_anew", "rebuilt", "rows"),
-]
-
 
 class Refillable:
     """A loader over one order of indices after another; its workers may live through all of them.

@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pure_loop._internal.lazy import lazily as _lazily
+from pure_loop._internal.processes import rank, world_size
 from pure_loop._internal.tree_ops import shard_like
-from pure_loop.distributed.parallel import Parallel, rank, world_size
+from pure_loop.distributed.parallel import Parallel
 
 if TYPE_CHECKING:
     from pure_loop.distributed.scripts import mean

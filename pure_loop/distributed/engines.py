@@ -9,13 +9,11 @@ from typing import Any, Literal
 
 import torch
 
-from pure_loop._internal.processes import launched, world
+from pure_loop._internal.processes import launched, rank, world, world_size
 from pure_loop.distributed.multi_rank import MultiRankEngine
-from pure_loop.distributed.parallel import Parallel, rank, world_size
+from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.ranks import Ranks
 from pure_loop.errors import ArgumentError, DistributedError
-
-__all__ = ["device_of_rank", "engine_of", "reads_its_own"]
 
 
 def engine_of(parallel: Parallel, device: torch.device) -> MultiRankEngine:

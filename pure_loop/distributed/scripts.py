@@ -18,19 +18,18 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.arguments import is_number
+from pure_loop._internal.processes import rank, world_size
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.distributed.parallel import Parallel, rank, world_size
+from pure_loop.distributed.parallel import Parallel
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DistributedError
 from pure_loop.event import Event
 from pure_loop.state import State
-
-__all__ = ["Alone", "Meeting", "mean", "refuse_of_fit"]
 
 T = TypeVar("T")
 
 
 class Alone:
-    """A script of one process: there is nobody to exchange with."""
+    """A script of one process: there is no other rank to exchange with."""
 
     rank, ranks = 0, 1
 
@@ -147,10 +146,10 @@ class Meeting(Alone):
                 if dtype.is_floating_point or dtype.is_complex:
                     flat = talk.sum(torch.cat([leaf.reshape(-1) for leaf in some]) * share)
                     parts = flat.split([leaf.numel() for leaf in some])
-                    new = [part.view(leaf.shape).clone() for part, leaf in zip(parts, some, strict=True)]
+                    means = [part.view(leaf.shape).clone() for part, leaf in zip(parts, some, strict=True)]
                 else:
-                    new = talk.broadcast(some)
-                for index, tensor in zip(places, new, strict=True):
+                    means = talk.broadcast(some)
+                for index, tensor in zip(places, means, strict=True):
                     result[index] = tensor
         return result
 

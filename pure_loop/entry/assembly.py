@@ -31,8 +31,6 @@ from pure_loop.random.authors import is_users
 from pure_loop.random.guards import guard
 from pure_loop.time import TimeUnit
 
-__all__ = ["Assembly", "assemble", "start"]
-
 
 @attrs.frozen
 class Assembly:

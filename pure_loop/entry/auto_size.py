@@ -29,8 +29,6 @@ from pure_loop.stages.sizes import NAME, found_size
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 
-__all__ = ["AutoSize", "LargestSize", "is_out_of_memory"]
-
 Extent = tuple[int, ...]
 
 # Of batches that survived, none of which covers another one. More are seldom needed than shapes have dimensions.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from pure_loop.entry.settings import Settings
     from pure_loop.loop.batch import LoopStages
 
-__all__ = ["absent_names", "compiler", "evaluating", "interpreted", "recurrent_layer"]
-
 
 def compiler(
     settings: Settings, stages: LoopStages, observers: Mapping[Event, object], evaluators: Iterable[BoundEvaluator]

@@ -19,8 +19,6 @@ from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
 from pure_loop.state import State
 
-__all__ = ["refuse_cublas", "stream_of"]
-
 Pair: TypeAlias = tuple[Event, State]
 Pairs: TypeAlias = Generator[Pair, None, object]
 

@@ -25,8 +25,6 @@ from pure_loop.observer import bind_callbacks, observers
 from pure_loop.stages import Stages
 from pure_loop.state import State
 
-__all__ = ["drive"]
-
 
 @announced
 def drive(

@@ -41,8 +41,6 @@ from pure_loop.stages import Stages
 from pure_loop.state import Loss, State
 from pure_loop.task import Task, has_loss_method, make_task
 
-__all__ = ["evaluate", "predict"]
-
 
 @announced
 @teaching

@@ -35,8 +35,6 @@ from pure_loop.state import State
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["explain"]
-
 _WIDTH = 100
 _MARGIN = 17
 _COLUMN = 34

@@ -31,8 +31,6 @@ from pure_loop.state import Loss, State
 from pure_loop.task import Task
 from pure_loop.time import Time
 
-__all__ = ["FitOptions", "fit"]
-
 
 class FitOptions(TypedDict, total=False):
     """The arguments of :func:`fit` after the model and the data, for settings that are kept in a dict."""

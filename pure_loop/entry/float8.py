@@ -22,8 +22,6 @@ from pure_loop.event import Event
 from pure_loop.precision import Precision
 from pure_loop.state import State
 
-__all__ = ["changes_at_init", "converting", "in_float8", "refuse_float8", "refuse_no_layer"]
-
 NAME = "amp_fp8"
 _LEAST_CAPABILITY = (8, 9)
 # Products in float8 take rows of multiples of 16 numbers.

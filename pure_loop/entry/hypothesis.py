@@ -27,8 +27,6 @@ from pure_loop.time import Time, Timestamp
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["TorchRandom", "register", "register_types", "show"]
-
 
 class TorchRandom:
     """torch's default generators, in the words in which Hypothesis speaks to Python's ``random``.

@@ -27,8 +27,6 @@ from pure_loop.stages.sizes import found_size
 from pure_loop.state import Loss, State
 from pure_loop.task import Task
 
-__all__ = ["largest_microbatch"]
-
 
 @announced
 @teaching

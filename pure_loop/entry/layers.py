@@ -17,8 +17,6 @@ from pure_loop.random.seeds import seeded_all
 from pure_loop.state import State
 from pure_loop.task import Task
 
-__all__ = ["Layer", "LayerTable", "layer_table"]
-
 # Of each module, by its path: the shapes of its outputs, and its operations.
 Calls: TypeAlias = dict[str, tuple[tuple[tuple[int, ...], ...], int]]
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import attrs
 import torch
 
+from pure_loop._internal.processes import rank, world_size
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.group import Share
-from pure_loop.distributed.parallel import Parallel, rank, read_parallel, refuse_lone, world_size
+from pure_loop.distributed.parallel import Parallel, read_parallel, refuse_lone
 from pure_loop.errors import DistributedError, ResumeError
 from pure_loop.random import derive
 from pure_loop.stages.engine import ONE_RANK, Engine
@@ -28,8 +29,6 @@ from pure_loop.time import TimestampFields
 
 if TYPE_CHECKING:
     from pure_loop.data.source import Source
-
-__all__ = ["Together", "announced"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -43,8 +43,6 @@ from pure_loop.task import Task, make_task
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
 
-__all__ = ["Plan"]
-
 # Callbacks and loggers by event.
 Observers = Mapping[Event, tuple[Observer, ...]]
 

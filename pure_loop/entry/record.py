@@ -22,8 +22,6 @@ from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.time import Time
 
-__all__ = ["hyperparameters", "new_run_name", "noted_run_name", "recorded_run_name"]
-
 _QUALITIES = ("amber", "bold", "brisk", "calm", "clear", "crisp", "early", "gentle", "green", "keen", "lucid", "mellow")
 _NOUNS = ("aspen", "birch", "brook", "cedar", "cliff", "dune", "fern", "harbor", "heron", "island", "maple", "river")
 

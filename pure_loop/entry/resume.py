@@ -18,13 +18,6 @@ from pure_loop.state import State, outside_batch
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
 
-__all__ = [
-    "loading",
-    "read_start",
-    "saving",
-    "seed_of",
-]
-
 Path: TypeAlias = str | os.PathLike[str] | None
 
 

@@ -29,8 +29,6 @@ from pure_loop.schedules._time import End, Exact
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["counted_in", "of_fit", "refuse_endless_warmups", "refuse_no_iterations"]
-
 # (what it is, a schedule, an interval or a callback)
 Counted = Iterable[tuple[str, object]]
 

@@ -46,18 +46,6 @@ from pure_loop.state import Loss, State
 from pure_loop.task import Task
 from pure_loop.time import Time, TimeUnit, read_time
 
-__all__ = [
-    "ModelSettings",
-    "Settings",
-    "StreamSettings",
-    "listed_callbacks",
-    "read_batches_per_step",
-    "read_clip",
-    "read_microbatch_size",
-    "read_optimizer",
-    "read_run_name",
-]
-
 T = TypeVar("T")
 _CLOCK = "a function that returns seconds, such as time.monotonic"
 # Units in which a duration, and the length of an iteration, may be written.

@@ -31,17 +31,6 @@ from pure_loop.state import POSITIONS, State, refuse_misfit, sort_by_model
 from pure_loop.task import Task
 from pure_loop.time import Time, TimestampFields
 
-__all__ = [
-    "Start",
-    "any_state",
-    "can_resume_from",
-    "first_state",
-    "refuse_no_boundary",
-    "refuse_other_memories",
-    "refuse_other_optimizer",
-    "with_first_memories",
-]
-
 
 def first_state(model_or_state: nn.Module | State, seed: int, device: torch.device | str | None) -> tuple[State, bool]:
     """The State to start from, and whether it is a fresh start."""

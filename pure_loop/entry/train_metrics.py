@@ -26,8 +26,6 @@ from pure_loop.state import State
 if TYPE_CHECKING:
     from pure_loop.loop.batch import LoopStages
 
-__all__ = ["LABEL", "NAME", "measuring"]
-
 Accumulators: TypeAlias = FrozenDict[str, PyTree]
 
 NAME = "train_metrics"

@@ -14,8 +14,6 @@ from pure_loop.checkpoint import container
 from pure_loop.data.batch import tensors_in
 from pure_loop.exporting.graphs import arguments_of, tensors_in_order
 
-__all__ = ["ONNX_TOLERANCES", "differing", "weights_of"]
-
 ONNX_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """How far an output of an ONNX file may be from the module's, as a fraction of the module's largest one, by dtype.
 
@@ -47,9 +45,9 @@ def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     weights: dict[str, Tensor] = {}
     left_out: dict[str, str] = {}
     for key, alike in names.items():
-        kept = next((name for name in alike if name not in tied), alike[0])
-        weights[kept] = tensors[key].detach().contiguous()
-        left_out |= dict.fromkeys((name for name in alike if name != kept), kept)
+        first = next((name for name in alike if name not in tied), alike[0])
+        weights[first] = tensors[key].detach().contiguous()
+        left_out |= dict.fromkeys((name for name in alike if name != first), first)
     return weights, left_out
 
 

@@ -6,17 +6,15 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
+from pure_loop._internal.processes import rank
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithms.ema import averaged
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import storage_of
-from pure_loop.distributed.parallel import rank
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.exporting.files import export_module, refuse_sample, refuse_suffix, try_to_write
 from pure_loop.ranges import Name, checked
 from pure_loop.state import State
-
-__all__ = ["export", "module_of"]
 
 
 @checked

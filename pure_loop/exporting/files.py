@@ -22,8 +22,6 @@ from pure_loop.exporting.comparison import differing, weights_of
 from pure_loop.exporting.graphs import onnx_file, refuse_missing_onnx, traced
 from pure_loop.model.model import ModelDef
 
-__all__ = ["Format", "export_module", "refuse_sample", "refuse_suffix", "try_to_export", "try_to_write"]
-
 Format: TypeAlias = Literal["module", "torch.export", "safetensors", "onnx"]
 """What is written: the module itself, by pickle (``torch.load(path, weights_only=False)``); its graph
 (``torch.export.load(path).module()``), which needs no code of the model; its weights, in the safetensors format by

@@ -28,8 +28,6 @@ from pure_loop.loggers._entry import Entry, Kind, Moment, read_numbers
 from pure_loop.loggers._files import RunFile, read_path
 from pure_loop.state import State
 
-__all__ = ["Destination", "FolderDestination", "Names", "has_failed", "read_globs"]
-
 Names = str | Iterable[str] | None
 
 

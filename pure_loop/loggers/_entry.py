@@ -14,8 +14,6 @@ from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = ["Entry", "Kind", "Moment", "read_numbers"]
-
 Kind: TypeAlias = Literal["metric", "table", "images", "text", "file", "hyperparameters"]
 
 # Boundaries of one batch, one epoch and one iteration in their order.

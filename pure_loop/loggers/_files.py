@@ -19,19 +19,6 @@ from pure_loop._internal.names import check_recorded_run_name, digest_of
 from pure_loop._internal.owned_files import naming
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = [
-    "RunFile",
-    "file_part",
-    "first_line",
-    "json_safe",
-    "make_folder",
-    "mlflow_key",
-    "read_file_path",
-    "read_path",
-    "remove_written",
-    "replace_file",
-]
-
 
 def read_path(path: Any, name: str) -> Path:
     """

@@ -17,8 +17,6 @@ from pure_loop.errors import ArgumentError
 from pure_loop.loggers._entry import Entry
 from pure_loop.loggers._files import file_part
 
-__all__ = ["as_masks", "as_pixels", "overlay", "packed", "png", "unpacked", "write_images"]
-
 Pixels = npt.NDArray[np.uint8]
 
 # Twelve colours that can be told apart; classes beyond them begin anew.

@@ -17,8 +17,6 @@ from pure_loop.event import Event
 from pure_loop.loggers._entry import Entry, Moment
 from pure_loop.loggers._files import json_safe
 
-__all__ = ["Journal", "Lines", "content_of", "line_of", "moment_of"]
-
 # A line of a metric, up to its name.
 _METRIC = re.compile(rb'\{"time": [0-9.]+, .*?"batch": (?P<batch>[0-9]+), "kind": "metric", ')
 

@@ -21,8 +21,6 @@ from pure_loop.loggers._lines import Journal
 if TYPE_CHECKING:
     from pure_loop.loggers._images import Pixels
 
-__all__ = ["Tracker", "csv_of", "file_name", "image_layers", "own_draws", "variables"]
-
 
 class Tracker(FolderDestination, ABC):
     """Continues a run of a tracker: what an earlier process had sent is not sent again, and what it lost is.

@@ -15,8 +15,6 @@ from pure_loop.loop.driver import Script, run_to_end
 from pure_loop.stages import Stages
 from pure_loop.state import Loss, State, raw_loss, setter, with_fields
 
-__all__ = ["Between", "LoopStages", "gradients"]
-
 # (state, number of the microbatch, whether it is the last, its weight)
 Between: TypeAlias = Callable[[State, int, bool, float | Tensor], Script]
 _MICROBATCH_EVENTS = events_between(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)

@@ -19,9 +19,6 @@ from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.time import Time
 
-__all__ = ["Feed", "Fit", "Graphs", "Stopwatch", "Strategy"]
-
-
 # Of which a sum of many stays finite, and which are 30 million years.
 _MOST_SECONDS = 1e15
 

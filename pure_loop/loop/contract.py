@@ -30,8 +30,6 @@ from pure_loop.state import (
     refuse_misfit,
 )
 
-__all__ = ["check_returned"]
-
 
 def check_returned(returned: object, old: State, name: str, event: Event) -> State:
     """What an algorithm returned, with its events and mappings in order; or the error that says what is wrong."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pure_loop.loop.strict import Strict
     from pure_loop.stages import Stages
 
-__all__ = ["Script", "apply", "drive", "run_to_end"]
-
 Script: TypeAlias = Generator[tuple[Event, State], State, State]
 
 _NOTHING: FrozenDict[Event, Any] = FrozenDict()

@@ -34,11 +34,6 @@ from pure_loop.stages.loss import detached, weighed_loss
 from pure_loop.stages.notes import noting
 from pure_loop.state import MetricValue, State, outside_batch, with_fields
 
-__all__ = [
-    *("current", "evaluate", "evaluation", "evaluations", "predict", "refuse_misfit", "refuse_misfits"),
-    "without_metrics",
-]
-
 
 def _no_rows(tensor: Tensor) -> Tensor:
     """Of a batch that only keeps a rank company."""

@@ -14,8 +14,6 @@ from pure_loop.loop.driver import Script
 from pure_loop.loop.evaluation import evaluations
 from pure_loop.state import State
 
-__all__ = ["EVENTS_2021", "fit_2021", "script_of"]
-
 # Others of the script are passed over.
 EVENTS_2021 = frozenset(
     {

@@ -16,8 +16,6 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, StreamAttributeEr
 from pure_loop.event import Event
 from pure_loop.state import State
 
-__all__ = ["Stream", "pairs_of", "refuse_no_stream", "run"]
-
 _PROGRESS = {GEN_CREATED: "not started", GEN_RUNNING: "running", GEN_SUSPENDED: "started", GEN_CLOSED: "ended"}
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from pure_loop.hooks import Handler
     from pure_loop.order import Checker
 
-__all__ = ["Strict"]
-
 # What is computed after an event; and the event that follows, if code of the user's is in it: that writes to no memory
 # of a State, and an update may.
 _COMPUTED: dict[Event, tuple[str, Event | None]] = {

@@ -24,8 +24,6 @@ from pure_loop.loop.evaluation import current, evaluations, refuse_misfits
 from pure_loop.state import State, outside_batch, setter
 from pure_loop.time import TimeUnit
 
-__all__ = ["Eager", "fit"]
-
 # Returns the State of FIT_START, and a stopwatch that was started; None: there is nothing left to train.
 BeginScript: TypeAlias = Generator[tuple[Event, State], State, tuple[State, Stopwatch | None]]
 # Returns the State after an epoch's batches, and whether its data ended.

@@ -13,17 +13,6 @@ from pure_loop._internal.weights import is_readable, wide
 from pure_loop.errors import DataError
 from pure_loop.metrics._base import Metric, Ratio, add, quotient, summed
 
-__all__ = [
-    "INDICES",
-    "Reading",
-    "class_axes",
-    "class_axis",
-    "fraction_of_targets",
-    "in_words",
-    "of_counts",
-    "refuse_outside",
-]
-
 # The dtypes of class indices.
 INDICES = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
 

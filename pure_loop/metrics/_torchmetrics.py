@@ -18,8 +18,6 @@ from pure_loop.errors import ArgumentError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.kept import Kept, unholdable
 
-__all__ = ["Measure", "Own", "States", "emptied", "machinery"]
-
 # The tensors, and lists of tensors, of a metric and of the metrics in it, by the place of the metric and their name.
 States: TypeAlias = dict[str, object]
 Merge: TypeAlias = Callable[[Any, Any], object]

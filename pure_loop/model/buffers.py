@@ -15,18 +15,6 @@ from torch import Tensor, nn
 
 from pure_loop.frozendict import FrozenDict
 
-__all__ = [
-    "UNALTERED",
-    "Altered",
-    "Slot",
-    "alterations",
-    "places_of",
-    "put_slots",
-    "read_altered",
-    "refuse_misplaced",
-    "slot_of",
-]
-
 Kind = Literal["tensor", "reshaped", "none", "deleted"]
 
 

@@ -15,8 +15,6 @@ from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.errors import ArgumentTypeError, ModelError, WrappedModelError
 from pure_loop.model.overlaps import overlapping_elements, overlapping_pair
 
-__all__ = ["refuse_aliases", "refuse_shared_memory", "refuse_untrainable"]
-
 _WRAPPERS = {
     "DistributedDataParallel": "replicated over ranks",
     "DataParallel": "replicated over devices",

@@ -16,8 +16,6 @@ from pure_loop.model.buffers import UNALTERED, Altered, alterations, places_of, 
 from pure_loop.model.mirrored import Mirrored, mirror, stands_twice
 from pure_loop.model.tree import entries, places_at, set_mode, tensor_places
 
-__all__ = ["Instance"]
-
 
 class Structure(Protocol):
     """What an instance reads of a ``ModelDef``."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["ATOMS", "COMMON", "Kept", "overlap", "range_of", "tensors_in", "unholdable"]
-
 # What a State, and so a checkpoint, can hold of an optimizer.
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device})
 _LISTS = frozenset({list, tuple, deque, set, frozenset})

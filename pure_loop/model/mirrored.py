@@ -15,8 +15,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["mirror", "stands_twice"]
-
 _KINDS = ("_parameters", "_buffers", "_modules")
 
 

@@ -45,8 +45,6 @@ from pure_loop.model.tree import (
 )
 from pure_loop.random.authors import is_users
 
-__all__ = ["ModelDef"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["Places", "aligned", "places", "reordered", "sorted_by"]
-
 Places: TypeAlias = dict[str, int]
 
 _MAPPINGS = frozenset({dict, OrderedDict, FrozenDict})

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pure_loop._internal.torch_private import is_transformed
 
-__all__ = ["overlapping_elements", "overlapping_pair"]
-
 
 class _Span(NamedTuple):
     """The bytes from the first to the last element of a tensor."""

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from pure_loop._internal.torch_private import subclass_of_tensor
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["are_leaves", "are_marked", "attributes_of", "copy_attributes", "declared_like", "is_declared"]
-
 
 def attributes_of(parameter: Tensor) -> dict[str, Any]:
     """The user's attributes; none of a tensor of another kind, which has its own state there."""

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from pure_loop.errors import ModelError
 
-__all__ = ["children", "copied", "found_from", "referred_to", "refuse_uncopyable", "refers_to"]
-
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),

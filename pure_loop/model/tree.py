@@ -10,11 +10,6 @@ from torch.nn.utils import parametrize
 
 from pure_loop._internal.records import set_class
 
-__all__ = [
-    *("class_of", "entries", "may_use_rng", "modes_to_keep", "own_classes", "places_at", "plain_attributes"),
-    *("set_mode", "tensor_places"),
-]
-
 
 def entries(module: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     """(name, dict, key, value) of all parameters or buffers (``kind``) that are registered, None among them."""

@@ -20,16 +20,6 @@ from pure_loop.optim.kernels import FUSED_DEVICES
 from pure_loop.optim.optimizer import InTorch, Optimizer, OptState, Params, TorchGroup, options_in_step, rate_at
 from pure_loop.time import Timestamp
 
-__all__ = [
-    "AdamInTorch",
-    "MuonInTorch",
-    "RuleInTorch",
-    "SGDInTorch",
-    "no_class",
-    "part_in_torch",
-    "refuse_other_options",
-]
-
 
 def part_in_torch(optimizer: Optimizer) -> InTorch:
     """

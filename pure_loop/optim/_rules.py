@@ -33,8 +33,6 @@ from pure_loop.optim.optimizer import (
 )
 from pure_loop.time import Timestamp
 
-__all__ = ["Rule", "StepOptions", "add_multiple", "add_multiple_", "between", "decay_", "shrink_"]
-
 # The hyperparameters of one step: of schedules the values, in a step that is compiled float64 tensors of shape (). With
 # "lr", the rate; "found_inf", None or what `overwrite` was given; and "first", see Rule.marks_first.
 StepOptions: TypeAlias = Mapping[str, Any]

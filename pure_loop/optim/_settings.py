@@ -12,8 +12,6 @@ from pure_loop.optim.optimizer import RateFunction, as_schedule
 from pure_loop.ranges import Between, Range, Setting
 from pure_loop.ranges.strengths import Strength
 
-__all__ = ["DecayRates", "Rate"]
-
 
 class Rate(Range):
     """A learning rate: a finite number of at least 0, or a schedule."""

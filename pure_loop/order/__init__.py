@@ -12,14 +12,8 @@ from pure_loop.order.checker import (
     GRAMMARS,
     NOTES,
     Checker,
-    EvaluatorPlan,
     Order,
-    Plan,
-    Rule,
     check,
-    expected,
-    expected_evaluate,
-    expected_predict,
     going_on,
     mermaid,
     nearest_boundary,
@@ -27,6 +21,8 @@ from pure_loop.order.checker import (
     successors,
     table,
 )
+from pure_loop.order.grammar import Rule
+from pure_loop.order.oracle import EvaluatorPlan, Plan, expected, expected_evaluate, expected_predict
 
 __all__ = [
     "BOUNDARIES",

@@ -17,28 +17,6 @@ from pure_loop.errors import ArgumentError, OrderError
 from pure_loop.event import Event
 from pure_loop.order import views as _render
 from pure_loop.order.grammar import MODES, Automaton, Node, Rule, parse
-from pure_loop.order.oracle import EvaluatorPlan, Plan, expected, expected_evaluate, expected_predict
-
-__all__ = [
-    "BOUNDARIES",
-    "GRAMMARS",
-    "NOTES",
-    "Checker",
-    "EvaluatorPlan",
-    "Order",
-    "Plan",
-    "Rule",
-    "check",
-    "expected",
-    "expected_evaluate",
-    "expected_predict",
-    "going_on",
-    "mermaid",
-    "nearest_boundary",
-    "outline",
-    "successors",
-    "table",
-]
 
 Order = Literal["current", "2021"]
 

@@ -17,21 +17,6 @@ import attrs
 
 from pure_loop.event import Event
 
-__all__ = [
-    "MODES",
-    "Automaton",
-    "Either",
-    "Many",
-    "Maybe",
-    "Mode",
-    "Node",
-    "Only",
-    "Rule",
-    "Sequence",
-    "Symbol",
-    "parse",
-]
-
 Mode = Literal["none", "ep", "tok"]
 MODES: tuple[Mode, ...] = ("none", "ep", "tok")
 

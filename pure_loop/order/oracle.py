@@ -19,8 +19,6 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["EvaluatorPlan", "Plan", "expected", "expected_evaluate", "expected_predict"]
-
 T = TypeVar("T")
 _NO_STOPS = (TimeUnit.ITERATION, TimeUnit.DURATION)
 

@@ -9,8 +9,6 @@ from collections.abc import Set as AbstractSet
 from pure_loop.event import Event
 from pure_loop.order.grammar import Automaton, Either, Node, Rule, Sequence, Symbol, parse
 
-__all__ = ["mermaid", "outline", "table"]
-
 Rules = Mapping[str, Rule]
 
 _LEGEND = "[x] at most once   x* any number   x+ at least one   x | y either"

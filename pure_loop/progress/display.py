@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from pure_loop._internal.arguments import check_number, refusal
 from pure_loop._internal.closing import Closing, call_all
-from pure_loop._internal.processes import here
-from pure_loop.distributed.parallel import rank
+from pure_loop._internal.processes import here, rank
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
 from pure_loop.progress.estimate import Facts
@@ -27,8 +26,6 @@ from pure_loop.state import State
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = ["progress", "screen_for"]
 
 Pairs = Generator[tuple[Event, State], None, None]
 

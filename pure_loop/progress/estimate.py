@@ -27,8 +27,6 @@ from pure_loop.optim import Optimizer
 from pure_loop.state import MetricValue, State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["Estimate", "EvaluatorFacts", "Facts", "Inside", "MeanLoss", "Reading", "on_cpu", "rates"]
-
 
 @attrs.frozen
 class EvaluatorFacts:

@@ -25,8 +25,6 @@ from pure_loop.progress import words as _words
 from pure_loop.progress.estimate import Inside
 from pure_loop.progress.table import Row, Table
 
-__all__ = ["Lines", "Notebook", "Part", "Screen", "Snapshot", "deferred_signals", "side_by_side", "that_fit"]
-
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:

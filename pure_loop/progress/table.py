@@ -10,8 +10,6 @@ import attrs
 
 from pure_loop.progress import words as _words
 
-__all__ = ["TRAIN", "Cell", "Column", "Row", "Table"]
-
 TRAIN = "train"
 _LABEL = "/"
 _GAP = 2

@@ -30,8 +30,6 @@ from pure_loop.progress.table import Column, Row, Table
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["Bar"]
-
 _NARROWEST_BAR = 8
 # At the right of the bar. A terminal shows "^C" where the cursor is, behind the last line; if that wrapped, the next
 # drawing would begin a line too low and leave the first line of this one behind.

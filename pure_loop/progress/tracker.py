@@ -18,8 +18,6 @@ from pure_loop.progress.words import epoch as epoch_number
 from pure_loop.state import Loss, MetricValue, State
 from pure_loop.time import Timestamp, TimeUnit
 
-__all__ = ["Tracker"]
-
 
 class Tracker:
     """Follows a stream, and shows it on a screen.

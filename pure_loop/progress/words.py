@@ -5,8 +5,6 @@ from __future__ import annotations
 from pure_loop.cadence import Cadence
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["clock", "cut", "duration", "epoch", "how_often", "number", "rate"]
-
 _UNITS = {
     TimeUnit.EPOCH: ("epoch", "epochs"),
     TimeUnit.BATCH: ("batch", "batches"),

@@ -22,8 +22,6 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_users", "runs_users_code"]
-
 # Code of these draws from no global generator, or is seeded where it is called.
 _OURS = frozenset({"attr", "attrs", "builtins", "optree", "pure_loop", "torch"})
 # Classes of Python's that others are derived from.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pure_loop.state import State
     from pure_loop.time import Timestamp
 
-__all__ = ["Place", "guard", "seed_at"]
-
 
 class Place:
     """Which batch of an evaluation and which microbatch are under way: what a State does not say.

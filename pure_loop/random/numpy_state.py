@@ -13,8 +13,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-__all__ = ["numpy_random", "put_back", "set_aside"]
-
 # Bit generators to lend; guards may stand inside one another, so there may be several.
 _spare: list[object] = []
 

@@ -26,8 +26,6 @@ from pure_loop._internal.torch_private import mps_generator
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.random.numpy_state import numpy_random, put_back, set_aside
 
-__all__ = ["derive", "generator", "seeded", "seeded_all"]
-
 Device: TypeAlias = torch.device | str | int | None
 
 # Bound once: these three calls are most of what a guard costs, and it stands around every microbatch.

@@ -31,8 +31,6 @@ from pure_loop.precision import Precision
 from pure_loop.rehearsal.report import Place
 from pure_loop.state import State
 
-__all__ = ["Arguments", "Counting", "bare", "collectives", "trace", "without_numbers"]
-
 # Those of ``fit``, by name.
 Arguments: TypeAlias = Mapping[str, Any]
 

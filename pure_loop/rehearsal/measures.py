@@ -21,8 +21,6 @@ from pure_loop.stages import Stages
 from pure_loop.state import State, raw_opt_state
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["Length", "activations", "memory_of", "memory_per_rank", "try_schedules"]
-
 
 @attrs.frozen
 class Length:

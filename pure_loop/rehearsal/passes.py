@@ -43,8 +43,6 @@ from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Time, due
 
-__all__ = ["Held", "Passes", "first_batch", "is_never"]
-
 
 class Held(Source):
     """One batch, given several times as an epoch, in the place of a dataloader.

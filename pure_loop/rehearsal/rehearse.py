@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop._internal.devices import shapes_only
 from pure_loop._internal.processes import torch_distributed
+from pure_loop._internal.processes import world_size as running_ranks
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import in_bytes
 from pure_loop._internal.suggestions import arguments_of_call
@@ -25,7 +26,6 @@ from pure_loop._internal.tree_ops import bytes_of
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.distributed.parallel import Parallel, read_parallel
-from pure_loop.distributed.parallel import world_size as running_ranks
 from pure_loop.entry.assembly import Assembly, assemble
 from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.layers import layer_table
@@ -38,8 +38,6 @@ from pure_loop.rehearsal.passes import Passes, first_batch, is_never
 from pure_loop.rehearsal.report import Phase, Place, Rehearsal
 from pure_loop.rehearsal.standins import destinations, try_place
 from pure_loop.state import State
-
-__all__ = ["rehearse"]
 
 
 class _Rehearse(Protocol):

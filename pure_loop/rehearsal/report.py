@@ -12,8 +12,6 @@ from pure_loop._internal.reprs import in_bytes, paragraph, table
 from pure_loop.entry.layers import LayerTable
 from pure_loop.errors import ImpurityError
 
-__all__ = ["Phase", "Place", "Rehearsal"]
-
 
 @attrs.define
 class Place:

@@ -30,17 +30,6 @@ from pure_loop.rehearsal.report import Place
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = [
-    "callback_standins",
-    "caught_observer",
-    "destinations",
-    "forced_handlers",
-    "logger_standin",
-    "marker",
-    "named_metrics",
-    "try_place",
-]
-
 
 def try_place(name: str, place: str) -> str:
     """Try that a file can be written to a folder, or in the place of a file; folders that are made are removed.

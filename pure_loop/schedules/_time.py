@@ -12,8 +12,6 @@ import attrs
 from pure_loop.errors import ArgumentError
 from pure_loop.time import Time, Timestamp, TimeUnit, in_batches
 
-__all__ = ["End", "Exact", "amount_of", "between", "finished", "part_over", "warmed_up", "whole_lengths"]
-
 # Counts stay ints, which is fast; fractions are exact, because 0.7 * 10 is not 7 in floating point.
 Exact: TypeAlias = int | float | Fraction
 

@@ -14,8 +14,6 @@ from pure_loop.errors import LossError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.stages.loss import detached
 
-__all__ = ["refusing_to_differentiate", "value_and_grad"]
-
 T = TypeVar("T")
 
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from pure_loop.optim import Optimizer
     from pure_loop.task import Task
 
-__all__ = ["ONE_RANK", "Engine"]
-
 T = TypeVar("T")
 
 

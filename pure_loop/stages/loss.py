@@ -18,16 +18,6 @@ from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.task import Task
 
-__all__ = [
-    "check_loss",
-    "detached",
-    "detached_loss",
-    "loss_problem",
-    "map_loss",
-    "measured_loss",
-    "weighed_loss",
-]
-
 
 def check_loss(loss: Any, state: State, event: str, task: Task | None = None) -> None:
     """

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pure_loop._internal.torch_private import find_nonfinite as find_nonfinite_kernel
 
-__all__ = ["find_nonfinite", "gradients_nonfinite", "real_numbers", "total_loss"]
-
 
 def total_loss(loss: Any) -> Tensor:
     """The loss that is differentiated: the tensor itself, or ``total`` of a dict."""

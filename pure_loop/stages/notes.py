@@ -8,8 +8,6 @@ from typing import Any
 
 from pure_loop.data.batch import describe
 
-__all__ = ["note_stage", "noting"]
-
 
 class noting:  # noqa: N801
     """Where what is inside raises, the error is noted to say this of itself.

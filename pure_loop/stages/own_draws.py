@@ -14,8 +14,6 @@ from pure_loop._internal.torch_private import DispatchMode, no_dispatch, without
 from pure_loop.errors import ImpurityError
 from pure_loop.random.seeds import generators_of, state_of
 
-__all__ = ["checked_draws"]
-
 
 @contextmanager
 def checked_draws(guard: AbstractContextManager[None], stage: str, batch: int, device: torch.device) -> Iterator[None]:

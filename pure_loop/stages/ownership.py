@@ -39,8 +39,6 @@ from pure_loop.stages.references import (
 )
 from pure_loop.state import State, raw_opt_state, raw_params
 
-__all__ = ["Ownership", "Request", "overwritten_by"]
-
 
 class Request(Enum):
     """What a script of the library may yield in the place of an event; the driver serves it and sends the State back.

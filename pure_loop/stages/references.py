@@ -24,12 +24,6 @@ from pure_loop._internal.torch_private import storage_goes_back, storage_uses, t
 from pure_loop._internal.tree_ops import are_sharded, local_tensor
 from pure_loop.frozendict import FrozenDict
 
-__all__ = [
-    *("LARGE", "Tensors", "are_torchs", "are_unaliased", "can_count", "count_in", "counting_doubt", "expected_uses"),
-    *("has_tensors", "is_private", "storages_are_unshared", "was_sent"),
-]
-
-
 # Numbers in gradients from which a look at references is cheaper than a copy.
 LARGE = 2**18
 

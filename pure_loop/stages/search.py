@@ -21,8 +21,6 @@ from pure_loop.state import NON_FINITE_ADVICE, State
 if TYPE_CHECKING:
     from pure_loop.stages.settings import StageSettings
 
-__all__ = ["Kind", "Origin", "is_finite", "nonfinite_error", "search"]
-
 Kind: TypeAlias = Literal["batch", "parameter", "buffer", "output", "loss", "algorithm", "gradient", "step"]
 # Rows of a batch that a message lists.
 _SHOWN = 8

@@ -33,8 +33,6 @@ from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, device_of, raw_params
 from pure_loop.task import Task, default_forward
 
-__all__ = ["NO_CONTEXT", "ClipGrad", "Code", "StageSettings"]
-
 # Which code draws in a stage; None: nothing is drawn.
 Code: TypeAlias = Literal["users", "torch"] | None
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]

@@ -6,8 +6,6 @@ from typing import Any
 
 import attrs
 
-__all__ = ["NAME", "FoundSize", "found_size"]
-
 # Under which a State keeps the size, as algorithm state, so that training resumes with it.
 NAME = "microbatch_size"
 

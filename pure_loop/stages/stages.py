@@ -32,8 +32,6 @@ from pure_loop.stages.update import UpdateStage
 from pure_loop.state import NOT_READY, State, lend, raw_loss, raw_outputs, raw_params, setter, with_fields
 from pure_loop.task import Task
 
-__all__ = ["Stages"]
-
 
 @attrs.frozen(kw_only=True)
 class Stages(UpdateStage):

@@ -23,8 +23,6 @@ from pure_loop.stages.nonfinite import find_nonfinite, gradients_nonfinite, tota
 from pure_loop.stages.settings import NO_CONTEXT, StageSettings
 from pure_loop.state import State, device_of, raw_loss, raw_opt_state, raw_params, with_fields
 
-__all__ = ["UpdateStage", "in_order", "select"]
-
 # Buffers before a batch, and the structure then; None: known by the names of the buffers.
 Before: TypeAlias = "tuple[FrozenDict[str, Tensor], ModelDef | None]"
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pure_loop.model.model import ModelDef
     from pure_loop.optim import Optimizer
 
-__all__ = ["Workspace", "protect"]
-
 
 class Workspace:
     """Where the tensors of a stream are.

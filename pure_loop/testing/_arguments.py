@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["check_choices", "check_range", "check_strategy"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from pure_loop.schedules import linear
 from pure_loop.testing._arguments import check_choices, check_range
 from pure_loop.testing.problems import Problem, as_problem
 
-__all__ = ["ALGORITHMS", "algorithms", "built", "values"]
-
 T = TypeVar("T")
 
 _DURATIONS = tuple(f"{count}{unit}" for unit in ("ba", "ep") for count in (1, 2, 3))

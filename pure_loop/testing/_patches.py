@@ -18,8 +18,6 @@ from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.case import Fit
 
-__all__ = ["Pairs", "Replacement", "breaking", "edited", "fit", "patched", "while_patched"]
-
 F = TypeVar("F", bound=Callable[[], object])
 Pairs: TypeAlias = Iterator[tuple[Event, State]]
 Replacement: TypeAlias = tuple[object, str, object]

@@ -18,17 +18,6 @@ from pure_loop.ranges import AtLeast, checked
 from pure_loop.testing._arguments import check_choices, check_range
 from pure_loop.time import Time, TimeUnit
 
-__all__ = [
-    "ORDERS",
-    "UNITS",
-    "count",
-    "count_iterations",
-    "ends_between",
-    "plans",
-    "plans_with",
-    "shortened",
-]
-
 
 def count(epoch: Sequence[int], tokens: int, batches: int) -> dict[TimeUnit, list[int]]:
     """What is finished after 0, 1, ... batches.

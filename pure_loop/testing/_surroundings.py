@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Surroundings", "reseeded", "unchanged", "working_directory"]
-
 Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object] | None]
 """What reads a setting, and what restores it; None: it can't be restored."""
 

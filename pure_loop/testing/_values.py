@@ -23,8 +23,6 @@ from pure_loop.testing._plans import ORDERS, UNITS
 from pure_loop.testing._plans import plans as all_plans
 from pure_loop.time import Time, Timestamp, TimeUnit
 
-__all__ = ["DTYPES", "batches", "event_streams", "times", "timestamps", "timestamps_of"]
-
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16)
 """Of the tensors in batches, the commonest first."""
 

@@ -24,8 +24,6 @@ from pure_loop.task import Task
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problem
 from pure_loop.time import Time
 
-__all__ = ["OPTIMIZERS", "Case", "Fit", "Pairs", "Running", "code"]
-
 
 def code(value: object) -> str:
     """Code that makes the value: records by the fields that are not at their default.

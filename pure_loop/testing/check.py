@@ -27,8 +27,6 @@ from pure_loop.testing.ranks.processes import close_shared_pools
 from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report, Result
 from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
 
-__all__ = ["Trial", "check_algorithm", "check_callback", "check_loop", "check_script", "not_none"]
-
 # If one of these laws is violated, the process was changed, and not only a State.
 _ABOUT_PROCESS = ("purity", "memory", "value", "determinism", "closing")
 _NONE = Outcome("", "", "not run")

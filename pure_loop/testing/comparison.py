@@ -16,20 +16,7 @@ from pure_loop._internal.bits import same
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.state import State
 from pure_loop.time import Timestamp
-from pure_loop.verify.leaves import copied, map_leaves
-
-__all__ = [
-    "Comparer",
-    "Difference",
-    "Keeper",
-    "copied",
-    "Snapshot",
-    "apart",
-    "close",
-    "differences",
-    "is_wall_clock",
-    "shown",
-]
+from pure_loop.verify.leaves import map_leaves
 
 _WALL_CLOCK = frozenset({"total_seconds", "epoch_seconds", "batch_seconds"})
 _TIMESTAMPS = frozenset({"timestamp", "previous_timestamp"})

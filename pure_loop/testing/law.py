@@ -19,8 +19,6 @@ from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
 from pure_loop.testing.report import LawViolation, broken_off
 from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
 
-__all__ = ["EXAMPLES", "Law", "law", "try_examples"]
-
 EXAMPLES = 20
 """The default number of cases on which a law is tried."""
 

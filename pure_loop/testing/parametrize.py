@@ -22,8 +22,6 @@ from pure_loop.testing.problems import as_problems
 from pure_loop.testing.report import CheckFailed, Outcome, Report
 from pure_loop.testing.subject import AlgorithmSubject, Problems
 
-__all__ = ["parametrize_with_checks"]
-
 F = TypeVar("F", bound=Callable[..., object])
 
 

@@ -20,8 +20,6 @@ from pure_loop.data.batch import map_tensors
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random import seeded
 
-__all__ = ["PROBLEMS", "Problem", "as_problem", "as_problems"]
-
 _FEATURES, _CLASSES, _WORDS = 3, 2, 5
 
 

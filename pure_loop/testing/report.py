@@ -14,8 +14,6 @@ from pure_loop.event import Event
 from pure_loop.state import State
 from pure_loop.testing.comparison import Difference, apart, shown
 
-__all__ = ["CheckFailed", "LawViolation", "Outcome", "Report", "Result", "broken_off", "moment", "written_to"]
-
 
 def moment(state: State) -> str:
     """The event and batch of a State, for messages."""

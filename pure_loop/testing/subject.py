@@ -18,8 +18,6 @@ from pure_loop.testing._surroundings import unchanged
 from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
 
-__all__ = ["AlgorithmSubject", "Draw", "Problems", "Subject", "assigned", "drawn_from", "fresh_copies", "imported"]
-
 T = TypeVar("T")
 Problems: TypeAlias = Problem | str | Iterable[Problem | str] | None
 

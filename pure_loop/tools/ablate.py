@@ -21,8 +21,6 @@ from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit
 
-__all__ = ["Ablation", "ablate"]
-
 # What records, saves, or decides how a stream is read: a comparison has no use of it.
 _LEFT_OUT: dict[str, object] = {"callbacks": (), "loggers": (), "run_name": None, "autoresume": None}
 

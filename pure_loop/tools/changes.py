@@ -13,9 +13,8 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, IdleAlgorithmErro
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
 from pure_loop.time import Timestamp
-from pure_loop.tools.steps import Step, change_between, leaves_of, refuse_stepless, steps
-
-__all__ = ["Blame", "Change", "blame", "changes"]
+from pure_loop.tools.steps import Step, change_between, refuse_stepless, steps
+from pure_loop.verify.leaves import leaves_of
 
 
 @attrs.frozen

@@ -31,8 +31,6 @@ from pure_loop.time import Timestamp
 from pure_loop.tools.steps import Parts, Step, is_same, steps
 from pure_loop.verify.leaves import distance, leaves_of
 
-__all__ = ["Divergence", "Recording", "diff", "diff_recorded", "diff_streams", "first_difference"]
-
 
 @attrs.frozen(eq=False, repr=False)
 class Divergence:

@@ -34,8 +34,6 @@ from pure_loop.state import State
 from pure_loop.task import make_task
 from pure_loop.tools.samples import Measured, OneByOne, indices_of_batch, norm_of
 
-__all__ = ["Inspection", "ModuleRow", "ParameterRow", "Sample", "inspect"]
-
 _SHOWN = 8
 
 

@@ -31,8 +31,6 @@ from pure_loop.state import State
 from pure_loop.time import Timestamp
 from pure_loop.tools.range_test import RangeTest
 
-__all__ = ["lr_find"]
-
 # What records, saves, or decides how a stream is read: the test has no use of it.
 _LEFT_OUT: dict[str, object] = {
     "callbacks": (),

@@ -33,8 +33,6 @@ from pure_loop.state import State
 from pure_loop.tools.profile_report import Key, Profile, Recorder, TimedBatches, chrome_trace
 from pure_loop.tools.steps import Parts, replace_each, set_attribute, set_method
 
-__all__ = ["profile"]
-
 T = TypeVar("T")
 
 _STAGES = {

@@ -18,8 +18,6 @@ from pure_loop._internal.reprs import columns, table
 from pure_loop.loop.driver import Script
 from pure_loop.state import State
 
-__all__ = ["Key", "Profile", "Recorder", "Row", "TimedBatches", "chrome_trace"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from pure_loop._internal.lazy import require
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.errors import ArgumentError
 
-__all__ = ["RangeTest"]
-
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
 _DECAY = 0.7

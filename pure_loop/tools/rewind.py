@@ -25,8 +25,6 @@ from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp
 
-__all__ = ["Rewound", "rewind"]
-
 # Those of a batch before it is counted, to which a State that is kept after the batch before leads.
 _INSIDE = frozenset(
     {

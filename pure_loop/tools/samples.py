@@ -30,8 +30,6 @@ from pure_loop.stages.search import is_finite
 from pure_loop.state import State
 from pure_loop.task import Task
 
-__all__ = ["Measured", "OneByOne", "indices_of_batch", "norm_of"]
-
 
 class _Positions(Dataset[int]):
     """A dataset as long as another one, with positions for items."""

@@ -23,23 +23,8 @@ from pure_loop.hooks import Handler, Observer
 from pure_loop.loop.call import Fit
 from pure_loop.loop.stream import Stream
 from pure_loop.state import State
-from pure_loop.verify.leaves import LOOP, distance, leaves_of
+from pure_loop.verify.leaves import LOOP, distance
 from pure_loop.verify.leaves import copied as copied_tensors
-
-__all__ = [
-    "LOOP",
-    "Parts",
-    "Step",
-    "change_between",
-    "distance",
-    "is_same",
-    "leaves_of",
-    "refuse_stepless",
-    "replace_each",
-    "set_attribute",
-    "set_method",
-    "steps",
-]
 
 T = TypeVar("T")
 

@@ -13,8 +13,6 @@ from pure_loop.data.batch import tensors_in
 from pure_loop.state import State
 from pure_loop.verify.leaves import leaves_of
 
-__all__ = ["Pair", "unequal_leaves"]
-
 Pair = tuple[int, int]
 # Values of which `==` says whether they are equal.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), frozenset, torch.dtype, torch.device)

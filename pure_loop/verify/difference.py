@@ -16,8 +16,6 @@ from pure_loop.state import State
 from pure_loop.time import Timestamp
 from pure_loop.verify.leaves import distance, leaves_of
 
-__all__ = ["Difference", "Found", "other_parameters_error", "verification_error"]
-
 
 @attrs.frozen
 class Difference:

@@ -12,8 +12,6 @@ from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.event import Event
 from pure_loop.state import State, with_fields
 
-__all__ = ["LOOP", "copied", "distance", "leaves_of", "map_leaves"]
-
 # What the loop computes before an event; before others it computes nothing.
 LOOP = {
     Event.AFTER_DATALOADER: "data",

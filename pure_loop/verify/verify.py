@@ -31,8 +31,6 @@ from pure_loop.verify.comparison import Pair, unequal_leaves
 from pure_loop.verify.difference import Difference, Found, other_parameters_error, verification_error
 from pure_loop.verify.leaves import LOOP
 
-__all__ = ["Recorder", "Verified", "recorded"]
-
 Handlers: TypeAlias = Mapping[Event, tuple[Handler, ...]]
 # (event, the algorithm or LOOP's word, the State that it returned)
 Take: TypeAlias = Callable[[Event, str, State], None]

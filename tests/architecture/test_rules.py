@@ -72,7 +72,7 @@ SLOTS = {
     },
     ("frozendict.py", "Overwritten"): {},
     ("compile/trees.py", "LazyField"): {},
-    ("distributed/_leaves.py", "LazyLeaves"): {
+    ("distributed/parameters.py", "LazyLeaves"): {
         "_make": "from a name to the tensor that is shown",
         "_after": "the same after the backward",
         "buffers": "those that the forward went through",
@@ -93,7 +93,7 @@ MUTABLE = {
     ("_internal/frames.py", "_plans"): "a cache: what code does with what it is given",
     ("_internal/frames.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/digests.py", "_known"): "a cache: digests of frozen tensors",
-    ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
+    ("distributed/ranks.py", "_meshes"): "a cache: meshes of the default process group",
     ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",
     ("_internal/torch_private.py", "missing"): "names that this torch lacks, of those looked up so far",
     ("compile/_torch.py", "missing"): "names that this torch lacks, of those looked up so far",

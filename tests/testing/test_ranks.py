@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d as c10d
 
+from pure_loop.testing.ranks._collectives import Collective
 from pure_loop.testing.ranks.processes import Pool, RankError, shared_pool
-from pure_loop.testing.ranks.simulation import Collective, simulate
+from pure_loop.testing.ranks.simulation import simulate
 from tests.support.simulating import RANKS, program_of, results
 
 # Before, gloo can't send lists around.

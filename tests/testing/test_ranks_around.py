@@ -17,7 +17,8 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.order import Plan
 from pure_loop.testing import Case, laws
 from pure_loop.testing.ranks import NoSimulationError, simulation
-from pure_loop.testing.ranks.simulation import CollectiveError, simulate
+from pure_loop.testing.ranks._collectives import CollectiveError
+from pure_loop.testing.ranks.simulation import simulate
 from pure_loop.testing.report import LawViolation
 from tests.support.simulating import UNSUPPORTED, WRONG, ones, results
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pure_loop.testing.ranks.simulation import CollectiveError, UnsupportedCollectiveError, simulate
+from pure_loop.testing.ranks._collectives import CollectiveError, UnsupportedCollectiveError
+from pure_loop.testing.ranks.simulation import simulate
 from tests.support.simulating import UNSUPPORTED, WRONG, ones, results
 
 

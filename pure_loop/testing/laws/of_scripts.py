@@ -28,7 +28,7 @@ from pure_loop.loop.driver import Script
 from pure_loop.stages import Stages
 from pure_loop.state import State
 from pure_loop.testing.case import Fit, Pairs, Running
-from pure_loop.testing.comparison import Snapshot, copied
+from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import (
     observed_run,
@@ -39,6 +39,7 @@ from pure_loop.testing.laws._streams import (
 )
 from pure_loop.testing.report import LawViolation, moment, written_to
 from pure_loop.testing.subject import Subject, imported
+from pure_loop.verify.leaves import copied
 
 __all__ = ["completion", "determinism", "identity", "observer_invariance", "resumption", "sending_back", "value"]
 

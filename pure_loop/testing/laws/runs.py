@@ -23,7 +23,7 @@ from pure_loop.order import BOUNDARIES, EvaluatorPlan, expected, expected_evalua
 from pure_loop.state import State, outside_batch
 from pure_loop.testing._surroundings import Surroundings
 from pure_loop.testing.case import Case, Fit, Pairs, Running
-from pure_loop.testing.comparison import Keeper, close, copied, differences
+from pure_loop.testing.comparison import Keeper, close, differences
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import (
     ROUNDING,
@@ -37,7 +37,7 @@ from pure_loop.testing.laws._streams import (
 )
 from pure_loop.testing.report import LawViolation, broken_off, moment, written_to
 from pure_loop.testing.subject import AlgorithmSubject
-from pure_loop.verify.leaves import map_leaves
+from pure_loop.verify.leaves import copied, map_leaves
 
 __all__ = [
     "checkpoint",

@@ -11,15 +11,9 @@
 
 from __future__ import annotations
 
+from pure_loop.testing.ranks._collectives import Collective, CollectiveError, UnsupportedCollectiveError
 from pure_loop.testing.ranks.processes import Pool, RankError, shared_pool
-from pure_loop.testing.ranks.simulation import (
-    Collective,
-    CollectiveError,
-    NoSimulationError,
-    Ran,
-    UnsupportedCollectiveError,
-    simulate,
-)
+from pure_loop.testing.ranks.simulation import NoSimulationError, Ran, simulate
 
 __all__ = [
     "Collective",

@@ -14,8 +14,6 @@ from torch.distributed import ReduceOp
 
 from pure_loop.errors import PureLoopError
 
-__all__ = ["OPERATIONS", "Collective", "CollectiveError", "Tensors", "UnsupportedCollectiveError", "outcome"]
-
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 

@@ -22,8 +22,6 @@ from pure_loop.testing.ranks._collectives import OPERATIONS, CollectiveError, Te
 Flat: TypeAlias = Sequence[Tensor]
 Nested: TypeAlias = Sequence[Sequence[Tensor]]
 
-__all__ = ["Exchange", "Group", "Left"]
-
 
 class Left(BaseException):
     """Leaves a program at a collective without a result that is known yet. ``except Exception`` doesn't catch it."""

@@ -31,8 +31,6 @@ from pure_loop.errors import ArgumentTypeError, MissingExtraError, PureLoopError
 from pure_loop.testing._surroundings import working_directory
 from pure_loop.testing.ranks.simulation import environment
 
-__all__ = ["Pool", "RankError", "close_shared_pools", "shared_pool"]
-
 T = TypeVar("T")
 # Of a rank: what it did, and what came of it; None: it died.
 Answer: TypeAlias = "tuple[Any, ...] | None"

@@ -27,20 +27,9 @@ from pure_loop.testing.ranks._collectives import (
     Collective,
     CollectiveError,
     Tensors,
-    UnsupportedCollectiveError,
     outcome,
 )
 from pure_loop.testing.ranks._group import Group, Left
-
-__all__ = [
-    "Collective",
-    "CollectiveError",
-    "NoSimulationError",
-    "Ran",
-    "UnsupportedCollectiveError",
-    "environment",
-    "simulate",
-]
 
 T = TypeVar("T")
 

@@ -1,0 +1,163 @@
+"""Figures of the whole package, each with a limit: what a change may add, another one has to give back.
+
+A limit that is above what the package should have says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+
+import pytest
+
+from bench.count import lines_of
+from tests.architecture.source import PACKAGE, Modules, modules
+
+# Any is right where a value is the user's: a batch, outputs, an algorithm's state, an argument that is refused at run
+# time if it is of another type.
+SHARE_OF_ANY = 0.10
+# What type checkers can't follow: a mapping that refuses writes, functions of torch without types, decorated functions.
+IGNORES = 60
+FILES = 380
+# What stands in one file because it is one idea: State, Time, an optimizer of torch's as pure functions, the gates to
+# what torch keeps private.
+LONG_FILES = 12
+LONG = 400
+LONG_FUNCTION = 80
+# About 40,000 would be read sooner. What is left has no twin and no dead function: two thirds are methods, loggers,
+# callbacks, checkpoints and the kit, a file each, and a smaller number takes a feature out.
+LINES = 47_700
+# Names that say nothing of what they are the name of.
+VAGUE = frozenset(
+    {
+        *("each", "given", "found", "other", "others", "asked", "one", "whole", "new", "now", "said", "shown"),
+        *("known", "kept", "made"),
+    }
+)
+SHARE_OF_VAGUE = 0.01
+# Code has no persons: (word in docstrings and comments) per thousand words.
+PERSONS = re.compile(
+    r"\b(somebody|anybody|nobody|someone|anyone|no one|whoever|who|whom|whose|he|him|his|she|her|hers)\b", re.IGNORECASE
+)
+PER_THOUSAND = 0.6
+
+
+def sources() -> dict[str, str]:
+    return {name: (PACKAGE / name).read_text() for name in modules()}
+
+
+def annotations(tree: ast.AST) -> list[ast.expr]:
+    """All annotations of a module."""
+    found: list[ast.expr | None] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            found.append(node.annotation)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append(node.returns)
+    return [annotation for annotation in found if annotation is not None]
+
+
+def share_of_any(modules: Modules) -> float:
+    listed = [annotation for tree in modules.values() for annotation in annotations(tree)]
+    names = [{node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} for annotation in listed]
+    return sum("Any" in found for found in names) / len(listed)
+
+
+def variables(tree: ast.AST) -> Iterator[str]:
+    """The names of variables and parameters, once for each time that they are bound."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def share_of_vague(modules: Modules) -> float:
+    names = [name for tree in modules.values() for name in variables(tree)]
+    return sum(name in VAGUE for name in names) / len(names)
+
+
+def prose(source: str) -> Iterator[str]:
+    """Docstrings and comments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def persons(sources: list[str]) -> float:
+    text = [passage for source in sources for passage in prose(source)]
+    words = sum(len(passage.split()) for passage in text)
+    return 1000 * sum(len(PERSONS.findall(passage)) for passage in text) / words
+
+
+def long_functions(modules: Modules) -> list[str]:
+    found = []
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                docstring = len((ast.get_docstring(node, clean=False) or "").splitlines())
+                if (node.end_lineno or 0) - node.lineno + 1 - docstring > LONG_FUNCTION:
+                    found.append(f"{module}: {node.name}")
+    return found
+
+
+def test_the_package_does_not_grow() -> None:
+    assert sum(map(lines_of, sources().values())) <= LINES
+
+
+def test_files_are_few_and_short() -> None:
+    listed = sources()
+    assert len(listed) <= FILES
+    assert len([name for name, text in listed.items() if text.count("\n") > LONG]) <= LONG_FILES
+    assert long_functions(modules()) == []
+
+
+def test_types_say_something() -> None:
+    assert share_of_any(modules()) <= SHARE_OF_ANY
+    assert sum(text.count("# type: ignore") for text in sources().values()) <= IGNORES
+
+
+def test_variables_are_nouns() -> None:
+    assert share_of_vague(modules()) <= SHARE_OF_VAGUE
+
+
+def test_code_has_no_persons() -> None:
+    assert persons(list(sources().values())) <= PER_THOUSAND
+
+
+def test_only_what_users_import_is_listed() -> None:
+    """Elsewhere a name without an underscore is what a module has for others; a list beside it goes out of date."""
+    listed = {name for name, tree in modules().items() if any(map(_is_list, tree.body))}
+    assert [name for name in listed if not _is_users(name)] == []
+
+
+def _is_list(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+
+
+# Folders whose modules are public, and modules of others.
+_OPEN = ("algorithms/", "callbacks/", "loggers/", "metrics/", "optim/", "ranges/", "schedules/", "testing/laws/")
+
+
+def _is_users(name: str) -> bool:
+    return "/" not in name or name.endswith(("__init__.py", "testing/strategies.py")) or name.startswith(_OPEN)
+
+
+def test_each_figure_is_counted() -> None:
+    source = '''"""Whoever reads it."""
+def function(each: Any, value: int) -> list[Any]:
+    other = value  # nobody reads this
+    return [other]
+'''
+    tree = {"wrong.py": ast.parse(source)}
+    assert share_of_any(tree) == pytest.approx(2 / 3)
+    assert share_of_vague(tree) == pytest.approx(2 / 3)
+    assert persons([source]) == pytest.approx(1000 * 2 / 7)
+    body = "    value = 1\n" * LONG_FUNCTION
+    assert long_functions({"wrong.py": ast.parse(f"def function():\n{body}")}) == ["wrong.py: function"]
