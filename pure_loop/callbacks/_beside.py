@@ -12,7 +12,7 @@ from pure_loop.state import State
 def refuse_collectives(state: State, ranks: int, where: str, instead: str = "") -> None:
     """
     Args:
-        state: whose model would be computed on this rank alone.
+        state: its model would be computed on this rank alone.
         ranks: how many train together.
         where: the callback, for the error.
         instead: what to write instead, if there is anything.

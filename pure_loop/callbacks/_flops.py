@@ -22,7 +22,7 @@ class FlopCounter:
     """Forward, loss and backward of a batch, once for each combination of shapes.
 
     Args:
-        run: whose task, precision and microbatches.
+        run: the call with the task, the precision and the microbatches.
     """
 
     run: Run

@@ -9,19 +9,26 @@ from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit, due
 
 
-def read_interval(interval: CadenceLike, where: str) -> Predicate:
+def read_interval(
+    interval: CadenceLike,
+    where: str,
+    advice: str = 'an interval such as "10ba" or "1ep"; 0 means never',
+    argument: str = "interval",
+) -> Predicate:
     """What a user wrote as ``interval=``, as a predicate.
 
     Args:
         interval: a text, an int of epochs, a Time or a predicate.
         where: the callback's name, for the error.
+        advice: what to write instead of None.
+        argument: its name.
 
     Raises:
         ArgumentTypeError, ArgumentError: it is None, or can't be read.
     """
-    predicate = as_predicate(interval, f"{where} interval")
+    predicate = as_predicate(interval, f"{where} {argument}")
     if predicate is None:
-        raise ArgumentTypeError(f'{where}(interval=None): write an interval such as "10ba" or "1ep"; 0 means never.')
+        raise ArgumentTypeError(f"{where}({argument}=None): write {advice}.")
     return predicate
 
 
@@ -39,16 +46,16 @@ def measures_batch(interval: Predicate, state: State) -> bool:
     samples and seconds a batch takes isn't known before its end, so in other units it is the first batch after the
     multiple. A predicate is passed the State with this batch counted, with as many samples as the batch before.
     """
-    now, previous = state.timestamp, state.previous_timestamp
+    timestamp, previous = state.timestamp, state.previous_timestamp
     if not isinstance(interval, Cadence):
-        return bool(interval(state.count_batch(now.sample - previous.sample, now.token - previous.token)))
-    if _counts_batches(interval.interval, now):
-        return due(interval.interval, now, now.next_batch(0), Event.BATCH_END)
+        return bool(interval(state.count_batch(timestamp.sample - previous.sample, timestamp.token - previous.token)))
+    if _counts_batches(interval.interval, timestamp):
+        return due(interval.interval, timestamp, timestamp.next_batch(0), Event.BATCH_END)
     return interval(state)
 
 
-def _counts_batches(interval: Time, now: Timestamp) -> bool:
-    unit, end = interval.unit, now.max_duration
+def _counts_batches(interval: Time, timestamp: Timestamp) -> bool:
+    unit, end = interval.unit, timestamp.max_duration
     if unit is not TimeUnit.DURATION or end is None:
         return unit is TimeUnit.BATCH
-    return end.unit is TimeUnit.BATCH or (end.unit is TimeUnit.EPOCH and bool(now.batches_per_epoch))
+    return end.unit is TimeUnit.BATCH or (end.unit is TimeUnit.EPOCH and bool(timestamp.batches_per_epoch))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.names import Fields, Pattern
@@ -24,7 +23,7 @@ class Place:
         overwrite: whether files of another run are replaced.
     """
 
-    def __init__(self, path: Any, *names: str, where: str, overwrite: Any = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *names: str, where: str, overwrite: bool = False) -> None:
         argument = f"{where} {'folder' if names else 'path'}"
         pattern = Pattern(path, argument)
         storage_of(pattern.text)
@@ -68,8 +67,8 @@ class Place:
         """The path of the file that is written now.
 
         Args:
-            state: whose counts its name has; None: those with which the run starts.
+            state: the source of the counts in the name; None: those with which the run starts.
             number: which of the names.
         """
-        now = {} if state is None else {"epoch": state.timestamp.epoch, "batch": state.timestamp.batch}
-        return join(self.folder, self._names[number].of({**self._fields, **now}))
+        counts = {} if state is None else {"epoch": state.timestamp.epoch, "batch": state.timestamp.batch}
+        return join(self.folder, self._names[number].of({**self._fields, **counts}))

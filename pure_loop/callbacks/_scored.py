@@ -33,7 +33,7 @@ class Scored:
         # At which batch it was measured, and of which tensors.
         self._measured: int | None = None
         self._trained: list[int] = []
-        # The States whose weights were measured since the last batch, by the labels of evaluators.
+        # The States with the weights that were measured since the last batch, by the labels of evaluators.
         self._evaluated: dict[str, State] = {}
 
     @property

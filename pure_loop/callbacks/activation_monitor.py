@@ -6,13 +6,14 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import optree
 import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import refusal
+from pure_loop._internal.pytree import PyTree
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._beside import refuse_collectives
@@ -110,7 +111,7 @@ class ActivationMonitor(Callback):
     def bind(self, run: Run) -> None:
         """
         Raises:
-            ArgumentError: a script of the user's own, whose forward isn't known.
+            ArgumentError: a script of the user's own: its forward isn't known.
         """
         if run.function == "drive":
             raise ArgumentError(
@@ -168,7 +169,9 @@ class ActivationMonitor(Callback):
             return any(fnmatch.fnmatchcase(name, glob) for glob in self._only)
         return next(module.children(), None) is None
 
-    def _measure(self, values: dict[str, Tensor], name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _measure(
+        self, values: dict[str, Tensor], name: str, module: nn.Module, inputs: PyTree, outputs: PyTree
+    ) -> None:
         leaves = [
             leaf
             for leaf in optree.tree_leaves(outputs, namespace="pure_loop")
@@ -181,7 +184,7 @@ class ActivationMonitor(Callback):
                 values[f"activations/{statistic}/{where}".rstrip("/")] = STATISTICS[statistic](tensor)
 
 
-def _read_globs(only: Any) -> tuple[str, ...] | None:
+def _read_globs(only: object) -> tuple[str, ...] | None:
     if only is None:
         return None
     globs = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Iterable) else ()
@@ -190,10 +193,12 @@ def _read_globs(only: Any) -> tuple[str, ...] | None:
     return globs
 
 
-def _read_statistics(statistics: Any) -> tuple[str, ...]:
-    known = isinstance(statistics, Iterable) and not isinstance(statistics, str)
-    names = tuple(statistics) if known else ()
+def _read_statistics(statistics: object) -> tuple[str, ...]:
+    is_text = isinstance(statistics, str)
+    names = tuple(statistics) if isinstance(statistics, Iterable) and not is_text else ()
     if not names or any(name not in STATISTICS for name in names):
         wanted = f"a list of {', '.join(map(repr, STATISTICS))}"
-        raise refusal("statistics", statistics, wanted, "ActivationMonitor", typed=not known)
+        raise refusal(
+            "statistics", statistics, wanted, "ActivationMonitor", typed=is_text or not isinstance(statistics, Iterable)
+        )
     return names

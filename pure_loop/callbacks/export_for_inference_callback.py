@@ -25,8 +25,8 @@ __all__ = ["ExportForInferenceCallback"]
 class ExportForInferenceCallback(Callback):
     """Writes the trained model in eval mode to a file at FIT_END, whole or not at all, and reads it back.
 
-    It is the model whose metrics were recorded last. If a run that has ended before is started again, which evaluates
-    nothing, a file that is there stays as it is.
+    It is the model of the metrics that were recorded last. If a run that has ended before is started again, which
+    evaluates nothing, a file that is there stays as it is.
 
     What would fail then is tried at FIT_START: a model that can't be traced or pickled, an average that there is not, a
     path that can't be written to. Where each rank holds a shard of the parameters (``parallel="shard"``) all ranks
@@ -119,8 +119,9 @@ class ExportForInferenceCallback(Callback):
             self._evaluated[state.evaluator] = state
 
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
-        measured = [each for each in self._evaluated.values() if each.timestamp.batch == state.timestamp.batch]
-        over = state.timestamp.batch == self._began and self._evaluates and not measured
+        batch = state.timestamp.batch
+        measured = [evaluated for evaluated in self._evaluated.values() if evaluated.timestamp.batch == batch]
+        over = batch == self._began and self._evaluates and not measured
         if not self._takes_part(state):
             return
         path = self._place.of(state)

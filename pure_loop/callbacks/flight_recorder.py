@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from torch import Tensor
 
@@ -109,8 +109,8 @@ class FlightRecorder(CheckpointSaver):
         self.states: deque[State] = deque(maxlen=in_memory)
         self._journal: FileIO | None = None
         self._waiting: list[tuple[Timestamp, str | None, Tensor, float]] = []
-        self._settings: dict[str, Any] = {}
-        self._facts: dict[str, Any] | None = None
+        self._settings: dict[str, object] = {}
+        self._facts: dict[str, object] | None = None
         self._handled: BaseException | None = None
         self._last = 0.0
 
@@ -142,8 +142,8 @@ class FlightRecorder(CheckpointSaver):
         # Of another name than those of which ``keep_last`` removes the oldest.
         save(state, os.path.join(self.place, f"start-ba{state.timestamp.batch}{SUFFIX}"))
         # What the run's first batch was stays known, also where a command is run again that has nothing left to do.
-        kept = {name: value for name, value in facts_there.items() if name == "first_batch"}
-        self._facts = {**facts_of(state), **self._settings, **kept}
+        facts = {name: value for name, value in facts_there.items() if name == "first_batch"}
+        self._facts = {**facts_of(state), **self._settings, **facts}
         self._write_facts()
         path = Path(self.place, JOURNAL)
         reserve(path, "FlightRecorder")
@@ -159,8 +159,8 @@ class FlightRecorder(CheckpointSaver):
         if self._facts is not None and "first_batch" not in self._facts:
             self._facts["first_batch"] = [state.timestamp.batch, digest_of_batch(state.batch)]
             self._write_facts()
-        now = time.perf_counter()
-        passed, self._last = now - self._last, now
+        seconds = time.perf_counter()
+        passed, self._last = seconds - self._last, seconds
         digest = digest_of(state.params) if is_due(self._digest, state, Event.BATCH_END) else None
         self._waiting.append((state.timestamp, digest, total_loss(state.loss).detach(), passed))
         # Numbers of a device are waited for where its parameters are read anyway.
@@ -195,7 +195,7 @@ class FlightRecorder(CheckpointSaver):
                 self._write_lines()
             self._journal = None
 
-    def _facts_there(self, state: State) -> Mapping[str, Any]:
+    def _facts_there(self, state: State) -> Mapping[str, object]:
         """The facts of the run that is continued; nothing where one begins, or they can't be read.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import nn
@@ -11,8 +11,9 @@ from torch import nn
 from pure_loop._internal.arguments import check_callable, check_integer
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithms._averages import averaged_if_begun
-from pure_loop.cadence import Cadence, CadenceLike, as_predicate
+from pure_loop.cadence import Cadence, CadenceLike
 from pure_loop.callback import Callback, LoggerGroup
+from pure_loop.callbacks._intervals import read_interval
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.random import derive, seeded_all
@@ -82,12 +83,9 @@ class Generate(Callback):
         average: Annotated[str | None, Name()] = None,
         name: Annotated[str, Name()] = "generate/text",
     ) -> None:
-        due = as_predicate(interval, "Generate interval")
-        if due is None:
-            raise ArgumentTypeError('Generate(interval=None): write "1ep", "100ba", or 0 for the end only.')
+        self._due = read_interval(interval, "Generate", '"1ep", "100ba", or 0 for the end only')
         self._prompts = _read_prompts(prompts)
         self._generate = check_callable("generate", generate, "a function of (module, prompt)", where="Generate")
-        self._due = due
         self._seed = None if seed is None else check_integer("seed", seed, where="Generate")
         self._average = average
         self._name = name
@@ -133,7 +131,7 @@ class Generate(Callback):
             ArgumentTypeError: the function returned something else.
         """
         with noting(lambda: f"raised by generate= of Generate, for the prompt {prompt!r}"):
-            text: Any = self._generate(module, prompt)
+            text: object = self._generate(module, prompt)
         if not isinstance(text, str):
             raise ArgumentTypeError(
                 f"Generate: generate= returned {type(text).__name__} for the prompt {prompt!r}; return a text: decode "
@@ -142,7 +140,7 @@ class Generate(Callback):
         return text
 
 
-def _read_prompts(prompts: Any) -> tuple[str, ...]:
+def _read_prompts(prompts: object) -> tuple[str, ...]:
     """
     Raises:
         ArgumentTypeError: something else than texts.

@@ -160,8 +160,8 @@ def _over_all(norms: list[Tensor]) -> Tensor:
 def _updates(params: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What was added to the parameters of which there are copies."""
     names = [name for name in params if name in before]
-    new, old = [params[name].detach() for name in names], [before[name] for name in names]
-    return dict(zip(names, map_local(torch._foreach_sub, new, old) if names else (), strict=True))
+    after, old = [params[name].detach() for name in names], [before[name] for name in names]
+    return dict(zip(names, map_local(torch._foreach_sub, after, old) if names else (), strict=True))
 
 
 def _cosine(updates: Mapping[str, Tensor], grads: Mapping[str, Tensor], update_norm: Tensor) -> Tensor:

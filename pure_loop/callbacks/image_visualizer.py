@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from pure_loop._internal.arguments import check_number
-from pure_loop.cadence import Cadence, CadenceLike, as_predicate
+from pure_loop._internal.pytree import Outputs
+from pure_loop.cadence import Cadence, CadenceLike
 from pure_loop.callback import Callback, LoggerGroup
+from pure_loop.callbacks._intervals import read_interval
 from pure_loop.data.batch import describe
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.lens import BatchKey, part_of
@@ -92,19 +94,16 @@ class ImageVisualizer(Callback):
         images: Annotated[int, AtLeast(1)] = 8,
         input_key: Annotated[BatchKey, Index()] = 0,
         target_key: Annotated[BatchKey, Index()] = 1,
-        outputs: Callable[[Any], Any] | None = None,
+        outputs: Callable[[Outputs], object] | None = None,
         mean: Channels = None,
         std: Channels = None,
         channels_last: bool = False,
     ) -> None:
-        due = as_predicate(interval, "ImageVisualizer interval")
-        if due is None:
-            raise ArgumentTypeError('ImageVisualizer(interval=None): write "1ep", "100ba", or 0 for evaluations only.')
+        self._due = read_interval(interval, "ImageVisualizer", '"1ep", "100ba", or 0 for evaluations only')
         if outputs is not None and not callable(outputs):
             raise ArgumentTypeError(
                 f'ImageVisualizer(outputs={outputs!r}): give a function, such as lambda outputs: outputs["logits"].'
             )
-        self._due = due
         self._count = images
         self._input_key, self._target_key = input_key, target_key
         self._outputs = outputs
@@ -151,11 +150,11 @@ class ImageVisualizer(Callback):
         if not len(inputs):
             return
         pixels = self._pixels(inputs)
-        shown = {"prediction": self._shown_of(state.outputs)}
+        images = {"prediction": self._shown_of(state.outputs)}
         if isinstance(targets, Tensor) and targets.ndim:
-            shown = {"target": targets.detach()[: self._count], **shown}
+            images = {"target": targets.detach()[: self._count], **images}
         masks, columns = {}, {}
-        for name, value in _classes(shown, inputs).items():
+        for name, value in _classes(images, inputs).items():
             if len(value) != len(pixels):
                 continue
             if value.ndim == 1:
@@ -170,21 +169,21 @@ class ImageVisualizer(Callback):
             rows = zip(range(len(pixels)), *map(_cells, columns.values()), strict=True)
             logger.log_table(f"{place}/images", ["image", *columns], [list(row) for row in rows], state)
 
-    def _shown_of(self, outputs: Any) -> Tensor | None:
+    def _shown_of(self, outputs: Outputs) -> Tensor | None:
         """What is shown of the outputs; None: they are not kept, or there is nothing to show.
 
         Raises:
             ArgumentTypeError: it is no tensor.
         """
-        shown = outputs if self._outputs is None or outputs is None else self._outputs(outputs)
-        if shown is None:
+        value = outputs if self._outputs is None or outputs is None else self._outputs(outputs)
+        if value is None:
             return None
-        if not isinstance(shown, Tensor):
+        if not isinstance(value, Tensor):
             raise ArgumentTypeError(
-                f"ImageVisualizer: what the model returns is {describe(shown)}, and predictions are a tensor. Say what "
+                f"ImageVisualizer: what the model returns is {describe(value)}, and predictions are a tensor. Say what "
                 'to show of it: ImageVisualizer(outputs=lambda outputs: outputs["logits"]).'
             )
-        return shown.detach()[: self._count] if shown.ndim else None
+        return value.detach()[: self._count] if value.ndim else None
 
     def _pixels(self, images: Tensor, *, normalised: bool = True) -> Tensor:
         """Images as uint8 of shape (n, height, width, channels).
@@ -226,9 +225,9 @@ class ImageVisualizer(Callback):
         return images if self._channels_last else images.movedim(1, -1)
 
 
-def _classes(shown: Mapping[str, Tensor | None], inputs: Tensor) -> dict[str, Tensor]:
+def _classes(images: Mapping[str, Tensor | None], inputs: Tensor) -> dict[str, Tensor]:
     """Classes in the place of scores; images, and numbers, as they are."""
-    values = {name: value for name, value in shown.items() if value is not None}
+    values = {name: value for name, value in images.items() if value is not None}
     prediction = values.get("prediction")
     target = values.get("target")
     if prediction is not None and prediction.is_floating_point():

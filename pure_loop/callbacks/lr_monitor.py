@@ -22,8 +22,8 @@ class LRMonitor(Callback):
     nothing under that name.
 
     Args:
-        optimizer: whose rate; of a partition, that of each part as ``<name>/<label>``. None: that of the call of
-            ``fit``; a script of your own has none, and needs it here.
+        optimizer: the one with the rate; of a partition, that of each part as ``<name>/<label>``. None: that of the
+            call of ``fit``; a script of your own has none, and needs it here.
         name: under which it is recorded.
 
     Raises:

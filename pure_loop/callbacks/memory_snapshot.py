@@ -103,11 +103,11 @@ class MemorySnapshot(Callback):
             self._record(on=True)
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
-        now = state.timestamp
-        if self._waits_since is not None and _passed(self._start, self._waits_since, now):
-            self._waits_since, self._window_since = None, now
+        timestamp = state.timestamp
+        if self._waits_since is not None and _passed(self._start, self._waits_since, timestamp):
+            self._waits_since, self._window_since = None, timestamp
             self._record(on=True)
-        elif self._window_since is not None and _passed(self._length, self._window_since, now):
+        elif self._window_since is not None and _passed(self._length, self._window_since, timestamp):
             self._finish(state, logger)
 
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
@@ -155,5 +155,5 @@ class MemorySnapshot(Callback):
             part.replace(path)
 
 
-def _passed(length: Time, since: Timestamp, now: Timestamp) -> bool:
-    return now.get(length.unit) - since.get(length.unit) >= length.value
+def _passed(length: Time, since: Timestamp, timestamp: Timestamp) -> bool:
+    return timestamp.get(length.unit) - since.get(length.unit) >= length.value

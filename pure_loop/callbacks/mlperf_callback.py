@@ -56,7 +56,7 @@ class MLPerfCallback(Callback):
         mode: whether the metric has to reach the target from above, ``"min"``, or from below, ``"max"``. None: known
             for losses, accuracies and the like.
         division: ``"open"`` or ``"closed"``.
-        organization, platform: who submits, and on which system.
+        organization, platform: the submitter, and its system.
         status: of the system: ``"onprem"``, ``"cloud"``, ``"preview"`` or ``"research"``.
         settings: further values by key, which JSON can hold: ``{"opt_name": "adamw", "train_samples": 1170301}``.
 
@@ -86,7 +86,7 @@ class MLPerfCallback(Callback):
         organization: Annotated[str, Name()] = "none",
         platform: Annotated[str, Name()] = "none",
         status: Literal["onprem", "cloud", "preview", "research"] = "onprem",
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         self._place = Pattern(folder, "MLPerfCallback folder")
         self.folder = Path(self._place.text)
@@ -186,7 +186,7 @@ class MLPerfCallback(Callback):
         with naming(path, "MLPerfCallback"):
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
 
-    def _write(self, kind: str, key: str, value: Any = None, *, at: int | None = None, **metadata: Any) -> None:
+    def _write(self, kind: str, key: str, value: object = None, *, at: int | None = None, **metadata: object) -> None:
         identity = _identity(key, metadata)
         if self._file is None or identity in self._written:
             return
@@ -214,7 +214,7 @@ def _place(state: State) -> dict[str, int]:
     return {"epoch_num": t.epoch + (t.batch_in_epoch > 0), "samples_count": t.sample}
 
 
-def _identity(key: str, metadata: Mapping[str, Any]) -> str:
+def _identity(key: str, metadata: Mapping[str, object]) -> str:
     """What a run writes once, and a resumed run doesn't write again."""
     return f"{key} {json.dumps(metadata, sort_keys=True)}" if metadata else key
 
@@ -222,14 +222,14 @@ def _identity(key: str, metadata: Mapping[str, Any]) -> str:
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """The contents of a file's lines; a last line that a kill has torn is removed."""
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
-    lines: Iterable[str] = data[:whole].decode().splitlines()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        os.truncate(path, end)
+    lines: Iterable[str] = data[:end].decode().splitlines()
     return [json.loads(line.removeprefix(_PREFIX)) for line in lines if line.startswith(_PREFIX)]
 
 
-def _read_settings(settings: Any) -> dict[str, Any]:
+def _read_settings(settings: object) -> dict[str, object]:
     """
     Raises:
         ArgumentTypeError: no mapping of texts, or a value that JSON can't hold.

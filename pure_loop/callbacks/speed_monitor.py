@@ -140,12 +140,12 @@ class SpeedMonitor(Callback):
         self._apart += self._clock() - self._evaluation_started
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
-        before, now = state.previous_timestamp, state.timestamp
-        seconds = max(now.batch_seconds - self._apart, 0.0)
+        before, after = state.previous_timestamp, state.timestamp
+        seconds = max(after.batch_seconds - self._apart, 0.0)
         started = self._clock()
         flops = self._flops_of(state)
         self._apart = self._clock() - started if self._counter is not None else 0.0
-        self._batches.append(_Batch(now.sample - before.sample, now.token - before.token, flops, seconds))
+        self._batches.append(_Batch(after.sample - before.sample, after.token - before.token, flops, seconds))
         spent = sum(batch.seconds for batch in self._batches)
         if spent > 0:
             logger.log_metrics(self._speeds(spent), state)
@@ -188,11 +188,11 @@ class SpeedMonitor(Callback):
         return peak_flops_of(torch.cuda.get_device_name(device), precision)
 
 
-def _read_flops(flops: Any) -> Flops:
-    if flops is None or (isinstance(flops, str) and flops == "count"):
-        return flops  # type: ignore[return-value]
+def _read_flops(flops: object) -> Flops:
+    if flops is None or (callable(flops) and accepts(flops, 1)):
+        return flops
+    if isinstance(flops, str) and flops == "count":
+        return "count"
     if is_number(flops):
         return check_number("flops", flops, above=0, where="SpeedMonitor")
-    if callable(flops) and accepts(flops, 1):
-        return flops  # type: ignore[no-any-return]
     raise refusal("flops", flops, '"count", a number above 0, or a function of the batch', "SpeedMonitor")

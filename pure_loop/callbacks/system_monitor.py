@@ -153,11 +153,11 @@ class _Sampler:
             "system/process/cpu_percent": self._process.cpu_percent(),
             "system/process/resident_bytes": self._process.memory_info().rss,
         }
-        now, counters = time.monotonic(), self._count()
-        seconds = max(now - self._moment, 1e-9)
+        moment, counters = time.monotonic(), self._count()
+        seconds = max(moment - self._moment, 1e-9)
         for name, count in counters.items():
             values[f"system/{name}_bytes_per_second"] = (count - self._counters[name]) / seconds
-        self._moment, self._counters = now, counters
+        self._moment, self._counters = moment, counters
         for number in range(self._gpus):
             values |= _of_gpu(number)
         return values

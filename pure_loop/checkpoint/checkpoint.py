@@ -45,7 +45,7 @@ def _read_rename(value: object) -> Rename | None:
         return None
     example = 'write {"backbone.": "encoder."}, beginnings of names in the file and in the model, or a function'
     if isinstance(value, Mapping):
-        if not all(isinstance(old, str) and isinstance(new, str) for old, new in value.items()):
+        if not all(isinstance(old, str) and isinstance(name, str) for old, name in value.items()):
             raise ArgumentTypeError(f"rename={value!r}: {example} of a name that returns one.")
         return dict(value)
     if not callable(value):
@@ -95,15 +95,15 @@ class Selection:
         else:
             result = {name: self.rename(name) for name in names}
         owners: dict[str, str] = {}
-        for old, new in result.items():
-            if not isinstance(new, str) or not new:
+        for old, name in result.items():
+            if not isinstance(name, str) or not name:
                 raise ArgumentTypeError(
-                    f"rename({old!r}) returned {new!r}: return the name in the model; what is not to be loaded is "
+                    f"rename({old!r}) returned {name!r}: return the name in the model; what is not to be loaded is "
                     'written as exclude=["head.*"].'
                 )
-            first = owners.setdefault(new, old)
+            first = owners.setdefault(name, old)
             if first != old:
-                raise ArgumentError(f"rename: {first!r} and {old!r} of {path} both become {new!r}.")
+                raise ArgumentError(f"rename: {first!r} and {old!r} of {path} both become {name!r}.")
         return result
 
     def refuse_unmatched(self, names: Iterable[str], path: object) -> None:
@@ -268,16 +268,18 @@ class Checkpoint:
         altered = UNALTERED
         if document is not None:
             base, altered = {key.removeprefix("params."): item for key, item in document.base.items()}, document.altered
-        new = selection.renamed(dict.fromkeys([*weights, *base, *altered]), path)
-        selection.refuse_unmatched([*new.values(), *all_names(state.model)], path)
-        weights = {new[name]: tensor for name, tensor in weights.items()}
+        names = selection.renamed(dict.fromkeys([*weights, *base, *altered]), path)
+        selection.refuse_unmatched([*names.values(), *all_names(state.model)], path)
+        weights = {names[name]: tensor for name, tensor in weights.items()}
         if strict and base:
-            needed = {f"params.{new[name]}": item for name, item in base.items() if not selection.excludes(new[name])}
+            needed = {
+                f"params.{names[name]}": item for name, item in base.items() if not selection.excludes(names[name])
+            }
             verified = verified_base(needed, state, path)
-            weights |= {key.removeprefix("params."): whole for key, (whole, _) in verified.items()}
+            weights |= {key.removeprefix("params."): parameter for key, (parameter, _) in verified.items()}
         if document is not None:
-            kept = {new[name]: slot for name, slot in altered.items() if not selection.excludes(new[name])}
-            state = with_buffers_of(attrs.evolve(document, altered=FrozenDict(kept)), state, weights, path)
+            slots = {names[name]: slot for name, slot in altered.items() if not selection.excludes(names[name])}
+            state = with_buffers_of(attrs.evolve(document, altered=FrozenDict(slots)), state, weights, path)
         return with_weights(state, weights, path, strict=strict, excludes=selection.excludes)
 
     def fitted(self, model: ModelDef) -> State:

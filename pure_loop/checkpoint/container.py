@@ -169,22 +169,11 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(-1).view(torch.uint8) if tensor.element_size() > 1 else tensor.view(torch.uint8)
 
 
-def size_of(file: BinaryIO) -> int:
-    """The size of an open file, which is left at its beginning.
-
-    Not that of the path, which may have become another file's since.
-    """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    return size
-
-
-def read_header(file: BinaryIO, size: int, path: object) -> Header:
+def read_header(file: BinaryIO, path: object) -> Header:
     """Read what a file says of itself; ``file`` is left at the first tensor.
 
     Args:
-        file: at its beginning.
-        size: of the file in bytes.
+        file: open, anywhere.
         path: for errors.
 
     Raises:
@@ -192,6 +181,8 @@ def read_header(file: BinaryIO, size: int, path: object) -> Header:
     """
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints are little-endian, and this machine is not: it can't read or write them.")
+    size = file.seek(0, os.SEEK_END)  # not that of the path, which may have become another file's since
+    file.seek(0)
     first = file.read(8)
     if len(first) < 8:
         _refuse(path, f"it has {len(first)} bytes: it was cut off, or is no checkpoint")
@@ -229,13 +220,13 @@ def read_header(file: BinaryIO, size: int, path: object) -> Header:
     return Header(metadata, tuple(entries[:-1] if digested else entries), digested, first + text, size)
 
 
-def read(file: BinaryIO, size: int, path: object) -> tuple[Header, dict[str, Tensor]]:
+def read(file: BinaryIO, path: object) -> tuple[Header, dict[str, Tensor]]:
     """Read a file whole, and hold it against its digest, if it has one.
 
     Raises:
         CheckpointError: it is no such file, not a whole one, or damaged.
     """
-    header = read_header(file, size, path)
+    header = read_header(file, path)
     return header, dict(read_some(file, header, path, {entry.name for entry in header.entries}))
 
 
@@ -285,13 +276,13 @@ def read_some(
         _refuse(path, "it is whole, and another file than the one that belongs here")
 
 
-def verify(file: BinaryIO, size: int, path: object, digest: str | None = None) -> Header:
+def verify(file: BinaryIO, path: object, digest: str | None = None) -> Header:
     """Read a file through and hold it against its digest, keeping nothing of its tensors.
 
     Raises:
         CheckpointError: it is no such file, not a whole one, or damaged.
     """
-    header = read_header(file, size, path)
+    header = read_header(file, path)
     for _ in read_some(file, header, path, (), digest):
         pass
     return header

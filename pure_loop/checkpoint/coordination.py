@@ -275,7 +275,7 @@ class TimeLimit:
 
     def is_near(self, state: State) -> bool:
         """Whether to stop at this boundary; called once for each batch."""
-        now, before = state.timestamp.total_seconds, state.previous_timestamp.total_seconds
-        self._longest = now - before if self._batches < 2 else max(self._longest, now - before)
+        seconds, before = state.timestamp.total_seconds, state.previous_timestamp.total_seconds
+        self._longest = seconds - before if self._batches < 2 else max(self._longest, seconds - before)
         self._batches += 1
-        return now - self._began + self._ahead * self._longest + self._saving >= self.seconds
+        return seconds - self._began + self._ahead * self._longest + self._saving >= self.seconds

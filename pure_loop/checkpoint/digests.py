@@ -32,7 +32,7 @@ _BLOCK, _LARGE = 1 << 13, 1 << 17
 def digest_of(params: Mapping[str, Tensor]) -> str:
     """A checksum of the numbers of all parameters: 8 hexadecimal digits, the same for the same names and bits.
 
-    Large tensors are added up where they are, as integers, whose sums are exact in any order: the host gets the sums.
+    Large tensors are added up where they are, as integers: their sums, exact in any order, go to the host.
 
     >>> import torch
     >>> digest_of({"w": torch.tensor([1.0, 2.0])}) == digest_of({"w": torch.tensor([1.0, 2.0])})
@@ -86,9 +86,9 @@ _known: dict[int, tuple[weakref.ref[Tensor], int, str]] = {}
 def _digest_of_frozen(tensor: Tensor, plain: Tensor) -> str:
     """The digest of a frozen parameter, from the tensor that a file would have of it."""
     number = id(tensor)
-    known = _known.get(number)
-    if known is not None and known[0]() is tensor and known[1] == tensor._version:
-        return known[2]
+    entry = _known.get(number)
+    if entry is not None and entry[0]() is tensor and entry[1] == tensor._version:
+        return entry[2]
     result = hashlib.blake2b(f"{CODES[plain.dtype]} {tuple(plain.shape)} ".encode(), digest_size=_FROZEN_BYTES)
     for piece in pieces_of([plain.cpu()]):
         result.update(piece)
@@ -194,15 +194,15 @@ def verified_base(base: Base, state: State, path: object) -> dict[str, tuple[Ten
                 f"{path} holds the trained parameters alone, and its frozen ones come from the model: {name!r} is not "
                 f"a parameter of the {model} given. Build the model as it was built then."
             )
-        whole = full_tensor(state.params[name])
-        writer = Writer(whole.device)
-        writer.write(whole, ("params", name))
+        parameter = full_tensor(state.params[name])
+        writer = Writer(parameter.device)
+        writer.write(parameter, ("params", name))
         plain = writer.tensors[key]
         if (plain.dtype, tuple(plain.shape)) != (saved.dtype, saved.shape) or _digest_of_frozen(
-            whole, plain
+            parameter, plain
         ) != saved.digest:
             differing.append(name)
-        result[key] = whole, plain
+        result[key] = parameter, plain
     if differing:
         raise ResumeError(
             f"{path} holds the trained parameters alone, and its frozen ones come from the model: params"

@@ -13,7 +13,7 @@ The document is JSON in the metadata of the file, under ``"pure_loop"``:
 * ``base``: only where frozen parameters are left out: dtype, shape and digest of each, ``["F32", [2, 3], "..."]``.
 * ``notes``: JSON of the writer.
 
-A file of weights alone, whose tensors have the names of ``state_dict()``, has such a document under
+A file of weights alone, with the names of ``state_dict()`` for its tensors, has such a document under
 ``"pure_loop.weights"``, with those fields alone that say where the run was.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import attrs
@@ -87,18 +87,6 @@ class Shaped(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-class _Named(dict[str, Tensor]):
-    """Tensors by name, with a record of the names that were read."""
-
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        super().__init__(tensors)
-        self.asked: set[str] = set()
-
-    def __getitem__(self, name: str) -> Tensor:
-        self.asked.add(name)
-        return super().__getitem__(name)
-
-
 @attrs.frozen
 class Document:
     """What a checkpoint says besides its tensors.
@@ -144,10 +132,10 @@ class Document:
 
         The counts of finished batches, epochs and iterations, and where these are equal the boundary.
         """
-        now = self.timestamp
+        t = self.timestamp
         place = _ORDER.index(self.position) if self.position in _ORDER else -1
         evaluated = self.event is Event.EVAL_STANDALONE_END
-        return now.batch, now.epoch, now.iteration, place, evaluated, now.sample, now.token
+        return t.batch, t.epoch, t.iteration, place, evaluated, t.sample, t.token
 
     def state(self, model: ModelDef, tensors: Mapping[str, Tensor], device: torch.device, path: object) -> State:
         """The State.
@@ -156,7 +144,7 @@ class Document:
             CheckpointError: it holds what this program doesn't know.
             ResumeError: it is another model's; names the leaf.
         """
-        cls, values = self._values(tensors, device, path)
+        cls, values = self._values(Reader(tensors, device, path), path)
         model = self.altered_model(model, path)
         refuse_another_model(values["params"], values["buffers"], model, self.model, path)
         wanted, saved = order_of(model), places(values["params"], values["buffers"])
@@ -164,8 +152,8 @@ class Document:
         seen: set[int] = set()
         for name in ("params", "buffers"):
             values[name] = FrozenDict((key, apart(tensor, seen)) for key, tensor in values[name].items())
-        known = {field.name: field for field in attrs.fields(cls)}
-        public = {known[name].alias or name: value for name, value in values.items()}
+        attributes = {field.name: field for field in attrs.fields(cls)}
+        public = {attributes[name].alias or name: value for name, value in values.items()}
         return cls(model=model, **public)
 
     def altered_model(self, model: ModelDef, path: object) -> ModelDef:
@@ -197,18 +185,15 @@ class Document:
             CheckpointError: it contradicts itself or the tensors.
         """
         meta = torch.device("meta")
-        whole: dict[str, Shaped] = {**self.base, **tensors}
-        named = _Named(
-            (name, torch.empty(tensor.shape, dtype=tensor.dtype, device=meta)) for name, tensor in whole.items()
-        )
-        self._values(named, meta, path)
-        unnamed = [name for name in named if name not in named.asked]
+        shapes: dict[str, Shaped] = {**self.base, **tensors}
+        empty = {name: torch.empty(like.shape, dtype=like.dtype, device=meta) for name, like in shapes.items()}
+        reader = Reader(empty, meta, path)
+        self._values(reader, path)
+        unnamed = [name for name in shapes if name not in reader.tensors_read]
         if complete and unnamed and self.is_whole:
             raise CheckpointError(f"{path} can't be read: no field refers to its tensors {first_names(unnamed)}.")
 
-    def _values(
-        self, tensors: Mapping[str, Tensor], device: torch.device, path: object
-    ) -> tuple[type[State], dict[str, PyTree]]:
+    def _values(self, reader: Reader, path: object) -> tuple[type[State], dict[str, PyTree]]:
         """The State's class, and the values of its fields."""
         kind = named(self.state_class)
         if kind is None:
@@ -218,13 +203,12 @@ class Document:
             )
         if not issubclass(kind.cls, State):
             raise CheckpointError(f"{path} can't be read: it says that {kind.name} is the class of a State.")
-        reader = Reader(tensors, device, path)
         values = {name: reader.read(value) for name, value in self.fields.items()}
         refuse_invalid(values, path)
-        known = {field.name: field for field in attrs.fields(kind.cls)}
-        unknown = [name for name in values if name not in known or name in _NOT_SAVED]
+        slots = {field.name: field for field in attrs.fields(kind.cls)}
+        unknown = [name for name in values if name not in slots or name in _NOT_SAVED]
         lacking = [
-            name for name in durable_fields(kind.cls) if name not in values and known[name].default is attrs.NOTHING
+            name for name in durable_fields(kind.cls) if name not in values and slots[name].default is attrs.NOTHING
         ]
         if unknown or lacking:
             raise CheckpointError(

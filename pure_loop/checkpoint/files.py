@@ -14,7 +14,6 @@ from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.checkpoint import NOT_RENAMED, NOT_STRICT, Checkpoint, Rename, Selection
-from pure_loop.checkpoint.container import size_of
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.digests import refuse_no_base
 from pure_loop.checkpoint.document import METADATA_KEY, WEIGHTS_KEY, Document, read_document, write_document
@@ -139,7 +138,7 @@ def load(
     Args:
         path: of the file, or of the folder of a sharded State, which is unsharded here; ``fit`` shards it again, over
             any number of ranks. A URL is opened by fsspec.
-        model: the module whose structure the State has. Its values matter where the file has none: of a file that was
+        model: the module with the structure of the State. Its values matter where the file has none: of a file that was
             saved with ``trained_only=True`` they are the frozen parameters, which are compared with their digests;
             with ``weights_only=True`` and ``strict=False``, whatever the file lacks.
         device: the device of the tensors; None: that of the model.
@@ -218,7 +217,7 @@ def document_of(path: str, *, weights: bool = False) -> Document | None:
         CheckpointError, OSError: it can't be read.
     """
     with storage_of(path).open() as file:
-        header = container.read_header(file, size_of(file), path)
+        header = container.read_header(file, path)
     document = None if is_index(header.metadata) else read_document(header.metadata, path)
     _refuse_no_digest(header, document, path)
     if document is None and header.digested:  # plain weights have none
@@ -246,7 +245,7 @@ def read_checkpoint(path: PathLike) -> Checkpoint:
         )
     try:
         with where.open() as file:
-            header, tensors = container.read(file, size_of(file), where.path)
+            header, tensors = container.read(file, where.path)
     except CheckpointNotFoundError:
         raise
     except OSError as error:

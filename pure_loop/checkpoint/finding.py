@@ -12,7 +12,6 @@ from pure_loop._internal.logs import get_logger
 from pure_loop._internal.suggestions import nearest, teaching
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.checkpoint import Checkpoint
-from pure_loop.checkpoint.container import size_of
 from pure_loop.checkpoint.document import Document, read_document
 from pure_loop.checkpoint.files import SHARDED, SUFFIX, document_of, read_checkpoint
 from pure_loop.checkpoint.index import Index
@@ -39,7 +38,7 @@ class Found:
         seconds: of training until then.
         event: where the State was kept.
         progress: how far the run was; of two States of a run the later one has the larger.
-        metric: whose score it has, ``"val/loss"``; None: of none.
+        metric: the name of the metric that ``score`` is of, ``"val/loss"``; None: of none.
         mode: whether the best score is the largest, ``"max"``, or the smallest, ``"min"``; None: that isn't known.
         score: what the metric was there; None if it wasn't measured there, or was no finite number.
     """
@@ -76,14 +75,14 @@ class Found:
         left by a run that was killed, if what is resumed was read from the disk; else the State in memory begins a
         fork.
         """
-        now = state.timestamp
+        timestamp = state.timestamp
         if self.seed != state.seed:
             return False
-        if self.batch == now.batch:
-            return self.seconds == now.total_seconds
-        if self.batch < now.batch:
-            return self.seconds <= now.total_seconds
-        return from_disk and self.seconds >= now.total_seconds
+        if self.batch == timestamp.batch:
+            return self.seconds == timestamp.total_seconds
+        if self.batch < timestamp.batch:
+            return self.seconds <= timestamp.total_seconds
+        return from_disk and self.seconds >= timestamp.total_seconds
 
 
 def found_at(path: str, *, weights: bool = False) -> Found | None:
@@ -101,7 +100,7 @@ def found_at(path: str, *, weights: bool = False) -> Found | None:
 
 
 def found_in(folder: PathLike, *, weights: bool = False) -> list[Found]:
-    """The checkpoints in a folder whose headers can be read, the furthest on first; of equal ones by their names.
+    """The checkpoints in a folder that have readable headers, the furthest on first; of equal ones by their names.
 
     Files of weights alone count with ``weights``.
 
@@ -114,7 +113,7 @@ def found_in(folder: PathLike, *, weights: bool = False) -> list[Found]:
 
 
 def readable(paths: Iterable[str], *, weights: bool) -> Iterator[tuple[str, Found | None]]:
-    """The paths of those checkpoints whose headers can be read, with what :func:`found_at` gives for them."""
+    """The paths of those checkpoints that have readable headers, with what :func:`found_at` gives for them."""
     for path in paths:
         try:
             checkpoint = found_at(path, weights=weights)
@@ -160,15 +159,15 @@ def newest(
     """
     refuse_file(folder)
     result = []
-    for each in found_in(folder):
-        if goes_on(each.event):
-            result.append(each)
+    for item in found_in(folder):
+        if goes_on(item.event):
+            result.append(item)
         else:
-            _log.warning("%s is passed over: it is from %s, where training can't be resumed", each.path, each.event)
+            _log.warning("%s is passed over: it is from %s, where training can't be resumed", item.path, item.event)
     mine = [item for item in result if is_of_run(item)]
-    for each in result if mine else []:
-        if each not in mine and each.progress > mine[0].progress:
-            _log.warning("%s is passed over: it is of another run, with seed %s", each.path, each.seed)
+    for item in result if mine else []:
+        if item not in mine and item.progress > mine[0].progress:
+            _log.warning("%s is passed over: it is of another run, with seed %s", item.path, item.seed)
     unknown: list[UnknownClassError] = []
     checkpoint = first_whole(mine or result, _read_whole, unknown)
     if checkpoint is None and unknown:
@@ -199,27 +198,27 @@ def verified(path: str) -> str:
     # A class that is unknown here may be known to the program that loads the file.
     with contextlib.suppress(UnknownClassError):
         if path.endswith(SHARDED):
-            index, document = Index.read(path)
-            index.verify(path)
-            document.refuse_contradiction(index.tensors, path, complete=True)
+            _verify_sharded(path)
         else:
             with storage_of(path).open() as file:
-                header = container.verify(file, size_of(file), path)
+                header = container.verify(file, path)
             described = read_document(header.metadata, path)
             if described is not None:  # it may have become a file of weights since its header was read
                 described.refuse_contradiction({entry.name: entry for entry in header.entries}, path)
     return path
 
 
+def _verify_sharded(path: str) -> None:
+    index, document = Index.read(path)
+    index.verify(path)
+    document.refuse_contradiction(index.tensors, path, complete=True)
+
+
 def _read_whole(path: str) -> Checkpoint:
     if path.endswith(SHARDED):
-        # The tensors are read when it is known which of them are needed.
-        index, document = Index.read(path)
-        index.verify(path)
-        document.refuse_contradiction(index.tensors, path, complete=True)
-        return read_checkpoint(path)
+        _verify_sharded(path)  # the tensors are read when it is known which of them are needed
     checkpoint = read_checkpoint(path)
-    if checkpoint.document is not None:
+    if checkpoint.document is not None and not path.endswith(SHARDED):
         checkpoint.document.refuse_contradiction(checkpoint.tensors, path)
     return checkpoint
 
@@ -289,9 +288,9 @@ def _saved_mode(chosen: list[Found]) -> str:
     """
     modes = {item.mode for item in chosen}
     if len(modes) > 1 or None in modes:
-        said = "do not all say" if None in modes else "say both"
+        answer = "do not all say" if None in modes else "say both"
         raise ArgumentError(
-            f"checkpoints with a score of {chosen[0].metric} {said} whether the best is the largest or the smallest: "
+            f"checkpoints with a score of {chosen[0].metric} {answer} whether the best is the largest or the smallest: "
             'write mode="max" or mode="min".'
         )
     return str(modes.pop())

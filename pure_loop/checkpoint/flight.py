@@ -121,7 +121,7 @@ class Rise:
 
     @property
     def compared(self) -> tuple[float, ...]:
-        """The losses right before it, with whose median it is compared."""
+        """The losses right before it: it is compared with their median."""
         return self.before[-_COMPARED:]
 
     @property
@@ -151,7 +151,7 @@ class Flight:
     Attributes:
         folder: where it is.
         lines: of its batches by number; of a batch that was trained again, the last.
-        kept: the files of States by the number of batches that are finished in them, in order.
+        files: the files of States by the number of batches that are finished in them, in order.
         starts: those of them that are States of FIT_START.
         facts: its versions and settings.
         has_ended: whether its last line says that training reached its end.
@@ -159,14 +159,14 @@ class Flight:
 
     folder: str
     lines: Mapping[int, Line]
-    kept: Mapping[int, str]
+    files: Mapping[int, str]
     starts: frozenset[int]
     facts: Mapping[str, Json]
     has_ended: bool
 
     def path(self, batch: int) -> str:
         """The file of a State that is kept."""
-        return os.path.join(self.folder, self.kept[batch])
+        return os.path.join(self.folder, self.files[batch])
 
     def batch_of(self, when: str | Time | Timestamp, *, inside: bool) -> int:
         """The number of batches that are finished at an event of the batch that is meant.
@@ -238,7 +238,7 @@ class Flight:
         return math.ceil(max(self.lines) / 10)
 
     def _spike(self) -> int:
-        """The batch whose loss rises most over the running median."""
+        """The batch with the largest rise of the loss over the running median."""
         largest = max(self._rises(), key=lambda rise: (rise.height, -rise.batch), default=None)
         if largest is None or largest.height <= 0:
             raise self._none_found("spike", "no loss is above the median of those before it", "")
@@ -254,19 +254,19 @@ class Flight:
                 worst = rise
         if worst is not None:
             return worst.batch
-        found, advice = "no loss is an outlier", ""
+        reason, advice = "no loss is an outlier", ""
         if highest is not None:
-            found += (
+            reason += (
                 f": the highest is {highest.loss:.4g}, {highest.height:+.2g} from the median of the "
                 f"{len(highest.compared)} before it, and an outlier is above {highest.limit:+.2g}"
             )
             advice = f'"spike" for the largest rise, or "{highest.batch}ba" for the highest loss'
-        raise self._none_found("worst", found, advice)
+        raise self._none_found("worst", reason, advice)
 
-    def _none_found(self, when: str, found: str, advice: str) -> RewindError:
+    def _none_found(self, when: str, reason: str, advice: str) -> RewindError:
         newest = max(self.lines)
         return RewindError(
-            f"rewind: when={when!r}: in the journal of {self.folder}, {found}. Looked at were batches "
+            f"rewind: when={when!r}: in the journal of {self.folder}, {reason}. Looked at were batches "
             f"{max(self._first_compared(), _FEWEST)} to {newest - 1}, after the first tenth of the run. Write "
             + (advice or f'a batch, such as "{newest - 1}ba"')
             + "."
@@ -286,9 +286,9 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
     except OSError as error:
         raise CheckpointNotFoundError(f"rewind: {place!r} can't be read: {error.strerror}.") from None
     if JOURNAL not in names:
-        shown = ", ".join(sorted(names)[:4]) or "nothing"
+        listing = ", ".join(sorted(names)[:4]) or "nothing"
         raise CheckpointNotFoundError(
-            f"rewind: {place!r} is not the folder of a FlightRecorder: it has no {JOURNAL}, but {shown}. Record the "
+            f"rewind: {place!r} is not the folder of a FlightRecorder: it has no {JOURNAL}, but {listing}. Record the "
             f"run with callbacks=[pl.callbacks.FlightRecorder({place!r})]."
         )
     lines: dict[int, Line] = {}
@@ -306,11 +306,11 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
     lines = {batch: lines[batch] for batch in sorted(lines) if batch <= newest}
     facts = read_facts(place)
     matches = [match for match in map(_KEPT.fullmatch, sorted(names)) if match]
-    kept = {int(match[2]): match[0] for match in matches}
+    files = {int(match[2]): match[0] for match in matches}
     if lines:  # those of a branch that was trained again from before them are no States of this run
-        kept = {batch: name for batch, name in kept.items() if batch <= newest}
-    starts = frozenset(int(match[2]) for match in matches if match[1] and int(match[2]) in kept)
-    return Flight(place, lines, dict(sorted(kept.items())), starts, facts, has_ended)
+        files = {batch: name for batch, name in files.items() if batch <= newest}
+    starts = frozenset(int(match[2]) for match in matches if match[1] and int(match[2]) in files)
+    return Flight(place, lines, dict(sorted(files.items())), starts, facts, has_ended)
 
 
 def read_facts(folder: str) -> dict[str, Json]:
@@ -356,9 +356,9 @@ def _read(text: bytes, where: str) -> Line | None:
         CheckpointError: the line is damaged.
     """
     content = text.strip()
-    whole = content.startswith(b"{") and content.endswith(b"}")
+    is_complete = content.startswith(b"{") and content.endswith(b"}")
     # A run that resumed has ended it; before it there is nothing but what such a line begins with.
-    if not whole and (not text.endswith(b"\n") or _BEGUN.fullmatch(content)):
+    if not is_complete and (not text.endswith(b"\n") or _BEGUN.fullmatch(content)):
         return None
     try:
         fields = json.loads(content)

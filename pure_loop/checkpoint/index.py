@@ -23,7 +23,7 @@ import attrs
 import torch
 
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.container import CODES, DTYPES, LARGEST, are_counts, is_shape, size_of
+from pure_loop.checkpoint.container import CODES, DTYPES, LARGEST, are_counts, is_shape
 from pure_loop.checkpoint.document import Document, read_document
 from pure_loop.checkpoint.paths import join
 from pure_loop.checkpoint.storage import storage_of
@@ -128,7 +128,7 @@ class Index:
         """
         where = storage_of(join(folder, INDEX))
         with where.open() as file:
-            header = container.verify(file, size_of(file), where.path)
+            header = container.verify(file, where.path)
         text, document = header.metadata.get(INDEX_KEY), read_document(header.metadata, where.path)
         if text is None or document is None or not header.digested or header.entries:
             _refuse(where.path, "it is no index of a sharded checkpoint")
@@ -158,7 +158,7 @@ class Index:
         for item in self.files:
             where = storage_of(join(folder, item.name))
             with where.open() as file:
-                container.verify(file, item.size, where.path, item.digest)
+                container.verify(file, where.path, item.digest)
 
 
 def chunk_name(tensor: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:
@@ -221,7 +221,7 @@ def _chunk(path: object, name: str, shape: tuple[int, ...], file: Json, offsets:
     fits = are_counts(offsets) and are_counts(sizes) and len(offsets) == len(sizes) == len(shape)
     if type(file) is not int or file < 0 or not fits:
         _refuse(path, f"its index describes a chunk of tensor {name[:80]!r} in another way than pl.save does")
-    if any(start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
+    if any(start + size > length for start, size, length in zip(offsets, sizes, shape, strict=True)):
         _refuse(path, f"its index has a chunk of tensor {name[:80]!r} outside of its shape {shortened(shape)}")
     return Chunk(tuple(offsets), tuple(sizes), file)
 
@@ -242,9 +242,9 @@ def _overlap(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> bool:
     # Sorted and not hashed: hashes of tuples can be made equal.
     for dim in range(len(shape)):
         spans = sorted((chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks)
-        if any(one != other and one[0] + one[1] > other[0] for one, other in pairwise(spans)):
+        if any(left != right and left[0] + left[1] > right[0] for left, right in pairwise(spans)):
             return True
-    return any(one == other for one, other in pairwise(sorted(chunk.offsets for chunk in chunks)))
+    return any(left == right for left, right in pairwise(sorted(chunk.offsets for chunk in chunks)))
 
 
 def _refuse_unpaid(files: tuple[File, ...], tensors: dict[str, Stored], path: object) -> None:

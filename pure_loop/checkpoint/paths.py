@@ -35,9 +35,9 @@ def join(folder: PathLike, *names: str) -> str:
     return text + "/".join(names) if text.endswith("://") else "/".join((text.rstrip("/"), *names))
 
 
-def same_place(one: PathLike, other: PathLike) -> bool:
+def same_place(left: PathLike, right: PathLike) -> bool:
     """Whether two paths are of the same folder."""
-    a, b = (os.fspath(item).rstrip("/") for item in (one, other))
+    a, b = (os.fspath(item).rstrip("/") for item in (left, right))
     return a == b or ("://" not in a + b and os.path.realpath(a) == os.path.realpath(b))
 
 
@@ -48,8 +48,8 @@ _THIS_PROCESS = secrets.token_hex(4)
 def leftover(name: str) -> str:
     """A hidden name beside ``name`` with the process that writes there: what it leaves when it is killed is swept."""
     # Names have at most 255 bytes, and this one has more than ``name``.
-    shown = os.fsencode(name)[:_SHOWN_BYTES].decode(errors="ignore")
-    return f".{shown}.{_host()}-{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}{LEFTOVER}"
+    beginning = os.fsencode(name)[:_SHOWN_BYTES].decode(errors="ignore")
+    return f".{beginning}.{_host()}-{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}{LEFTOVER}"
 
 
 _SHOWN_BYTES = 100
@@ -144,10 +144,10 @@ class Names:
     def of(self, timestamp: Timestamp) -> str:
         return self._pattern.of(_counts(timestamp))
 
-    def is_like(self, other: Names) -> bool:
+    def is_like(self, names: Names) -> bool:
         """Whether both give a name in some run."""
-        now, mine, its = Timestamp(), self.filled(_EXAMPLE), other.filled(_EXAMPLE)
-        return mine.match(its.of(now)) or its.match(mine.of(now))
+        start, mine, its = Timestamp(), self.filled(_EXAMPLE), names.filled(_EXAMPLE)
+        return mine.match(its.of(start)) or its.match(mine.of(start))
 
     def match(self, name: str) -> bool:
         """Whether the pattern gives such names."""

@@ -107,7 +107,7 @@ class Links:
 
 
 class RunFolder:
-    """A folder, of whose checkpoints the last few stay, and the best few.
+    """A folder of checkpoints, of which the last few stay, and the best few.
 
     Args:
         path: a folder or a URL, with fields of the run.
@@ -159,18 +159,18 @@ class RunFolder:
         self._to_newest = self._pointer(self._links.latest, "latest", is_file=False)
         self._to_best = self._pointer(self._links.best, "best", is_file=True)
 
-    def refuse_same(self, other: RunFolder) -> None:
+    def refuse_same(self, folder: RunFolder) -> None:
         """
         Raises:
             ArgumentError: both would save to files of the same names, and remove each other's.
         """
-        in_one_folder = same_place(self.path, other.path)
-        if in_one_folder and self._names_pattern.is_like(other._names_pattern):
+        in_one_folder = same_place(self.path, folder.path)
+        if in_one_folder and self._names_pattern.is_like(folder._names_pattern):
             raise ArgumentError(
                 f"two CheckpointSavers save to {self.path} under the same names: give each a folder, or a filename "
                 f"such as 'milestone-ep{{epoch}}-ba{{batch}}{SUFFIX}', of its own."
             )
-        if in_one_folder and self._links.best is not None and self._links.best == other._links.best:
+        if in_one_folder and self._links.best is not None and self._links.best == folder._links.best:
             raise ArgumentError(
                 f"two CheckpointSavers link to their best in {self.path} under one name: give each its own, "
                 'best="best-accuracy", or best=None for no link.'
@@ -213,9 +213,9 @@ class RunFolder:
 
     def _sorted(self, state: State, run: Run | None) -> tuple[list[Found], list[str]]:
         """The checkpoints of the run that starts, the oldest first, and the names of what is another's."""
-        now = state.timestamp.batch
+        batch = state.timestamp.batch
         names = self._names_of_checkpoints()
-        if now == 0 if run is None else not run.continues(now):
+        if batch == 0 if run is None else not run.continues(batch):
             beside = storage_of(self.path).names() if self._beside else []
             return [], names + [name for name in beside if re.fullmatch(self._beside, name)]
         from_disk = run is not None and (run.autoresume is not None or run.resumed_from is not None)
@@ -223,14 +223,14 @@ class RunFolder:
         later: list[Found] = []
         unsure: list[str] = []
         foreign: list[str] = []
-        for path, checkpoint in readable(map(self.path_of, names), weights=self._weights_only):
-            if checkpoint is None:
+        for path, item in readable(map(self.path_of, names), weights=self._weights_only):
+            if item is None:
                 foreign.append(_name_of(path))
-            elif checkpoint.is_of_run(state, from_disk=from_disk):
-                (mine if checkpoint.batch <= now else later).append(checkpoint)
-            elif checkpoint.seed != state.seed if checkpoint.batch <= now else first_whole([checkpoint], verified, []):
+            elif item.is_of_run(state, from_disk=from_disk):
+                (mine if item.batch <= batch else later).append(item)
+            elif item.seed != state.seed if item.batch <= batch else first_whole([item], verified, []):
                 foreign.append(_name_of(path))
-            elif checkpoint.batch <= now:
+            elif item.batch <= batch:
                 # Nothing that this run saves takes its place, so the clock alone is no reason to refuse.
                 unsure.append(_name_of(path))
         if unsure:
@@ -239,7 +239,7 @@ class RunFolder:
                 "another run: none of the checkpoints that are there is removed.",
                 self.path,
                 unsure[0],
-                now,
+                batch,
             )
             mine = []
         if later:
@@ -247,10 +247,10 @@ class RunFolder:
                 "%s holds checkpoints of this run that are further on than batch %d, at which it resumes, up to %s: "
                 "each stays until its batch is saved again.",
                 self.path,
-                now,
-                _name_of(max(later, key=lambda checkpoint: checkpoint.progress).path),
+                batch,
+                _name_of(max(later, key=lambda item: item.progress).path),
             )
-        return sorted(mine, key=lambda checkpoint: (checkpoint.progress, checkpoint.path)), foreign
+        return sorted(mine, key=lambda item: (item.progress, item.path)), foreign
 
     def _names_of_checkpoints(self) -> list[str]:
         """The names in the folder that are those of checkpoints of a run."""

@@ -120,8 +120,8 @@ def _write_file(
 
 def _index(tensors: Mapping[str, Tensor], written: Sequence[_Written]) -> Index:
     chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
-    for number, each in enumerate(written):
-        for name, offsets, sizes in each.chunks:
+    for number, part in enumerate(written):
+        for name, offsets, sizes in part.chunks:
             chunks[name].append(Chunk(offsets, sizes, number))
     return Index(
         tuple(item.file for item in written),
@@ -202,8 +202,8 @@ class ShardedCheckpoint(Checkpoint):
         names = [name for name in self.index.tensors if name.startswith(("params.", "buffers."))]
         tensors = {name: _template(self.index.tensors[name], None) for name in names}
         fill(tensors, self.index, self.path)
-        whole = Checkpoint(self.path, self.document, tensors)
-        return whole.weights_into(state, strict=strict, selection=selection)
+        unsharded = Checkpoint(self.path, self.document, tensors)
+        return unsharded.weights_into(state, strict=strict, selection=selection)
 
     def fitted(self, model: ModelDef) -> State:
         """The saved State, with this model, and without numbers.
@@ -287,7 +287,7 @@ def _fill_from(
 ) -> int:
     where, filled = storage_of(join(folder, file.name)), 0
     with where.open() as opened, torch.no_grad():
-        header = container.read_header(opened, file.size, where.path)
+        header = container.read_header(opened, where.path)
         there = {entry.name: entry for entry in header.entries}
         for name, (first, *_) in items.items():
             _, chunk, dtype = first

@@ -275,7 +275,7 @@ def _run_in_main_thread(frames: list[FrameType]) -> bool:
 # For processes that are forked meanwhile.
 _LISTENING: list[HeldSignals] = []
 
-# Whose streams are not closed: workers may still die.
+# Those with a stream that is not closed: workers may still die.
 _DEFERRING: set[HeldSignals] = set()
 
 

@@ -9,10 +9,11 @@ import contextlib
 import errno
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import attrs
 
@@ -28,13 +29,17 @@ from pure_loop.errors import (
 )
 
 
-class Storage(Protocol):
-    """One path: a file or a folder."""
+@attrs.frozen
+class Storage(ABC):
+    """One path: a file or a folder. Where a place has no links, and nothing to sweep or flush, that does nothing.
 
-    @property
-    def path(self) -> str:
-        """The path as text."""
+    Attributes:
+        path: as text.
+    """
 
+    path: str
+
+    @abstractmethod
     def open(self) -> BinaryIO:
         """The file, to be read.
 
@@ -43,12 +48,15 @@ class Storage(Protocol):
             CheckpointError: it can't be opened.
         """
 
+    @abstractmethod
     def size(self) -> int:
         """Of the file, in bytes, without opening it."""
 
     def stamp(self) -> object:
         """What differs once another file has taken this name; None where there is no file, or that can't be told."""
+        return None
 
+    @abstractmethod
     def writing(self) -> contextlib.AbstractContextManager[BinaryIO]:
         """A file that takes this name when the ``with`` block ends; after an error it is as if nothing had been.
 
@@ -56,6 +64,7 @@ class Storage(Protocol):
             CheckpointWriteError: it can't be written.
         """
 
+    @abstractmethod
     def names(self) -> list[str]:
         """What is in the folder; nothing where there is none.
 
@@ -63,30 +72,38 @@ class Storage(Protocol):
             CheckpointError: it can't be listed.
         """
 
+    @abstractmethod
     def is_folder(self) -> bool: ...
 
+    @abstractmethod
     def exists(self) -> bool: ...
 
+    @abstractmethod
     def remove(self) -> None:
         """Remove the file, or the folder with all its files; nothing where there is none."""
 
     def link_to(self, name: str) -> None:
-        """Make this path a link to a file beside it; nothing where there are no links.
+        """Make this path a link to a file beside it.
 
         Raises:
             CheckpointWriteError: it can't be made.
         """
+        return
 
-    def is_link(self) -> bool: ...
+    def is_link(self) -> bool:
+        return False
 
     def sweep(self) -> None:
         """Remove from the folder what writers that were killed have left there."""
+        return
 
     def flush(self) -> None:
         """See to it that the folder itself survives a loss of power."""
+        return
 
     def leads_out(self, name: str) -> bool:
         """Whether a name in the folder is a link to elsewhere."""
+        return False
 
 
 def storage_of(path: PathLike) -> Storage:
@@ -144,9 +161,9 @@ def _instead(folder: str, name: str) -> str:
     import difflib
 
     like = difflib.get_close_matches(name, names, n=_SHOWN)
-    shown = [*like, *(item for item in names if item not in like)][:_SHOWN]
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return f"; {folder} holds {', '.join(shown)}{more}, and pl.latest({folder!r}) finds its newest checkpoint"
+    first = [*like, *(item for item in names if item not in like)][:_SHOWN]
+    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    return f"; {folder} holds {', '.join(first)}{more}, and pl.latest({folder!r}) finds its newest checkpoint"
 
 
 _SHOWN = 5
@@ -171,9 +188,7 @@ def _refuse_sparse(path: str, status: os.stat_result) -> None:
 
 
 @attrs.frozen
-class _Local:
-    path: str
-
+class _Local(Storage):
     def open(self) -> BinaryIO:
         try:
             # Opening a pipe waits for its writer, and reading from a terminal for its user.
@@ -326,8 +341,7 @@ def _not_written(path: str, error: OSError) -> CheckpointWriteError:
 
 
 @attrs.frozen
-class _Remote:
-    path: str
+class _Remote(Storage):
     system: Any
     inside: str
 
@@ -342,9 +356,6 @@ class _Remote:
 
     def size(self) -> int:
         return int(self.system.size(self.inside))
-
-    def stamp(self) -> object:
-        return None
 
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:
@@ -382,18 +393,3 @@ class _Remote:
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.system.rm(self.inside, recursive=True)
-
-    def link_to(self, name: str) -> None:
-        """Nothing: there are no links."""
-
-    def is_link(self) -> bool:
-        return False
-
-    def sweep(self) -> None:
-        """Nothing: whether another process writes there can't be told."""
-
-    def flush(self) -> None:
-        """Nothing: that is the service's."""
-
-    def leads_out(self, name: str) -> bool:
-        return False

@@ -46,8 +46,7 @@ class Writer:
 
     def __init__(self, home: torch.device, *, parts: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._home = home
-        self._parts = parts
+        self._home, self._parts = home, parts
         # By identity, with the tensor itself, which has to live until the end.
         self._written: dict[int, tuple[Tensor, dict[str, Json]]] = {}
 
@@ -74,8 +73,7 @@ class Writer:
             )
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        write = _WRITERS.get(cls)
-        if write is not None:
+        if (write := _WRITERS.get(cls)) is not None:
             return write(self, value, path)
         if cls.__module__ == "numpy" and hasattr(value, "__array__"):
             return self._array(value, path)
@@ -192,9 +190,8 @@ _WRITERS: dict[type, Callable[[Writer, PyTree, tuple[str, ...]], Json]] = {
 def _refuse_unregistered(value: object, path: tuple[str, ...]) -> NoReturn:
     kind = type(value)
     is_record = any(hasattr(kind, mark) for mark in ("__attrs_attrs__", "__dataclass_fields__", "_fields"))
-    if is_record or isinstance(value, enum.Enum):
-        advice = f"register the class where it is defined, pl.checkpoint.register({kind.__name__})"
-    else:
+    advice = f"register the class where it is defined, pl.checkpoint.register({kind.__name__})"
+    if not is_record and not isinstance(value, enum.Enum):
         advice = "keep a tensor, a number, a text, None, or a dict, list or tuple of such in its place"
     raise ArgumentTypeError(
         f"state.{'.'.join(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint can't hold: {advice}."
@@ -216,11 +213,14 @@ class Reader:
         tensors: by name.
         device: where those go that were on the device of the parameters; the others go to the CPU.
         path: of the file, for errors.
+
+    Attributes:
+        tensors_read: those that were read so far, by name, with what the JSON says of them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, path: object) -> None:
         self._tensors, self._device, self._path = tensors, device, path
-        self._tensors_read: dict[str, tuple[dict[str, Json], Tensor]] = {}
+        self.tensors_read: dict[str, tuple[dict[str, Json], Tensor]] = {}
         self._depth = 0
 
     def read(self, value: Json) -> PyTree:
@@ -274,14 +274,14 @@ class Reader:
 
     def tensor(self, described: dict[str, Json]) -> Tensor:
         name = described["tensor"]
-        before, result = self._tensors_read.get(name, (described, None))
+        before, result = self.tensors_read.get(name, (described, None))
         if before != described:
             raise ValueError(f"tensor {shortened(name)} is described in two ways")
         if result is None:
             result = _as_described(self._tensors[name], described)
             if not is_sharded(result) and described.get("device", self._device.type) == self._device.type:
                 result = result.to(described.get("device", self._device))
-            self._tensors_read[name] = described, result
+            self.tensors_read[name] = described, result
         return result
 
     def array(self, described: dict[str, Json]) -> PyTree:

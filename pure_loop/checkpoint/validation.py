@@ -1,8 +1,8 @@
 """Texts of files that anything may have written: JSON read strictly, and checks of the values that a State has.
 
 What :mod:`json` writes without NaN and infinities is read as it was. Refused are what Python's reader takes beyond that
-(NaN, infinities, numbers that become infinite, a name that stands twice in one object), texts whose objects would take
-more than :data:`MOST_MEMORY`, and keys that a hash table would need quadratic time for.
+(NaN, infinities, numbers that become infinite, a name that stands twice in one object), texts of objects that would
+take more than :data:`MOST_MEMORY`, and keys that a hash table would need quadratic time for.
 Base85 text becomes bytes in memory that is that of the bytes: Python's own reader takes thirty times as much.
 """
 
@@ -175,6 +175,12 @@ def shortened(value: object, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
+def differences(missing: list[str], unknown: list[str]) -> str:
+    """Names that a file lacks, and those that a model lacks, for messages."""
+    listed = (("the file lacks", missing), ("the model lacks", unknown))
+    return "; ".join(f"{what} {first_names(names)}" for what, names in listed if names)
+
+
 def first_names(names: list[str]) -> str:
     """The first names of a list, for messages."""
     return f"[{', '.join(map(shortened, names[:3]))}]{' ...' if len(names) > 3 else ''}"
@@ -250,8 +256,8 @@ def refuse_no_time(name: str, timestamp: Timestamp, path: object) -> None:
             right = right or (value is None and field.name == "batches_per_epoch")
         if not right:
             # Not its text: that of a Time is made for those that are one.
-            shown = attrs.astuple(value, recurse=False) if isinstance(value, Time) else value
-            raise CheckpointError(f"{path} can't be read: its {name}.{field.name} is {shortened(shown)}.")
+            content = attrs.astuple(value, recurse=False) if isinstance(value, Time) else value
+            raise CheckpointError(f"{path} can't be read: its {name}.{field.name} is {shortened(content)}.")
 
 
 _LARGEST = sys.float_info.max
@@ -298,7 +304,7 @@ def refuse_another_model(
         ResumeError: names the leaf, what the model has and what the file has.
     """
     value = type(model.skeleton)
-    whose = f"{path} was saved with a {saved.rpartition('.')[2]}, and doesn't fit the {value.__name__} given"
+    start = f"{path} was saved with a {saved.rpartition('.')[2]}, and doesn't fit the {value.__name__} given"
     advice = "Build the model as it was built then; for its weights alone, pl.load(path, model=..., weights_only=True)."
     for kind, names, wanted, result in (
         ("params", model.parameter_names, dict(model.skeleton.named_parameters()), params),
@@ -307,16 +313,11 @@ def refuse_another_model(
         missing = [name for name in names if name not in result]
         unknown = [name for name in result if name not in names]
         if missing or unknown:
-            says = (("the file lacks", missing), ("the model lacks", unknown))
-            raise ResumeError(
-                f"{whose}: of {kind}, "
-                + "; ".join(f"{what} {first_names(names)}" for what, names in says if names)
-                + f". {advice}"
-            )
+            raise ResumeError(f"{start}: of {kind}, {differences(missing, unknown)}. {advice}")
         for name, tensor in wanted.items():
             if tensor.shape != result[name].shape or tensor.dtype != result[name].dtype:
                 raise ResumeError(
-                    f"{whose}: {kind}[{name!r}] is {_kind_of(result[name])} in the file and {_kind_of(tensor)} in the "
+                    f"{start}: {kind}[{name!r}] is {_kind_of(result[name])} in the file and {_kind_of(tensor)} in the "
                     f"model. {advice}"
                 )
 

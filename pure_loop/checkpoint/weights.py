@@ -17,7 +17,7 @@ from pure_loop.checkpoint.digests import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.document import WEIGHTS_KEY, Document, apart, describe_weights
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.tree import Reader
-from pure_loop.checkpoint.validation import Json, first_names
+from pure_loop.checkpoint.validation import Json, differences
 from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
@@ -103,11 +103,9 @@ def with_weights(
     wanted = {**state.params, **state.buffers}
     missing = [name for name in wanted if name not in value and name not in optional]
     if not value or (strict and (missing or unknown)):
-        says = (("the file lacks", missing), ("the model lacks", unknown))
         raise ResumeError(
-            f"{path} has other weights than {type(model).__name__}: "
-            + "; ".join(f"{what} {first_names(some)}" for what, some in says if some)
-            + ". To take those that there are, pl.load(path, model=..., weights_only=True, strict=False)."
+            f"{path} has other weights than {type(model).__name__}: {differences(missing, unknown)}. To take those "
+            "that there are, pl.load(path, model=..., weights_only=True, strict=False)."
         )
     for name, (theirs, tensor) in value.items():
         if tensor.shape != wanted[name].shape:
@@ -125,10 +123,10 @@ def with_weights(
         _log.warning("%s: %s", path, "; ".join(f"{what} {names}" for what, names in says if names))
     # Not copy_: a State's tensors are never written to.
     seen: set[int] = set()
-    new = {name: _as(wanted[name], apart(tensor, seen)) for name, (_, tensor) in value.items()}
+    tensors = {name: _as(wanted[name], apart(tensor, seen)) for name, (_, tensor) in value.items()}
     return state.replace(
-        params={name: new.get(name, old) for name, old in state.params.items()},
-        buffers={name: new.get(name, old) for name, old in state.buffers.items()},
+        params={name: tensors.get(name, old) for name, old in state.params.items()},
+        buffers={name: tensors.get(name, old) for name, old in state.buffers.items()},
     )
 
 
@@ -143,17 +141,17 @@ def all_names(model: ModelDef) -> dict[str, str]:
     return result
 
 
-def _refuse_untied(model: str, first: str, tensor: Tensor, second: str, other: Tensor, path: object) -> None:
+def _refuse_untied(model: str, first: str, tensor: Tensor, second: str, twin: Tensor, path: object) -> None:
     """Refuse two names of one weight that say different things of it."""
-    if tensor is other:
+    if tensor is twin:
         return
-    if tensor.shape == other.shape and tensor.dtype is other.dtype:
+    if tensor.shape == twin.shape and tensor.dtype is twin.dtype:
         # By their bytes: a NaN is what it is, and zeros have signs.
-        if torch.equal(raw(tensor.contiguous()), raw(other.contiguous())):
+        if torch.equal(raw(tensor.contiguous()), raw(twin.contiguous())):
             return
         how = "other numbers"
     else:
-        how = f"{tuple(tensor.shape)} {tensor.dtype} and {tuple(other.shape)} {other.dtype}"
+        how = f"{tuple(tensor.shape)} {tensor.dtype} and {tuple(twin.shape)} {twin.dtype}"
     raise ResumeError(
         f"{path}: {first!r} and {second!r} are one tied weight of {model}, and the file has {how} under them: it is of "
         "a model in which they aren't tied. Untie them in the model, or leave one of them out of the file."
@@ -175,8 +173,8 @@ def _kind(tensor: Tensor) -> str:
 
 def not_in_state_dict(model: ModelDef) -> set[str]:
     """The names of buffers that ``state_dict()`` leaves out."""
-    kept = set(model.skeleton.state_dict(keep_vars=True))
-    persistent = {name: name in kept for name in model.buffer_names}
+    names = set(model.skeleton.state_dict(keep_vars=True))
+    persistent = {name: name in names for name in model.buffer_names}
     persistent |= {name: slot.persistent for name, slot in model.altered.items()}
     return {name for name in model.buffer_names if not persistent[name]}
 
@@ -186,7 +184,7 @@ class Weights:
     """The weights of a State, as a file has them.
 
     Attributes:
-        state: whose weights they are.
+        state: the State that has them.
         tensors: parameters and those buffers that ``state_dict()`` has, of tied ones the first name.
         base: frozen parameters that are left out.
     """

@@ -54,7 +54,7 @@ def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 def differing(module: nn.Module, file: io.BytesIO, format: str, sample: Any, path: object) -> str:
     """What differs in the loaded file, in words; "" where nothing does."""
     if format == "safetensors":
-        _, loaded = container.read(file, len(file.getbuffer()), path)
+        _, loaded = container.read(file, path)
         return _unequal(weights_of(module)[0], loaded)
     if format == "onnx":
         expected = _outputs(module, sample, tensors_in_order)

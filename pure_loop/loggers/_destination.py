@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
 
 import attrs
 from torch import Tensor
@@ -20,12 +17,12 @@ from pure_loop._internal.logs import get_logger
 from pure_loop._internal.names import Fields, Pattern
 from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop._internal.recordable import recordable_metrics
-from pure_loop.cadence import Cadence, CadenceLike, as_predicate
+from pure_loop.cadence import Cadence, CadenceLike
 from pure_loop.callback import Logger, LoggerGroup, Progress, Run
+from pure_loop.callbacks._intervals import read_interval
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.loggers._entry import Entry, Kind, Moment, read_numbers
-from pure_loop.loggers._files import RunFile, read_path
+from pure_loop.loggers._entry import Entry, Kind, Moment, read_tensors
 from pure_loop.state import State
 
 Names = str | Iterable[str] | None
@@ -35,7 +32,40 @@ _log = get_logger("pure_loop.loggers")
 _UNKNOWN = Moment()
 
 
-class Destination(Logger):
+class AtIntervals(Logger):
+    """Does something at an interval.
+
+    Args:
+        interval: how often: ``"50ba"``, ``"1ep"``, ``"30s"``, a predicate of the State; 0: never.
+        argument: its name, for errors.
+        advice: what to write instead of None.
+
+    Raises:
+        ArgumentTypeError: the interval is None.
+    """
+
+    def __init__(self, interval: CadenceLike, argument: str, advice: str) -> None:
+        self._due = read_interval(interval, type(self).__name__, advice, argument)
+
+    def act(self, state: State) -> None:
+        """What is done where it is due."""
+
+    def batch_end(self, state: State, logger: LoggerGroup) -> None:
+        self._act_if_due(state, Event.BATCH_END)
+
+    def epoch_end(self, state: State, logger: LoggerGroup) -> None:
+        self._act_if_due(state, Event.EPOCH_END)
+
+    def iteration_end(self, state: State, logger: LoggerGroup) -> None:
+        self._act_if_due(state, Event.ITERATION_END)
+
+    def _act_if_due(self, state: State, event: Event) -> None:
+        due = self._due
+        if due.at(state, event) if isinstance(due, Cadence) else due(state):
+            self.act(state)
+
+
+class Destination(AtIntervals):
     """Keeps what is recorded, and hands it to :meth:`write` in groups.
 
     A subclass overrides ``begin``, ``write``, ``end`` and, where something can't be taken back, ``has``.
@@ -61,11 +91,8 @@ class Destination(Logger):
         place: Pattern | None = None,
         overwrite: bool = False,
     ) -> None:
+        super().__init__(flush, "flush", '"50ba", "1ep", or 0 for checkpoints and the end only')
         name = type(self).__name__
-        due = as_predicate(flush, f"{name} flush")
-        if due is None:
-            raise ArgumentTypeError(f'{name}(flush=None): write "50ba", "1ep", or 0 for checkpoints and the end only.')
-        self._due = due
         self._include = read_globs(include, f"{name} include")
         self._exclude = read_globs(exclude, f"{name} exclude") or ()
         self._wanted: dict[str, bool] = {}
@@ -149,28 +176,28 @@ class Destination(Logger):
         if run.function != "fit":  # which alone has a name for each run
             self._settle(_UNKNOWN)
 
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         self._pending.append(Entry("hyperparameters", "hyperparameters", dict(hyperparameters), self._latest, _now()))
 
-    def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
         metrics, tables = recordable_metrics(metrics)
-        self._latest, now = Moment.of(state), _now()
+        self._latest, seconds = Moment.of(state), _now()
         for name, value in metrics.items():
             if self._wants(name):
                 # Without its graph, which would otherwise live as long as the entry.
                 value = value.detach() if isinstance(value, Tensor) else value
-                self._pending.append(Entry("metric", name, value, self._latest, now))
+                self._pending.append(Entry("metric", name, value, self._latest, seconds))
         for name, (columns, rows) in tables.items():
             self.log_table(name, columns, rows, state)
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], state: State) -> None:
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], state: State) -> None:
         self._keep("table", name, (list(columns), [list(row) for row in rows]), state)
 
-    def log_images(self, name: str, images: Any, state: State, *, masks: Any = None) -> None:
+    def log_images(self, name: str, images: object, state: State, *, masks: object = None) -> None:
         if masks is not None and not isinstance(masks, Mapping):
             masks = {"mask": masks}
-        kept = {key: _copy(mask) for key, mask in (masks or {}).items()}
-        self._keep("images", name, (_copy(images), kept), state)
+        copies = {key: _copy(mask) for key, mask in (masks or {}).items()}
+        self._keep("images", name, (_copy(images), copies), state)
 
     def log_text(self, name: str, text: str, state: State) -> None:
         self._keep("text", name, text, state)
@@ -186,19 +213,14 @@ class Destination(Logger):
         self._open(self._latest if self._run is None or self._run.function == "fit" or state.timestamp.batch else None)
         self.flush()
 
-    def batch_end(self, state: State, logger: LoggerGroup) -> None:
-        self._flush_if_due(state, Event.BATCH_END)
-
-    def epoch_end(self, state: State, logger: LoggerGroup) -> None:
-        self._flush_if_due(state, Event.EPOCH_END)
-
-    def iteration_end(self, state: State, logger: LoggerGroup) -> None:
-        self._flush_if_due(state, Event.ITERATION_END)
-
-    def fit_end(self, state: State, logger: LoggerGroup) -> None:
+    def act(self, state: State) -> None:
         self.flush()
         self.reached(state)
+        # After what was read is written: the record then shows the loss that was not finite.
         state.check_finite()
+
+    def fit_end(self, state: State, logger: LoggerGroup) -> None:
+        self.act(state)
 
     def flush(self) -> None:
         if self._run is not None and self._run.function == "fit" and not self._is_open:
@@ -208,10 +230,10 @@ class Destination(Logger):
             return
         if not self._is_open:
             self._open(None)
-        _read(pending)
-        new = [entry for entry in pending if not self.has(entry)]
-        if new:
-            self.write(new)
+        read_tensors(pending)
+        unwritten = [entry for entry in pending if not self.has(entry)]
+        if unwritten:
+            self.write(unwritten)
 
     def close(self) -> None:
         with Closing(self._close):
@@ -255,10 +277,10 @@ class Destination(Logger):
             attrs.evolve(entry, moment=self._latest) if entry.moment == _UNKNOWN else entry for entry in self._pending
         ]
 
-    def _settle(self, now: Progress) -> None:
+    def _settle(self, progress: Progress) -> None:
         if self._place is not None:
-            outside: Fields = {"epoch": now.epoch, "batch": now.batch, "rank": self.rank}
-            self._location = self._place.of(outside if self._run is None else self._run.fields(now, self.rank))
+            outside: Fields = {"epoch": progress.epoch, "batch": progress.batch, "rank": self.rank}
+            self._location = self._place.of(outside if self._run is None else self._run.fields(progress, self.rank))
             self.settle(self._location)
 
     def _refuse(self, recorded: str | None, names: Sequence[str]) -> None:
@@ -282,7 +304,7 @@ class Destination(Logger):
                 start.batch,
             )
 
-    def _keep(self, kind: Kind, name: str, value: Any, state: State) -> None:
+    def _keep(self, kind: Kind, name: str, value: object, state: State) -> None:
         if self._wants(name):
             self._latest = Moment.of(state)
             self._pending.append(Entry(kind, name, value, self._latest, _now()))
@@ -295,68 +317,9 @@ class Destination(Logger):
             self._wanted[name] = wanted
         return wanted
 
-    def _flush_if_due(self, state: State, event: Event) -> None:
-        due = self._due
-        if due.at(state, event) if isinstance(due, Cadence) else due(state):
-            self.flush()
-            self.reached(state)
-            # After what was read is written: the record then shows the loss that was not finite.
-            state.check_finite()
-
-
-def _read(entries: list[Entry]) -> None:
-    """Put Python numbers in the places of tensors in metrics and cells of tables, all read together."""
-    metrics = [index for index, entry in enumerate(entries) if entry.kind == "metric"]
-    cells = [
-        (row, column)
-        for entry in entries
-        if entry.kind == "table"
-        for row in entry.value[1]
-        for column, value in enumerate(row)
-        if isinstance(value, Tensor) and value.numel() == 1
-    ]
-    numbers = read_numbers([*(entries[index].value for index in metrics), *(row[column] for row, column in cells)])
-    for index, number in zip(metrics, numbers, strict=False):
-        entries[index] = attrs.evolve(entries[index], value=number)
-    for (row, column), number in zip(cells, numbers[len(metrics) :], strict=True):
-        row[column] = number
-
-
-class FolderDestination(Destination):
-    """A destination with a folder, in which ``<prefix>_run.json`` says of which run the record is.
-
-    Args:
-        folder: the folder, a path with fields of the run.
-        include, exclude, flush, overwrite: see :class:`Destination`.
-    """
-
-    prefix: ClassVar[str]
-    """Of the names of files in the folder."""
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        include: Names,
-        exclude: Names,
-        flush: CadenceLike,
-        overwrite: bool = False,
-    ) -> None:
-        place = Pattern(folder, f"{type(self).__name__} folder")
-        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
-        self.settle(place.text)
-
-    def settle(self, path: str) -> None:
-        self.folder: Path = read_path(path, f"{type(self).__name__} folder")
-        self._run_file = RunFile(self.folder / f"{self.prefix}_run.json")
-
-    @property
-    def recorded_run_name(self) -> str | None:
-        return self._run_file.run_name
-
 
 def has_failed() -> bool:
-    """Whether a run whose record is closed now ends with an error; one whose loop is left does not."""
+    """Whether the run ends with an error as its record is closed; where the loop is left it does not."""
     error = sys.exception()
     return error is not None and not isinstance(error, GeneratorExit)
 
@@ -365,7 +328,7 @@ def _now() -> float:
     return round(time.time(), 3)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     """The value as it is now; a part of a batch is copied, so that the batch is not kept."""
     return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 

@@ -97,3 +97,21 @@ def read_numbers(values: Sequence[Any]) -> list[int | float]:
         for index, number in zip(indices, group, strict=True):
             read[index] = number
     return [int(value) if isinstance(value, numbers.Integral) else float(value) for value in read]
+
+
+def read_tensors(entries: list[Entry]) -> None:
+    """Put Python numbers in the places of tensors in metrics and cells of tables, all read together."""
+    metrics = [index for index, entry in enumerate(entries) if entry.kind == "metric"]
+    cells = [
+        (row, column)
+        for entry in entries
+        if entry.kind == "table"
+        for row in entry.value[1]
+        for column, value in enumerate(row)
+        if isinstance(value, Tensor) and value.numel() == 1
+    ]
+    numbers = read_numbers([*(entries[index].value for index in metrics), *(row[column] for row, column in cells)])
+    for index, number in zip(metrics, numbers, strict=False):
+        entries[index] = attrs.evolve(entries[index], value=number)
+    for (row, column), number in zip(cells, numbers[len(metrics) :], strict=True):
+        row[column] = number

@@ -1,26 +1,30 @@
-"""Files of loggers: folders that are made, names of files and of metrics, and what a run has to remember.
+"""Files of loggers: destinations that are files, names of files and of metrics, and what a run has to remember.
 
 Two names stay two, and a name becomes the same one each time: one that has to change ends with a digest of what it was.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from posixpath import normpath
-from typing import Any
+from typing import Any, BinaryIO, ClassVar
 
 from pure_loop._internal.arguments import is_path
-from pure_loop._internal.names import check_recorded_run_name, digest_of
-from pure_loop._internal.owned_files import naming
+from pure_loop._internal.names import Pattern, check_recorded_run_name, digest_of
+from pure_loop._internal.owned_files import naming, release, reserve
+from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.loggers._destination import Destination, Names
 
 
-def read_path(path: Any, name: str) -> Path:
+def read_path(path: str | os.PathLike[str], name: str) -> Path:
     """
     Raises:
         ArgumentTypeError: it is no path.
@@ -39,7 +43,7 @@ def read_path(path: Any, name: str) -> Path:
     return Path(text)
 
 
-def read_file_path(path: Any, name: str) -> Path:
+def read_file_path(path: str | os.PathLike[str], name: str) -> Path:
     """The path of a file, which need not be there yet.
 
     Raises:
@@ -84,6 +88,29 @@ def replace_file(path: Path, text: str) -> None:
             raise
 
 
+def open_to_cut(path: Path, writer: str) -> BinaryIO:
+    """Open a file, which is made if it isn't there, without a buffer, to be read, cut and continued."""
+    # Not for appending, which can't write over what is there.
+    with naming(path, writer):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    return os.fdopen(descriptor, "r+b", buffering=0)
+
+
+def write_all(file: BinaryIO, text: str, path: Path, writer: str) -> None:
+    """Write a text where a file is, in one call of the system unless the disk is full."""
+    rest = memoryview(text.encode())
+    with naming(path, writer):
+        while rest:
+            rest = rest[file.write(rest) :]
+
+
+def csv_lines(rows: Iterable[Iterable[object]]) -> str:
+    """Rows as CSV."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
+
+
 def first_line(path: Path) -> bytes:
     """The first line of a file, if it is whole; else nothing."""
     try:
@@ -121,7 +148,7 @@ class RunFile:
             return {}
         return content if isinstance(content, dict) else {}
 
-    def write(self, content: Mapping[str, Any]) -> None:
+    def write(self, content: Mapping[str, object]) -> None:
         replace_file(self.path, json.dumps(json_safe(content), indent=1) + "\n")
 
     @property
@@ -188,3 +215,72 @@ def mlflow_key(name: str) -> str:
         return name
     parts = [part for part in safe[:_LONGEST_KEY].split("/") if part.strip(".")]
     return f"{'/'.join(parts)}-{digest_of(name)}"
+
+
+class FileDestination(Destination):
+    """A destination with a file; the first line says whether it is a record.
+
+    Args:
+        path: that of the file, with fields of the run.
+        include, exclude, flush, overwrite: see :class:`pure_loop.loggers._destination.Destination`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        include: Names,
+        exclude: Names,
+        flush: CadenceLike,
+        overwrite: bool,
+    ) -> None:
+        place = Pattern(path, f"{type(self).__name__} path")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
+        self.settle(place.text)
+
+    def settle(self, path: str) -> None:
+        self.path: Path = read_file_path(path, f"{type(self).__name__} path")
+
+    @property
+    def in_the_way(self) -> Sequence[str]:
+        return [self.path.name] if first_line(self.path) else []
+
+    def reserve(self) -> None:
+        make_folder(self.path.parent, type(self).__name__)
+        reserve(self.path, type(self).__name__)
+
+    def release(self) -> None:
+        release(self.path)
+
+
+class FolderDestination(Destination):
+    """A destination with a folder, in which ``<prefix>_run.json`` says of which run the record is.
+
+    Args:
+        folder: the folder, a path with fields of the run.
+        include, exclude, flush, overwrite: see :class:`pure_loop.loggers._destination.Destination`.
+    """
+
+    prefix: ClassVar[str]
+    """Of the names of files in the folder."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        include: Names,
+        exclude: Names,
+        flush: CadenceLike,
+        overwrite: bool = False,
+    ) -> None:
+        place = Pattern(folder, f"{type(self).__name__} folder")
+        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
+        self.settle(place.text)
+
+    def settle(self, path: str) -> None:
+        self.folder: Path = read_path(path, f"{type(self).__name__} folder")
+        self._run_file = RunFile(self.folder / f"{self.prefix}_run.json")
+
+    @property
+    def recorded_run_name(self) -> str | None:
+        return self._run_file.run_name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ _COLOURS = np.array(
 )
 
 
-def as_pixels(images: Any, name: str) -> Pixels:
+def as_pixels(images: object, name: str) -> Pixels:
     """Images as ``(n, height, width, channels)`` of uint8; one image alone may come without its n.
 
     Floats are from 0 to 1, and what lies outside is cut; NaN is black.
@@ -53,7 +54,7 @@ def as_pixels(images: Any, name: str) -> Pixels:
     return np.rint(np.nan_to_num(np.clip(array.astype(np.float64), 0.0, 1.0)) * 255).astype(np.uint8)
 
 
-def as_masks(masks: Any, pixels: Pixels, name: str) -> dict[str, Pixels]:
+def as_masks(masks: Mapping[str, object], pixels: Pixels, name: str) -> dict[str, Pixels]:
     """Masks by name, each ``(n, height, width)`` of uint8.
 
     Raises:
@@ -97,6 +98,17 @@ def png(image: Pixels) -> bytes:
     )
 
 
+def layers_of(entry: Entry) -> dict[str, Pixels]:
+    """Images by "", and masks upon them by their names: each ``(n, height, width, channels)`` of uint8.
+
+    Raises:
+        ArgumentError: images or masks of shapes that they can't have.
+    """
+    images, masks = entry.value
+    pixels = as_pixels(images, entry.name)
+    return {"": pixels} | {str(key): overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()}
+
+
 def write_images(folder: Path, entry: Entry) -> list[Path]:
     """Write the images of an entry, and its masks upon them, as PNG files; their paths.
 
@@ -106,25 +118,21 @@ def write_images(folder: Path, entry: Entry) -> list[Path]:
         ArgumentError: images or masks of shapes that they can't have.
         OSError: they can't be written.
     """
-    images, masks = entry.value
-    pixels = as_pixels(images, entry.name)
-    layers = {"": pixels} | {
-        f"-{file_part(str(key))}": overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()
-    }
+    layers = layers_of(entry)
     with naming(folder, "a logger"):
         folder.mkdir(parents=True, exist_ok=True)
     name = file_part(entry.name)
     paths = []
-    for suffix, layer in layers.items():
+    for key, layer in layers.items():
         for index, image in enumerate(layer):
-            path = folder / f"ba{entry.moment.batch}-{name}-{index}{suffix}.png"
+            path = folder / f"ba{entry.moment.batch}-{name}-{index}{f'-{file_part(key)}' if key else ''}.png"
             with naming(path, "a logger"):
                 path.write_bytes(png(image))
             paths.append(path)
     return paths
 
 
-def packed(entry: Entry) -> dict[str, Any]:
+def packed(entry: Entry) -> dict[str, dict[str, object]]:
     """The images of an entry and its masks as JSON has them: shapes, and compressed bytes.
 
     Raises:
@@ -139,7 +147,7 @@ def packed(entry: Entry) -> dict[str, Any]:
     }
 
 
-def unpacked(content: Any) -> tuple[Pixels, dict[str, Pixels]]:
+def unpacked(content: Mapping[str, Any]) -> tuple[Pixels, dict[str, Pixels]]:
     """The images and masks of what :func:`packed` returned.
 
     >>> from pure_loop.loggers._entry import Moment
@@ -154,7 +162,7 @@ def unpacked(content: Any) -> tuple[Pixels, dict[str, Pixels]]:
     return layers.pop("images"), {key.removeprefix("mask/"): layer for key, layer in layers.items()}
 
 
-def _array(value: Any) -> npt.NDArray[Any]:
+def _array(value: object) -> npt.NDArray[Any]:
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() else value).numpy()

@@ -6,16 +6,15 @@ A journal is such a file of what was handed to a service, until the service has 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pure_loop._internal.owned_files import naming, release, reserve
+from pure_loop._internal.owned_files import release, reserve
 from pure_loop.event import Event
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import json_safe
+from pure_loop.loggers._files import json_safe, open_to_cut, write_all
 
 # A line of a metric, up to its name.
 _METRIC = re.compile(rb'\{"time": [0-9.]+, .*?"batch": (?P<batch>[0-9]+), "kind": "metric", ')
@@ -25,7 +24,7 @@ class Lines:
     """A file of lines that grows by whole ones.
 
     Args:
-        path: of the file, whose folder is there.
+        path: of the file, in a folder that is there.
         writer: the class that writes, for errors.
 
     Attributes:
@@ -40,7 +39,7 @@ class Lines:
         self._writer = writer
         self._file: BinaryIO | None = None
 
-    def open(self, start: Moment | None, *, metrics: bool = False) -> Iterator[Any]:
+    def open(self, start: Moment | None, *, metrics: bool = False) -> Iterator[dict[str, Any]]:
         """Open the file, and cut off what a run that resumes at ``start`` records again, and a line torn by a kill.
 
         Args:
@@ -50,10 +49,7 @@ class Lines:
         Yields:
             What the lines that stay hold. The file is cut after the last one.
         """
-        # Not for appending: it is cut.
-        with naming(self.path, self._writer):
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        self._file = open_to_cut(self.path, self._writer)
         end = 0
         with open(self.path, "rb") as lines:
             for line in lines:
@@ -78,10 +74,7 @@ class Lines:
     def append(self, lines: Sequence[str]) -> None:
         """Add lines at the end, in one call of the system unless the disk is full."""
         assert self._file is not None
-        rest = memoryview("".join(lines).encode())
-        with naming(self.path, self._writer):
-            while rest:
-                rest = rest[self._file.write(rest) :]
+        write_all(self._file, "".join(lines), self.path, self._writer)
         self.is_empty = False
 
     def close(self) -> None:
@@ -90,10 +83,10 @@ class Lines:
             self._file = None
 
 
-def line_of(kind: str, name: str, value: Any, moment: Moment, seconds: float) -> str:
+def line_of(kind: str, name: str, value: object, moment: Moment, seconds: float) -> str:
     """The line of something that was recorded."""
     event, position = moment.event, moment.position
-    content: dict[str, Any] = {"time": round(seconds, 3), "event": None if event is None else event.name}
+    content: dict[str, object] = {"time": round(seconds, 3), "event": None if event is None else event.name}
     if position is not event:
         content["position"] = None if position is None else position.name
     content["epoch"] = moment.epoch
@@ -103,24 +96,24 @@ def line_of(kind: str, name: str, value: Any, moment: Moment, seconds: float) ->
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 
-def content_of(line: bytes) -> Any:
+def content_of(line: bytes) -> dict[str, Any] | None:
     """The object of a line; None: it is torn, or no line of ours."""
     try:
         content = json.loads(line)
     except ValueError:
         return None
-    known = isinstance(content, dict) and {"event", "epoch", "batch", "kind", "name", "value"} <= content.keys()
-    return content if known else None
+    is_ours = isinstance(content, dict) and {"event", "epoch", "batch", "kind", "name", "value"} <= content.keys()
+    return content if is_ours else None
 
 
-def moment_of(content: Any) -> Moment:
+def moment_of(content: Mapping[str, Any]) -> Moment:
     """Where in the run the line was recorded."""
     event = _event(content["event"])
     position = _event(content["position"]) if "position" in content else event
     return Moment(content["batch"], content["epoch"], content.get("iteration", 0), position, event)
 
 
-def _event(name: Any) -> Event | None:
+def _event(name: str) -> Event | None:
     return Event.__members__.get(name)
 
 
@@ -165,7 +158,7 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
-def _value(entry: Entry) -> Any:
+def _value(entry: Entry) -> object:
     if entry.kind != "images":
         return entry.value
     from pure_loop.loggers._images import packed
@@ -173,7 +166,7 @@ def _value(entry: Entry) -> Any:
     return packed(entry)
 
 
-def _entry(content: Any) -> Entry:
+def _entry(content: Mapping[str, Any]) -> Entry:
     value = content["value"]
     if content["kind"] == "metric" and isinstance(value, str):
         value = float(value)  # NaN and infinities

@@ -9,17 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.loggers._destination import FolderDestination, Names, has_failed
+from pure_loop.loggers._destination import Names, has_failed
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import file_part, make_folder
+from pure_loop.loggers._files import FolderDestination, csv_lines, file_part, make_folder
 from pure_loop.loggers._lines import Journal
-
-if TYPE_CHECKING:
-    from pure_loop.loggers._images import Pixels
 
 
 class Tracker(FolderDestination, ABC):
@@ -93,9 +90,14 @@ class Tracker(FolderDestination, ABC):
         """
         return set()
 
-    @abstractmethod
     def pass_on(self, entries: Sequence[Entry]) -> None:
         """Hand entries to the package, in their order."""
+        for entry in self.counted_entries(entries):
+            with own_draws():
+                self.hand_over(entry)
+
+    def hand_over(self, entry: Entry) -> None:
+        """Hand an entry to the package."""
 
     @abstractmethod
     def disconnect(self, *, failed: bool) -> None:
@@ -116,9 +118,9 @@ class Tracker(FolderDestination, ABC):
         self._run_file.write({"run_name": self.run_name, "id": run_id, **({"sent": self._had} if self._had else {})})
         self.connect(run_id)
         self._is_connected = True
-        kept = self._journal.open(start)
-        self._received = self.received(run_id, {entry.name for entry in kept})
-        self.pass_on([entry for entry in kept if not self.has(entry) and not _is_gone(entry)])
+        entries = self._journal.open(start)
+        self._received = self.received(run_id, {entry.name for entry in entries})
+        self.pass_on([entry for entry in entries if not self.has(entry) and not _is_gone(entry)])
 
     def has(self, entry: Entry) -> bool:
         # A setting or a file that is sent again takes the place of itself.
@@ -160,24 +162,17 @@ def file_name(entry: Entry, ending: str) -> str:
 
 def csv_of(entry: Entry) -> str:
     """A table as CSV."""
-    import csv
-    import io
-
     columns, rows = entry.value
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([columns, *rows])
-    return out.getvalue()
+    return csv_lines([columns, *rows])
 
 
-def image_layers(entry: Entry) -> dict[str, Pixels]:
-    """Images, and masks upon them, by what is added to their name: each ``(n, height, width, channels)`` of uint8."""
-    from pure_loop.loggers._images import as_masks, as_pixels, overlay
+def image_files(entry: Entry) -> Iterator[tuple[str, bytes]]:
+    """Images, and masks upon them, as PNG files, each by what is added to the name: ``"/0"``, ``"/mask/0"``."""
+    from pure_loop.loggers._images import layers_of, png
 
-    images, masks = entry.value
-    pixels = as_pixels(images, entry.name)
-    return {"": pixels} | {
-        f"/{key}": overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()
-    }
+    for key, layer in layers_of(entry).items():
+        for index, image in enumerate(layer):
+            yield f"/{key}/{index}" if key else f"/{index}", png(image)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError
 from pure_loop.loggers._destination import Names
 from pure_loop.loggers._entry import Entry
-from pure_loop.loggers._tracker import Tracker, csv_of, file_name, image_layers, own_draws, variables
+from pure_loop.loggers._tracker import Tracker, csv_of, file_name, image_files, own_draws, variables
 from pure_loop.ranges import checked
 
 __all__ = ["CometMLLogger"]
@@ -32,7 +32,7 @@ class CometMLLogger(Tracker):
     """Sends numbers, hyperparameters, tables (CSV), images with masks upon them, texts and files to Comet.
 
     The step is how many batches had ended, and the experiment is named by ``fit(run_name=)``. A run that resumes
-    continues the experiment whose key is in ``<folder>/comet_run.json``, and no step is sent twice. Comet writes in a
+    continues the experiment with the key in ``<folder>/comet_run.json``, and no step is sent twice. Comet writes in a
     thread, and loses what it has not written when training is killed; so until the run is finished, everything is kept
     in ``<folder>/comet_journal.jsonl``, too, and a resumed run sends what is missing. Offline each process writes an
     archive ``<key>-*.zip`` when it ends; ``comet upload *.zip`` takes them all, as one experiment.
@@ -117,12 +117,7 @@ class CometMLLogger(Tracker):
             return set()
         return {(name, value["step"]) for name in names for value in experiment.get_metrics(name)}
 
-    def pass_on(self, entries: Sequence[Entry]) -> None:
-        for entry in self.counted_entries(entries):
-            with own_draws():
-                self._send(entry)
-
-    def _send(self, entry: Entry) -> None:
+    def hand_over(self, entry: Entry) -> None:
         step, epoch = entry.moment.batch, entry.moment.epoch
         if entry.kind == "metric":
             self._experiment.log_metric(entry.name, entry.value, step=step, epoch=epoch)
@@ -137,26 +132,17 @@ class CometMLLogger(Tracker):
         elif entry.kind == "file":
             self._experiment.log_asset(entry.value, file_name=entry.name, step=step, overwrite=True)
         else:
-            self._send_images(entry)
+            for suffix, content in image_files(entry):
+                name = f"{entry.name}{suffix}"
+                self._experiment.log_image(
+                    io.BytesIO(content), name=name, image_format="png", step=step, overwrite=True
+                )
 
     def disconnect(self, *, failed: bool) -> None:
         with own_draws():
             self._experiment.log_other("failed", failed)
             self._experiment.end()
         self._experiment = None
-
-    def _send_images(self, entry: Entry) -> None:
-        from pure_loop.loggers._images import png
-
-        for suffix, layer in image_layers(entry).items():
-            for index, image in enumerate(layer):
-                self._experiment.log_image(
-                    io.BytesIO(png(image)),
-                    name=f"{entry.name}{suffix}/{index}",
-                    image_format="png",
-                    step=entry.moment.batch,
-                    overwrite=True,
-                )
 
 
 def _remove_torn(folder: Path, run_id: str) -> None:

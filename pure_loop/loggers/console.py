@@ -7,15 +7,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from pure_loop._internal.recordable import losses, recordable
-from pure_loop.cadence import Cadence, CadenceLike, as_predicate
-from pure_loop.callback import Logger, LoggerGroup
+from pure_loop._internal.recordable import Table, losses, recordable
+from pure_loop.cadence import CadenceLike
+from pure_loop.callback import LoggerGroup
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.event import Event
-from pure_loop.loggers._destination import Names, read_globs
+from pure_loop.loggers._destination import AtIntervals, Names, read_globs
 from pure_loop.progress import words as _words
 from pure_loop.ranges import checked
-from pure_loop.state import State
+from pure_loop.state import MetricValue, State
 from pure_loop.time import TimeUnit
 
 __all__ = ["ConsoleLogger"]
@@ -34,8 +33,8 @@ _MOST_ON_A_LINE, _MOST_CELLS = 8, 20
 
 
 @checked
-class ConsoleLogger(Logger):
-    """Prints one line in every interval, at the end of training, and for each evaluation, whose tables follow it.
+class ConsoleLogger(AtIntervals):
+    """Prints one line in every interval, at the end of training, and for each evaluation, followed by its tables.
 
     Only then it reads from the device and checks that every loss so far was finite.
 
@@ -44,7 +43,7 @@ class ConsoleLogger(Logger):
             0: at the end only.
         stream: a text file; None: standard output, whatever that is when a line is printed.
         include: globs of names, such as ``"gradients/norm"`` or ``["weights/*"]``: further numbers that callbacks
-            record, whose newest values a line of training shows.
+            record; a line of training has their newest values.
 
     Raises:
         ArgumentTypeError, ArgumentError: an interval or globs that can't be read.
@@ -64,18 +63,15 @@ class ConsoleLogger(Logger):
     """
 
     def __init__(self, interval: CadenceLike = "1ep", stream: TextIO | None = None, *, include: Names = None) -> None:
-        when = as_predicate(interval, "ConsoleLogger interval")
-        if when is None:
-            raise ArgumentTypeError('ConsoleLogger(interval=None): write "1ep", "100ba", or 0 for the end only.')
+        super().__init__(interval, "interval", '"1ep", "100ba", or 0 for the end only')
         if stream is not None and not hasattr(stream, "write"):
             raise ArgumentTypeError(f"ConsoleLogger(stream={stream!r}): give an open text file, or None.")
-        self._when = when
         self._stream = stream
         self._include = read_globs(include, "ConsoleLogger include") or ()
         self._latest: dict[str, Any] = {}
         self._reported: int | None = None
 
-    def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
         self._latest.update(metrics)
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
@@ -84,36 +80,30 @@ class ConsoleLogger(Logger):
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
         self._latest |= losses(state.loss)
-        self._report_if_due(state, Event.BATCH_END)
-
-    def epoch_end(self, state: State, logger: LoggerGroup) -> None:
-        self._report_if_due(state, Event.EPOCH_END)
-
-    def iteration_end(self, state: State, logger: LoggerGroup) -> None:
-        self._report_if_due(state, Event.ITERATION_END)
+        super().batch_end(state, logger)
 
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
         if self._reported != state.timestamp.batch:
-            self._report(state)
+            self.act(state)
 
     def eval_end(self, state: State, logger: LoggerGroup) -> None:
         label = state.evaluator or "eval"
-        measured: Mapping[str, Any] = state.metrics.get(label, {})
-        shown: dict[str, Any] = {}
-        tables: dict[str, Any] = {}
+        measured: Mapping[str, MetricValue] = state.metrics.get(label, {})
+        numbers: dict[str, MetricValue] = {}
+        tables: dict[str, Table] = {}
         for name, value in measured.items():
-            numbers, matrices = recordable(name, value)
+            elements, matrices = recordable(name, value)
             # A vector of many elements is a table here, too: a line has room for some.
-            if len(numbers) > _MOST_ON_A_LINE:
-                tables[name] = ["name", "value"], [[key, float(number)] for key, number in numbers.items()]
+            if len(elements) > _MOST_ON_A_LINE:
+                tables[name] = ["name", "value"], [[key, float(number)] for key, number in elements.items()]
             else:
-                shown |= numbers
+                numbers |= elements
             tables |= matrices
-        self._print(state, label, shown)
+        self._print(state, label, numbers)
         for name, (columns, rows) in tables.items():
             self._print_table(f"{label}/{name}", columns, rows)
 
-    def _print_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def _print_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         cells = [list(columns), *([_cell(value) for value in row[:_MOST_CELLS]] for row in rows[:_MOST_CELLS])]
         cells[0] = cells[0][:_MOST_CELLS]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -123,25 +113,20 @@ class ConsoleLogger(Logger):
         out = sys.stdout if self._stream is None else self._stream
         print("\n".join([f"  {name}{size}", *lines]), file=out, flush=True)
 
-    def _report_if_due(self, state: State, event: Event) -> None:
-        when = self._when
-        if when.at(state, event) if isinstance(when, Cadence) else when(state):
-            self._report(state)
-
-    def _report(self, state: State) -> None:
+    def act(self, state: State) -> None:
         self._reported = state.timestamp.batch
-        shown = {}
+        numbers = {}
         for name, value in self._latest.items():
             for prefix, short in _SHOWN.items():
                 if name.startswith(prefix):
-                    shown[short + name.removeprefix(prefix)] = value
+                    numbers[short + name.removeprefix(prefix)] = value
                     break
             else:
                 if any(fnmatch.fnmatchcase(name, glob) for glob in self._include):
-                    shown[name] = value
-        self._print(state, "train", shown)
+                    numbers[name] = value
+        self._print(state, "train", numbers)
 
-    def _print(self, state: State, label: str, values: Mapping[str, Any]) -> None:
+    def _print(self, state: State, label: str, values: Mapping[str, MetricValue]) -> None:
         state.check_finite()
         t = state.timestamp
         length = t.max_duration
@@ -151,9 +136,9 @@ class ConsoleLogger(Logger):
         print(line.rstrip(), file=sys.stdout if self._stream is None else self._stream, flush=True)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return _words.number(value) if isinstance(value, float) else str(value)
 
 
-def _value(name: str, value: Any) -> str:
+def _value(name: str, value: MetricValue) -> str:
     return _words.rate(float(value)) if name == "samples/s" else _words.number(float(value))

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import csv
-import io
 import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from pure_loop._internal.names import Pattern, printable
-from pure_loop._internal.owned_files import naming, release, reserve
+from pure_loop._internal.names import printable
+from pure_loop._internal.owned_files import naming
 from pure_loop.cadence import CadenceLike
-from pure_loop.loggers._destination import Destination, Names
+from pure_loop.loggers._destination import Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import RunFile, file_part, first_line, make_folder, read_file_path, remove_written
+from pure_loop.loggers._files import (
+    FileDestination,
+    RunFile,
+    csv_lines,
+    file_part,
+    first_line,
+    open_to_cut,
+    remove_written,
+    write_all,
+)
 from pure_loop.ranges import checked
 
 __all__ = ["CSVLogger"]
@@ -24,13 +32,14 @@ _FIRST = ["batch", "epoch", "time"]
 
 
 @checked
-class CSVLogger(Destination):
+class CSVLogger(FileDestination):
     """Writes numbers to a CSV file: a row for each batch after which something was recorded, a column for each name.
 
     The first columns are ``batch`` (how many had ended), ``epoch`` and ``time`` (seconds since 1970); a cell without a
-    value is empty, and one whose name is recorded again at its batch keeps the first value. A name that is recorded for
-    the first time later adds a column. Beside ``metrics.csv`` there are the name of the run and its hyperparameters in
-    ``metrics.run.json``, and tables as ``metrics.tables/ba<batch>-<name>.csv``. Texts, images and files are left out.
+    value is empty, and one with a name that is recorded again at its batch keeps the first value. A name that is
+    recorded for the first time later adds a column. Beside ``metrics.csv`` there are the name of the run and its
+    hyperparameters in ``metrics.run.json``, and tables as ``metrics.tables/ba<batch>-<name>.csv``. Texts, images and
+    files are left out.
 
     A run that resumes continues the file: rows of batches that are trained again are removed, as is a last row that a
     kill has torn. The file of another run is refused, unless ``overwrite=True``.
@@ -68,9 +77,7 @@ class CSVLogger(Destination):
         flush: CadenceLike = "50ba",
         overwrite: bool = False,
     ) -> None:
-        place = Pattern(path, "CSVLogger path")
-        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
-        self.settle(place.text)
+        super().__init__(path, include=include, exclude=exclude, flush=flush, overwrite=overwrite)
         self._file: BinaryIO | None = None
         self._columns: list[str] = []
         # The last row, which may get further values, and where it begins.
@@ -78,17 +85,13 @@ class CSVLogger(Destination):
         self._row_at = 0
 
     def settle(self, path: str) -> None:
-        self.path = read_file_path(path, "CSVLogger path")
+        super().settle(path)
         self._run_file = RunFile(self.path.with_name(f"{self.path.stem}.run.json"))
         self._tables = self.path.with_name(f"{self.path.stem}.tables")
 
     @property
     def recorded_run_name(self) -> str | None:
         return self._run_file.run_name if self.path.exists() else None
-
-    @property
-    def in_the_way(self) -> Sequence[str]:
-        return [self.path.name] if first_line(self.path) else []
 
     @property
     def is_foreign(self) -> bool:
@@ -99,13 +102,6 @@ class CSVLogger(Destination):
         for path in (self.path, self._run_file.path):
             path.unlink(missing_ok=True)
         remove_written(self._tables)
-
-    def reserve(self) -> None:
-        make_folder(self.path.parent, "CSVLogger")
-        reserve(self.path, "CSVLogger")
-
-    def release(self) -> None:
-        release(self.path)
 
     @property
     def last_batch(self) -> int | None:
@@ -131,7 +127,7 @@ class CSVLogger(Destination):
                     end += len(line)
         self._open_file(end)
         if not end:
-            self._write_at(0, _line(self._columns))
+            self._write_at(0, csv_lines([self._columns]))
 
     def write(self, entries: Sequence[Entry]) -> None:
         self._add_columns(entry.name for entry in entries if entry.kind == "metric")
@@ -164,20 +160,20 @@ class CSVLogger(Destination):
             self._file = None
 
     def _add_columns(self, names: Iterable[str]) -> None:
-        new = [name for name in dict.fromkeys(map(_column, names)) if name not in self._columns]
-        if not new:
+        added = [name for name in dict.fromkeys(map(_column, names)) if name not in self._columns]
+        if not added:
             return
-        self._columns += new
+        self._columns += added
         beside = self.path.with_name(f".{self.path.name}.partial")
         with naming(self.path, "CSVLogger"):
             try:
                 with open(self.path, "rb") as old, open(beside, "wb") as file:
                     old.readline()
-                    file.write(_line(self._columns).encode())
+                    file.write(csv_lines([self._columns]).encode())
                     grown = file.tell()
                     for line in old:
                         self._row_at = grown
-                        grown += file.write(line.rstrip(b"\r\n") + b"," * len(new) + b"\n")
+                        grown += file.write(line.rstrip(b"\r\n") + b"," * len(added) + b"\n")
                 self.end()
                 os.replace(beside, self.path)
             except BaseException:
@@ -186,20 +182,17 @@ class CSVLogger(Destination):
         self._open_file(grown)
 
     def _line_of(self, row: dict[str, str]) -> str:
-        return _line([row.get(column, "") for column in self._columns])
+        return csv_lines([[row.get(column, "") for column in self._columns]])
 
     def _write_table(self, entry: Entry) -> None:
         columns, rows = entry.value
         path = Path(self._tables, f"ba{entry.moment.batch}-{file_part(entry.name)}.csv")
         with naming(path, "CSVLogger"):
             self._tables.mkdir(exist_ok=True)
-            path.write_text("".join(map(_line, [columns, *rows])), encoding="utf-8", newline="")
+            path.write_text(csv_lines([columns, *rows]), encoding="utf-8", newline="")
 
     def _open_file(self, end: int) -> None:
-        # Not for appending: the last row is written again when a value is added.
-        with naming(self.path, "CSVLogger"):
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        self._file = open_to_cut(self.path, "CSVLogger")
         self._file.truncate(end)
 
     def _size(self) -> int:
@@ -209,19 +202,10 @@ class CSVLogger(Destination):
     def _write_at(self, offset: int, text: str) -> None:
         assert self._file is not None
         self._file.seek(offset)
-        rest = memoryview(text.encode())
-        with naming(self.path, "CSVLogger"):
-            while rest:
-                rest = rest[self._file.write(rest) :]
+        write_all(self._file, text, self.path, "CSVLogger")
 
 
 def _column(name: str) -> str:
     """A name in one line; no column of a metric is one of the first three."""
     is_taken = re.sub("^(metric/)+", "", name) in _FIRST
     return f"metric/{name}" if is_taken else printable(name)
-
-
-def _line(cells: Sequence[Any]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerow(cells)
-    return out.getvalue()

@@ -54,7 +54,7 @@ class InMemoryLogger(Logger):
     """
 
     def __init__(self) -> None:
-        self.hyperparameters: dict[str, Any] = {}
+        self.hyperparameters: dict[str, object] = {}
         self.metrics: dict[str, list[tuple[Timestamp, Any]]] = {}
         self.tables: dict[str, list[tuple[Timestamp, Sequence[str], Sequence[Sequence[Any]]]]] = {}
         self.images: dict[str, list[tuple[Timestamp, Any]]] = {}
@@ -62,19 +62,19 @@ class InMemoryLogger(Logger):
         self.texts: dict[str, list[tuple[Timestamp, str]]] = {}
         self.files: dict[str, str] = {}
 
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         self.hyperparameters.update(hyperparameters)
 
-    def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
         for name, value in metrics.items():
             # Without its graph, which would otherwise live as long as the logger.
-            kept = value.detach() if isinstance(value, Tensor) else value
-            self.metrics.setdefault(name, []).append((state.timestamp, kept))
+            detached = value.detach() if isinstance(value, Tensor) else value
+            self.metrics.setdefault(name, []).append((state.timestamp, detached))
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], state: State) -> None:
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], state: State) -> None:
         self.tables.setdefault(name, []).append((state.timestamp, columns, rows))
 
-    def log_images(self, name: str, images: Any, state: State, *, masks: Any = None) -> None:
+    def log_images(self, name: str, images: object, state: State, *, masks: object = None) -> None:
         self.images.setdefault(name, []).append((state.timestamp, images))
         if masks is not None:
             self.masks.setdefault(name, []).append((state.timestamp, masks))
@@ -125,7 +125,7 @@ class InMemoryLogger(Logger):
         return pandas.DataFrame(rows, columns=columns)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the same table as a CSV file, whose folder is made; empty cells have no value. Needs no pandas.
+        """Write the same table as a CSV file, in a folder that is made; empty cells have no value. Needs no pandas.
 
         Raises:
             ArgumentError, ArgumentTypeError: ``path`` is no path of a local file.
@@ -137,7 +137,7 @@ class InMemoryLogger(Logger):
         with naming(file, "InMemoryLogger.to_csv"), open(file, "w", newline="", encoding="utf-8") as stream:
             csv.writer(stream, lineterminator="\n").writerows([columns, *rows])
 
-    def _table(self) -> tuple[list[str], list[list[Any]]]:
+    def _table(self) -> tuple[list[str], list[list[object]]]:
         """The names of columns, and rows with None where there is no value."""
         cells = [
             (name, timestamp, number)
@@ -149,7 +149,7 @@ class InMemoryLogger(Logger):
         columns = {name: index for index, name in enumerate(dict.fromkeys(name for name, _, _ in cells), len(_FIRST))}
         # The values of a name at one batch take rows of their own; so no value is dropped.
         counts: dict[tuple[str, int], int] = {}
-        rows: dict[tuple[int, int], list[Any]] = {}
+        rows: dict[tuple[int, int], list[object]] = {}
         for (name, timestamp, _), number in zip(cells, numbers, strict=True):
             place = counts.get((name, timestamp.batch), 0)
             counts[name, timestamp.batch] = place + 1

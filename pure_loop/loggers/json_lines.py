@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from pure_loop._internal.names import Pattern, check_recorded_run_name
-from pure_loop._internal.owned_files import release, reserve
+from pure_loop._internal.names import check_recorded_run_name
 from pure_loop.cadence import CadenceLike
-from pure_loop.loggers._destination import Destination, Names
+from pure_loop.loggers._destination import Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import first_line, json_safe, make_folder, read_file_path, remove_written
+from pure_loop.loggers._files import FileDestination, first_line, json_safe, remove_written
 from pure_loop.loggers._lines import Lines, content_of, line_of
 from pure_loop.ranges import checked
 
@@ -20,7 +18,7 @@ __all__ = ["JSONLinesLogger"]
 
 
 @checked
-class JSONLinesLogger(Destination):
+class JSONLinesLogger(FileDestination):
     """Writes a file of JSON lines: one object for each number, table, text, image and file that is recorded.
 
     The keys of each object are ``time`` (seconds since 1970), ``event``, ``epoch``, ``batch`` (how many had ended),
@@ -33,7 +31,7 @@ class JSONLinesLogger(Destination):
     * ``images``: paths of PNG files, which are written to a folder beside the file, relative to it;
     * ``hyperparameters``: the mapping; ``run``: the name of the run, in the first line.
 
-    A line whose last boundary is not its event has the key ``position``, and one of a run with iterations
+    A line with another last boundary than its event has the key ``position``, and one of a run with iterations
     ``iteration``. A run that resumes continues the file: lines from its boundary on are removed, because they are
     recorded again, and a last line that a kill has torn is removed. The file of another run is refused, unless
     ``overwrite=True``.
@@ -70,14 +68,12 @@ class JSONLinesLogger(Destination):
         flush: CadenceLike = "50ba",
         overwrite: bool = False,
     ) -> None:
-        place = Pattern(path, "JSONLinesLogger path")
-        super().__init__(include=include, exclude=exclude, flush=flush, place=place, overwrite=overwrite)
-        self.settle(place.text)
+        super().__init__(path, include=include, exclude=exclude, flush=flush, overwrite=overwrite)
         self._file: Lines | None = None
-        self._hyperparameters: dict[str, Any] = {}
+        self._hyperparameters: dict[str, object] = {}
 
     def settle(self, path: str) -> None:
-        self.path = read_file_path(path, "JSONLinesLogger path")
+        super().settle(path)
         self._images = self.path.with_name(f"{self.path.stem}.images")
 
     @property
@@ -87,10 +83,6 @@ class JSONLinesLogger(Destination):
         return check_recorded_run_name(name, self.path)
 
     @property
-    def in_the_way(self) -> Sequence[str]:
-        return [self.path.name] if first_line(self.path) else []
-
-    @property
     def is_foreign(self) -> bool:
         head = first_line(self.path)
         return bool(head) and content_of(head) is None
@@ -98,13 +90,6 @@ class JSONLinesLogger(Destination):
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)
         remove_written(self._images)
-
-    def reserve(self) -> None:
-        make_folder(self.path.parent, "JSONLinesLogger")
-        reserve(self.path, "JSONLinesLogger")
-
-    def release(self) -> None:
-        release(self.path)
 
     @property
     def last_batch(self) -> int | None:
@@ -127,10 +112,10 @@ class JSONLinesLogger(Destination):
         if entry.kind != "hyperparameters":
             return False
         value = json_safe(entry.value)
-        known = self._hyperparameters
-        if all(name in known and known[name] == value[name] for name in value):
+        recorded = self._hyperparameters
+        if all(name in recorded and recorded[name] == value[name] for name in value):
             return True
-        known.update(value)
+        recorded.update(value)
         return False
 
     def end(self) -> None:
@@ -138,7 +123,7 @@ class JSONLinesLogger(Destination):
             self._file.close()
             self._file = None
 
-    def _value(self, entry: Entry) -> Any:
+    def _value(self, entry: Entry) -> object:
         if entry.kind == "table":
             columns, rows = entry.value
             return {"columns": columns, "rows": rows}

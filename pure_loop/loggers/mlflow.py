@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from pure_loop._internal.lazy import require
 from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.loggers._destination import FolderDestination, Names, has_failed
+from pure_loop.loggers._destination import Names, has_failed
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import json_safe, make_folder, mlflow_key
+from pure_loop.loggers._files import FolderDestination, json_safe, make_folder, mlflow_key
 from pure_loop.loggers._tracker import file_name
 from pure_loop.ranges import Name, checked
 
@@ -32,7 +32,7 @@ class MLFlowLogger(FolderDestination):
     The step is how many batches had ended, and the run is named by ``fit(run_name=)``. Numbers are sent in batches.
     Hyperparameters are parameters; MLflow lets no parameter change, so one that a resumed run changes is the tag
     ``changed/<name>``. Tables (JSON), images (PNG), texts and files are artifacts. A run that resumes continues the run
-    whose id is in ``<folder>/mlflow_run.json``: it asks MLflow which steps it has, and sends none twice.
+    with the id in ``<folder>/mlflow_run.json``: it asks MLflow which steps it has, and sends none twice.
 
     Args:
         experiment: the name of the experiment, which is made if there is none.
@@ -121,9 +121,9 @@ class MLFlowLogger(FolderDestination):
 
     def _send_hyperparameters(self, values: Mapping[str, object]) -> None:
         texts = {mlflow_key(name): str(value)[:_LONGEST_PARAM] for name, value in values.items()}
-        new = [(name, text) for name, text in texts.items() if name not in self._params]
-        for first in range(0, len(new), _MOST_PARAMS):
-            params = [self._entities.Param(name, text) for name, text in new[first : first + _MOST_PARAMS]]
+        unsent = [(name, text) for name, text in texts.items() if name not in self._params]
+        for first in range(0, len(unsent), _MOST_PARAMS):
+            params = [self._entities.Param(name, text) for name, text in unsent[first : first + _MOST_PARAMS]]
             self._client.log_batch(self._id, params=params)
         for name, text in texts.items():
             if self._params.setdefault(name, text) != text:

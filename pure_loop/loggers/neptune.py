@@ -15,7 +15,7 @@ from pure_loop.cadence import CadenceLike
 from pure_loop.errors import ArgumentError
 from pure_loop.loggers._destination import Names
 from pure_loop.loggers._entry import Entry
-from pure_loop.loggers._tracker import Tracker, csv_of, file_name, image_layers, own_draws, variables
+from pure_loop.loggers._tracker import Tracker, csv_of, file_name, image_files, own_draws, variables
 from pure_loop.ranges import checked
 
 __all__ = ["NeptuneLogger"]
@@ -34,7 +34,7 @@ class NeptuneLogger(Tracker):
 
     Online it sends to the Neptune installation that Neptune's own variables name.
     The step is how many batches had ended, and the run is named by ``fit(run_name=)``. A run that resumes continues
-    the run whose id is in ``<folder>/neptune_run.json``, and no step is sent twice. What Neptune had not written to its
+    the run with the id in ``<folder>/neptune_run.json``, and no step is sent twice. What Neptune had not written to its
     disk when training is killed is sent from ``<folder>/neptune_journal.jsonl``. Neptune's disk
     is ``<folder>/.neptune``. Offline each process leaves a folder there, which ``neptune sync`` uploads as a run of its
     own, because Neptune keeps no id in it; together they have each step once.
@@ -119,12 +119,7 @@ class NeptuneLogger(Tracker):
                     steps |= {(name, int(value["step"])) for value in item["values"]}
         return steps
 
-    def pass_on(self, entries: Sequence[Entry]) -> None:
-        for entry in self.counted_entries(entries):
-            with own_draws():
-                self._send(entry)
-
-    def _send(self, entry: Entry) -> None:
+    def hand_over(self, entry: Entry) -> None:
         path, at = self._path(entry.name), {"step": entry.moment.batch, "timestamp": entry.seconds}
         service, file = self._service, self._neptune.types.File
         if entry.kind == "metric" and math.isfinite(entry.value):
@@ -143,21 +138,16 @@ class NeptuneLogger(Tracker):
         elif entry.kind == "file":
             service[f"files/{path}"].upload(entry.value)
         else:
-            self._send_images(entry, at)
+            for suffix, content in image_files(entry):
+                key, _, index = suffix.rpartition("/")
+                image = file.from_content(content, extension="png")
+                service[f"{path}{key.replace('/', '.')}/{index}"].append(image, **at)
 
     def disconnect(self, *, failed: bool) -> None:
         with own_draws():
             self._service["sys/failed"] = failed
             self._service.stop()
         self._service = None
-
-    def _send_images(self, entry: Entry, at: Mapping[str, float]) -> None:
-        from pure_loop.loggers._images import png
-
-        for suffix, layer in image_layers(entry).items():
-            for index, image in enumerate(layer):
-                content = self._neptune.types.File.from_content(png(image), extension="png")
-                self._service[f"{self._path(entry.name)}{suffix.replace('/', '.')}/{index}"].append(content, **at)
 
     def _path(self, name: str) -> str:
         """Where a name is in Neptune, which has no numbers where it has folders."""

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pure_loop._internal.arguments import check_file_name, check_flag, is_path
 from pure_loop._internal.logs import get_logger
@@ -17,12 +17,12 @@ from pure_loop._internal.names import Fields, Pattern
 from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop._internal.processes import in_child
 from pure_loop._text import without_secrets
-from pure_loop.cadence import Cadence, CadenceLike, as_predicate
-from pure_loop.callback import Logger, LoggerGroup, Run
+from pure_loop.cadence import CadenceLike
+from pure_loop.callback import LoggerGroup, Run
 from pure_loop.checkpoint.paths import join
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.event import Event
+from pure_loop.loggers._destination import AtIntervals
 from pure_loop.ranges import Above, AtLeast, Name, checked
 from pure_loop.state import State
 from pure_loop.time import Timestamp
@@ -35,7 +35,7 @@ _OUTSIDE: Fields = {"run_name": "run", "epoch": 0, "batch": 0, "rank": 0}
 
 
 @checked
-class RemoteUploader(Logger):
+class RemoteUploader(AtIntervals):
     """Uploads the files that are recorded (``log_file``), and files of other loggers at an interval, in a thread.
 
     A file appears under its name whole or not at all, where the file system can rename. An upload that fails is tried
@@ -81,9 +81,7 @@ class RemoteUploader(Logger):
         timeout: Annotated[float, Above(0)] = 600.0,
         overwrite: bool = False,
     ) -> None:
-        due = as_predicate(interval, "RemoteUploader interval")
-        if due is None:
-            raise ArgumentTypeError('RemoteUploader(interval=None): write "1ep", or 0 for the end only.')
+        super().__init__(interval, "interval", '"1ep", or 0 for the end only')
         listed = [files] if is_path(files) else list(files)
         for file in listed:
             if not is_path(file) or not os.fspath(file):
@@ -95,7 +93,7 @@ class RemoteUploader(Logger):
         self._overwrite = check_flag("overwrite", overwrite, where="RemoteUploader")
         self._fields: Fields = {**_OUTSIDE, "start": int(time.time())}
         storage_of(self._target)  # what can't be opened is refused now
-        self._due, self._files = due, [Path(file) for file in listed]
+        self._files = [Path(file) for file in listed]
         self._retries, self._wait, self._timeout = retries, wait, timeout
         self._run: Run | None = None
         # Names and paths that are to be uploaded, the oldest first, guarded by the condition.
@@ -158,23 +156,12 @@ class RemoteUploader(Logger):
                 self._thread.start()
             self._changed.notify_all()
 
-    def batch_end(self, state: State, logger: LoggerGroup) -> None:
-        self._upload_if_due(state, Event.BATCH_END)
-
-    def epoch_end(self, state: State, logger: LoggerGroup) -> None:
-        self._upload_if_due(state, Event.EPOCH_END)
-
-    def iteration_end(self, state: State, logger: LoggerGroup) -> None:
-        self._upload_if_due(state, Event.ITERATION_END)
+    def act(self, state: State) -> None:
+        self._queue_files()
 
     def close(self) -> None:
         if self._run is None:  # in no stream
             self._finish()
-
-    def _upload_if_due(self, state: State, event: Event) -> None:
-        due = self._due
-        if due.at(state, event) if isinstance(due, Cadence) else due(state):
-            self._queue_files()
 
     def _queue_files(self) -> None:
         for file in self._files:
@@ -242,7 +229,7 @@ class RemoteUploader(Logger):
                     shutil.copyfileobj(source, target)
                 return None
             except Exception as error:  # of any file system
-                cause: Any = error.__cause__ or error
+                cause = error.__cause__ or error
                 reason = f"{type(cause).__name__}: {cause}"
         tries = f" ({self._retries + 1} tries)" if self._retries else ""
         return f"{reason}{tries}"

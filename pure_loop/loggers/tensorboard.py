@@ -13,9 +13,9 @@ from pure_loop._internal.closing import Closing
 from pure_loop._internal.lazy import require
 from pure_loop._internal.owned_files import naming
 from pure_loop.cadence import CadenceLike
-from pure_loop.loggers._destination import FolderDestination, Names
+from pure_loop.loggers._destination import Names
 from pure_loop.loggers._entry import Entry, Moment
-from pure_loop.loggers._files import json_safe, make_folder
+from pure_loop.loggers._files import FolderDestination, json_safe, make_folder
 from pure_loop.ranges import checked
 
 __all__ = ["TensorBoardLogger"]
@@ -71,7 +71,7 @@ class TensorBoardLogger(FolderDestination):
         # Tags that the record has at the step from which the run resumes.
         self._recorded: set[str] = set()
         # Those that are not written yet: TensorBoard takes them once, and the batch size comes after the first batch.
-        self._hyperparameters: dict[str, Any] = {}
+        self._hyperparameters: dict[str, object] = {}
 
     @property
     def in_the_way(self) -> Sequence[str]:
@@ -110,9 +110,9 @@ class TensorBoardLogger(FolderDestination):
 
     def has(self, entry: Entry) -> bool:
         if entry.kind == "hyperparameters":
-            known = self._run_file.read().get("hyperparameters", {})
+            recorded = self._run_file.read().get("hyperparameters", {})
             value = json_safe(entry.value)
-            return all(name in known and known[name] == value[name] for name in value)
+            return all(name in recorded and recorded[name] == value[name] for name in value)
         tags = {entry.name, f"{entry.name}/0", f"{entry.name}/text_summary"}
         return entry.moment.batch == self._start and not self._recorded.isdisjoint(tags)
 
@@ -149,16 +149,11 @@ class TensorBoardLogger(FolderDestination):
     def _add_images(self, entry: Entry) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        from pure_loop.loggers._images import as_masks, as_pixels, overlay, png
+        from pure_loop.loggers._images import layers_of, png
 
-        images, masks = entry.value
-        pixels = as_pixels(images, entry.name)
-        layers = {entry.name: pixels}
-        layers |= {
-            f"{entry.name}/{key}": overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()
-        }
         values = []
-        for name, layer in layers.items():
+        for key, layer in layers_of(entry).items():
+            name = f"{entry.name}/{key}" if key else entry.name
             for index, image in enumerate(layer):
                 height, width, channels = image.shape
                 encoded = Summary.Image(

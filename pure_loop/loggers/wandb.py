@@ -24,7 +24,7 @@ class WandBLogger(Tracker):
     """Sends numbers, tables, images with masks, texts, files and hyperparameters to Weights & Biases.
 
     The step is how many batches had ended, and the run is named by ``fit(run_name=)``. A run that resumes continues
-    the run whose id is in ``<folder>/wandb_run.json``, and no step is sent twice. The process that writes for W&B
+    the run with the id in ``<folder>/wandb_run.json``, and no step is sent twice. The process that writes for W&B
     loses what it has not written when training is killed; so until the run is finished, everything is
     kept in ``<folder>/wandb_journal.jsonl``, too, and a resumed run sends what is missing. Offline each process
     writes a folder ``wandb/offline-run-*`` of its own with the id of the run; ``wandb sync`` takes them all.

@@ -47,9 +47,9 @@ def progress(
 
     A row has the mean loss of the epoch, weighed by samples, the metrics of training, those of each evaluator, the
     learning rate of the last batch and the seconds since the row before. The best value of an evaluator's metric so
-    far is marked, if its name tells whether less or more is better. A run whose duration is not in epochs has a row
-    for each evaluation as well. The optimizer and the evaluators are known of a stream that ``fit`` returned, not of a
-    generator around it.
+    far is marked, if its name tells whether less or more is better. A run with a duration that is not in epochs has a
+    row for each evaluation as well. The optimizer and the evaluators are known of a stream that ``fit`` returned, not
+    of a generator around it.
 
     Args:
         stream: what ``fit``, ``evaluate``, ``predict`` or ``drive`` gave.

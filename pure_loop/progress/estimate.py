@@ -77,8 +77,8 @@ class Facts:
     def evaluation_batches(self) -> int | None:
         """Those of one evaluation by every evaluator."""
         counts = [facts.batches for facts in self.evaluators.values()]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known and len(known) == len(counts) else None
+        numbers = [count for count in counts if count is not None]
+        return sum(numbers) if numbers and len(numbers) == len(counts) else None
 
 
 def _by_label(evaluators: Iterable[BoundEvaluator]) -> Mapping[str, EvaluatorFacts]:
@@ -289,26 +289,26 @@ class Estimate:
         """Whether the first batch is done."""
         return self._first is not None
 
-    def trained(self, now: float) -> float:
+    def trained(self, time: float) -> float:
         """The time now, on a clock that stands still in evaluations."""
-        return now - self._evaluated - (0.0 if self._label is None else now - self._since)
+        return time - self._evaluated - (0.0 if self._label is None else time - self._since)
 
-    def batch_done(self, now: float, fraction: float | None) -> None:
+    def batch_done(self, time: float, fraction: float | None) -> None:
         """The first batch of training is done: those after it tell the pace."""
         if self._first is None and fraction is not None:
-            self._first = (self.trained(now), fraction)
+            self._first = (self.trained(time), fraction)
 
-    def evaluation_begins(self, label: str | None, now: float) -> None:
-        self._label, self._since, self._batch = label or "", now, 0
+    def evaluation_begins(self, label: str | None, time: float) -> None:
+        self._label, self._since, self._batch = label or "", time, 0
 
     def evaluation_batch_done(self) -> None:
         self._batch += 1
 
-    def evaluation_ends(self, now: float, fraction: float | None) -> None:
+    def evaluation_ends(self, time: float, fraction: float | None) -> None:
         """It is over, at this fraction of training."""
         if self._label is None:
             return
-        seconds, evaluations = now - self._since, self._of(self._label)
+        seconds, evaluations = time - self._since, self._of(self._label)
         self._evaluated += seconds
         evaluations.seconds += seconds
         evaluations.count += 1
@@ -319,17 +319,17 @@ class Estimate:
             evaluations.last = fraction
         self._label = None
 
-    def inside(self, now: float) -> Inside | None:
+    def inside(self, time: float) -> Inside | None:
         """The evaluation under way."""
         if self._label is None:
             return None
         batches = self._of(self._label).batches
         left = None
         if batches is not None and self._batch:
-            left = max(batches - self._batch, 0) * (now - self._since) / self._batch
+            left = max(batches - self._batch, 0) * (time - self._since) / self._batch
         return Inside(self._label, self._batch, batches, left)
 
-    def left(self, now: float, t: Timestamp, fraction: float | None) -> float | None:
+    def left(self, time: float, t: Timestamp, fraction: float | None) -> float | None:
         """Seconds until the end; None before the second batch, and where no end is known."""
         end = t.max_duration
         if fraction is None or end is None or self._first is None:
@@ -339,8 +339,8 @@ class Estimate:
         done = fraction - self._first[1]
         if done <= 0:
             return None
-        left = (self.trained(now) - self._first[0]) * (1.0 - fraction) / done
-        left += sum(self._left_of(label, t, now) for label in {**self._facts.evaluators, **self._evaluations})
+        left = (self.trained(time) - self._first[0]) * (1.0 - fraction) / done
+        left += sum(self._left_of(label, t, time) for label in {**self._facts.evaluators, **self._evaluations})
         return left if left > 0 or fraction < 1 else None
 
     def _of(self, label: str) -> _Evaluations:
@@ -349,14 +349,14 @@ class Estimate:
             self._evaluations[label] = _Evaluations(self._start, batches)
         return self._evaluations[label]
 
-    def _left_of(self, label: str, t: Timestamp, now: float) -> float:
+    def _left_of(self, label: str, t: Timestamp, time: float) -> float:
         """The seconds of the evaluations to come; 0 until one of them shows how long it takes."""
         evaluations = self._of(label)
-        inside = self.inside(now) if label == self._label else None
+        inside = self.inside(time) if label == self._label else None
         mean = evaluations.seconds / evaluations.count if evaluations.count else None
         rest = 0.0
         if inside is not None:
-            spent = now - self._since
+            spent = time - self._since
             if inside.left is not None:
                 rest = inside.left
                 mean = spent + rest if mean is None else mean
@@ -374,8 +374,8 @@ class Estimate:
             return None
         if interval.unit is TimeUnit.DURATION:
             return float(interval.value)
-        mine, whole = (_in_batches(time, t.batches_per_epoch) for time in (interval, end))
-        return mine.value / whole.value if mine.unit is whole.unit else None
+        mine, total = (_in_batches(time, t.batches_per_epoch) for time in (interval, end))
+        return mine.value / total.value if mine.unit is total.unit else None
 
 
 def _in_batches(time: Time, batches_per_epoch: int | None) -> Time:

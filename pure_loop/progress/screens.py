@@ -181,10 +181,10 @@ def that_fit(parts: Iterable[Part], width: int) -> list[Part]:
     >>> [part.text for part in that_fit(parts, width=16)]
     ['epoch 1/2', '50%']
     """
-    kept = [part for part in parts if part.text]
-    while kept and width_of(kept) > width:
-        kept.remove(max(kept, key=lambda part: part.rank))
-    return kept
+    fitting = [part for part in parts if part.text]
+    while fitting and width_of(fitting) > width:
+        fitting.remove(max(fitting, key=lambda part: part.rank))
+    return fitting
 
 
 def width_of(parts: Sequence[Part]) -> int:
@@ -199,8 +199,8 @@ def side_by_side(groups: Iterable[Sequence[str]], width: int) -> list[str]:
     """
     lines: list[str] = []
     for group in groups:
-        whole = "  ".join(group)
-        for gap, text in [("   ", whole)] if len(whole) <= width else [("  ", text) for text in group]:
+        joined = "  ".join(group)
+        for gap, text in [("   ", joined)] if len(joined) <= width else [("  ", text) for text in group]:
             if len(text) > width:
                 continue
             if lines and len(lines[-1]) + len(gap) + len(text) <= width:
@@ -356,5 +356,5 @@ def _bar(place: str, done: float | None, percent: str, time: str, head: str = ""
 
 
 def _spaced(text: str) -> str:
-    """A text whose parts stay apart in HTML."""
+    """A text as HTML, in which its parts stay apart."""
     return escape(text).replace("  ", "&ensp;")

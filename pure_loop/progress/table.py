@@ -126,12 +126,12 @@ class Table:
             columns = self._named(longest)
             if _width(columns) <= width:
                 return columns, 0
-        kept = list(columns)
+        fitting = list(columns)
         for name in self._least_first():
-            if _width(kept) <= width:
+            if _width(fitting) <= width:
                 break
-            kept = [column for column in kept if column.name != name]
-        return kept, len(columns) - len(kept)
+            fitting = [column for column in fitting if column.name != name]
+        return fitting, len(columns) - len(fitting)
 
     def cells(self, index: int, columns: Sequence[Column], *, final: bool = False) -> list[Cell]:
         """One row.
@@ -209,9 +209,9 @@ class Table:
         most = max(map(len, evaluated.values()), default=0)
         turns = [names[turn] for turn in range(most) for names in evaluated.values() if turn < len(names)]
         first = ["train/loss"] if "train/loss" in training else []
-        others = [name for name in training if name not in first]
+        rest = [name for name in training if name not in first]
         batch = ["batch"] if "batch" in self._names else []
-        return [*_rates(self._names), "time", *reversed([*first, *batch, *turns, *others])]
+        return [*_rates(self._names), "time", *reversed([*first, *batch, *turns, *rest])]
 
 
 def _place(name: str, labels: Sequence[str]) -> tuple[int, int]:

@@ -136,10 +136,10 @@ class Bar:
         self, head: Sequence[Part], tail: Sequence[Part], done: float | None, width: int, color: str
     ) -> RenderableType:
         """A line: parts, a bar where there is room for one, parts."""
-        kept = that_fit([*head, *tail], width)
-        before, after = ([part for part in parts if part in kept] for parts in (head, tail))
+        fitting = that_fit([*head, *tail], width)
+        before, after = ([part for part in parts if part in fitting] for parts in (head, tail))
         row: list[RenderableType] = [Text(self._plain(part.text), part.style) for part in before]
-        space = width - width_of(kept) - 2
+        space = width - width_of(fitting) - 2
         if space >= _NARROWEST_BAR:
             pulse = done is None
             bar = ProgressBar(total=1.0, completed=done or 0.0, width=space, pulse=pulse, complete_style=color)

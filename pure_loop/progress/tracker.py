@@ -151,8 +151,8 @@ class Tracker:
         self._close_row()
 
     def _eval_start(self, state: State) -> None:
-        now = self._clock()
-        self._estimate.evaluation_begins(state.evaluator, now)
+        seconds = self._clock()
+        self._estimate.evaluation_begins(state.evaluator, seconds)
         self._look()
 
     def _other_batch_end(self, state: State) -> None:
@@ -202,10 +202,10 @@ class Tracker:
         if self._in_parts and not self._metrics and "train/loss" not in trained:
             return  # the row before was of this batch
         self._metrics = {}
-        now = self._clock()
+        seconds = self._clock()
         batch = t.batch if self._in_parts else None
-        row = Row(epoch=epoch_number(t), batch=batch, seconds=now - self._row_begun)
-        self._row_begun = now
+        row = Row(epoch=epoch_number(t), batch=batch, seconds=seconds - self._row_begun)
+        self._row_begun = seconds
         self._waiting.append((partial(self.screen.add, row), Reading(values)))
         self._show_what_arrived()
 
@@ -223,14 +223,14 @@ class Tracker:
         return max(self._refresh, self.screen.seconds)
 
     def _look(self) -> None:
-        now = self._clock()
-        if now >= self._look_at:
-            self._look_at = now + self._refresh
+        seconds = self._clock()
+        if seconds >= self._look_at:
+            self._look_at = seconds + self._refresh
             self._show_what_arrived()
-            if now >= self._draw_at and not self._waiting:
-                self._draw(now)
+            if seconds >= self._draw_at and not self._waiting:
+                self._draw(seconds)
             elif not self._estimate.begun or self._speed_from is None:
-                self._measure(now)
+                self._measure(seconds)
 
     def _tell(self, evaluated: str | None = None) -> None:
         """Something happened that has a line of its own; a bar shows it when it is redrawn anyway."""
@@ -239,17 +239,17 @@ class Tracker:
         else:
             self._draw(self._clock(), evaluated)
 
-    def _draw(self, now: float, evaluated: str | None = None) -> None:
+    def _draw(self, seconds: float, evaluated: str | None = None) -> None:
         """Show what is known; where lines are written, the line of an evaluation holds its results and no others."""
-        self._draw_at = now + self._period
-        self._measure(now)
+        self._draw_at = seconds + self._period
+        self._measure(seconds)
         if self.screen.live:
             if self._waiting:
                 return  # a bar shows one state of affairs after the other, and needs no history
             values, about = self._values(*self._metrics), None
         else:
             values, about = self._values(*([evaluated] if evaluated else []), loss=evaluated is None), evaluated
-        self._waiting.append((partial(self._show, self._snapshot(now, about=about)), Reading(values)))
+        self._waiting.append((partial(self._show, self._snapshot(seconds, about=about)), Reading(values)))
         self._show_what_arrived()
 
     def _show_what_arrived(self) -> None:
@@ -280,18 +280,18 @@ class Tracker:
             values |= {f"{label}/{name}": value for name, value in self._metrics[label].items()}
         return {name: value for name, value in values.items() if is_scalar(value)}
 
-    def _snapshot(self, now: float, *, about: str | None = None, ending: str = "") -> Snapshot:
+    def _snapshot(self, seconds: float, *, about: str | None = None, ending: str = "") -> Snapshot:
         epoch, batch = self._place()
         fraction = self._fraction() if about is None else None
         return Snapshot(
             title=self._title if self._description is None else self._description,
             epoch=epoch,
             batch=batch,
-            inside=self._estimate.inside(now),
+            inside=self._estimate.inside(seconds),
             fraction=fraction,
             speed=self._speed if about is None else None,
-            left=self._left(now, fraction) if about is None else None,
-            spent=now - self._begun,
+            left=self._left(seconds, fraction) if about is None else None,
+            spent=seconds - self._begun,
             ending=ending,
         )
 
@@ -328,14 +328,14 @@ class Tracker:
         """How many batches an epoch has; where the data can't tell, as many as the last one had."""
         return self._last_epoch if t.batches_per_epoch is None else t.batches_per_epoch
 
-    def _measure(self, now: float) -> None:
+    def _measure(self, clock: float) -> None:
         """Bring the speed up to date: samples a second outside evaluations, the recent ones weighing more."""
         t = self._timestamp
         if t is None:
             return
         if t.batch > 0 and self._loss is not None:
-            self._estimate.batch_done(now, self._fraction())
-        training = self._estimate.trained(now)
+            self._estimate.batch_done(clock, self._fraction())
+        training = self._estimate.trained(clock)
         if self._speed_from is None:
             self._speed_from = (training, t.sample)
             return
@@ -345,11 +345,11 @@ class Tracker:
             self._speed = speed if self._speed is None else 0.7 * self._speed + 0.3 * speed
             self._speed_from = (training, t.sample)
 
-    def _left(self, now: float, fraction: float | None) -> float | None:
+    def _left(self, seconds: float, fraction: float | None) -> float | None:
         t = self._timestamp
         if t is not None:
-            return self._estimate.left(now, t, fraction)
-        return (now - self._begun) * (1.0 - fraction) / fraction if fraction else None
+            return self._estimate.left(seconds, t, fraction)
+        return (seconds - self._begun) * (1.0 - fraction) / fraction if fraction else None
 
 
 def _total(loss: Loss | None) -> Tensor | None:

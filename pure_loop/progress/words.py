@@ -78,8 +78,8 @@ def duration(time: Time) -> str:
         return f"{100 * time.value:g}% of the duration"
     if time.unit is TimeUnit.SECOND and time.value >= 60:
         return f"{clock(time.value)} of wall-clock time"
-    one, many = _UNITS[time.unit]
-    return f"{time.value:,} {one if time.value == 1 else many}"
+    singular, plural = _UNITS[time.unit]
+    return f"{time.value:,} {singular if time.value == 1 else plural}"
 
 
 def how_often(when: object) -> str:

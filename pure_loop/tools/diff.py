@@ -182,7 +182,7 @@ class _Run:
 def diff_recorded(a: object, b: object, *, tolerance: float, operations: bool) -> Divergence | None:
     """:func:`pure_loop.diff` of two recorded runs."""
     run_a, run_b = (_read(name, item) for name, item in (("a", a), ("b", b)))
-    common = sorted(run_a.flight.kept.keys() & run_b.flight.kept.keys())
+    common = sorted(run_a.flight.files.keys() & run_b.flight.files.keys())
     if not common:
         raise ArgumentError(
             "diff: both runs have kept no State after the same number of batches: a has those after "
@@ -228,7 +228,7 @@ def _read(name: str, recording: object) -> _Run:
 
 
 def _listed(flight: Flight) -> str:
-    return f"{', '.join(map(str, list(flight.kept)[:8])) or 'no'} batches"
+    return f"{', '.join(map(str, list(flight.files)[:8])) or 'no'} batches"
 
 
 def _first_other_line(a: Flight, b: Flight) -> float:

@@ -136,7 +136,7 @@ class Rewound(Stream):
         axes.plot(
             broken, [max(finite, default=0.0)] * len(broken), "x", color="C3", label="not finite" if broken else ""
         )
-        saved = [batch for batch in self._flight.kept if first <= batch <= last]
+        saved = [batch for batch in self._flight.files if first <= batch <= last]
         axes.plot(saved, [min(finite, default=0.0)] * len(saved), "|", color="0.5", markersize=8, label="kept State")
         axes.axvline(self._batch, color="C3", alpha=0.4, linewidth=4, label=f"batch {self._batch}")
         axes.set(xlabel="batch", ylabel="loss")
@@ -159,13 +159,13 @@ def _nearest(flight: Flight, batch: int, event: Event) -> int:
             f"rewind: batch {batch} is beyond the end: the journal of {flight.folder} has {max(flight.lines)} batches."
         )
     # A State of FIT_START is from before all events of the first batches, and another from after its own BATCH_END.
-    begins = batch in flight.starts and batch == min(flight.kept)
+    begins = batch in flight.starts and batch == min(flight.files)
     last = batch if event in _INSIDE or event is Event.FIT_START or begins else batch - 1
-    before = [number for number in flight.kept if number <= last]
+    before = [number for number in flight.files if number <= last]
     if not before:
         raise ArgumentError(
             f"rewind: no State is kept before {event.name} of batch {batch}; there are those after "
-            f"{', '.join(map(str, list(flight.kept)[:8])) or 'no'} batches."
+            f"{', '.join(map(str, list(flight.files)[:8])) or 'no'} batches."
         )
     return before[-1]
 

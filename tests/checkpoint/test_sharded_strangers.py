@@ -25,7 +25,7 @@ def rewrite(path, change, document=None):
     """Write the index anew, with a digest that is right, as a stranger would."""
     file = os.path.join(path, INDEX)
     with open(file, "rb") as opened:
-        header, _ = container.read(opened, os.path.getsize(file), file)
+        header, _ = container.read(opened, file)
     metadata = dict(header.metadata)
     index = json.loads(metadata[INDEX_KEY])
     change(index)

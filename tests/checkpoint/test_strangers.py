@@ -191,7 +191,7 @@ class Document:
     """The description in a checkpoint, to be changed: the digest is made anew, so that it doesn't save the reader."""
 
     def __init__(self, content: bytes) -> None:
-        self.header, self.tensors = container.read(io.BytesIO(content), len(content), "x")
+        self.header, self.tensors = container.read(io.BytesIO(content), "x")
         self.json = json.loads(self.header.metadata["pure_loop"])
 
     def bytes(self, text: str | None = None) -> bytes:

@@ -133,13 +133,13 @@ def sealed(header: str, data: bytes = b"") -> bytes:
 
 def document_of(content: bytes) -> Any:
     """The description in a checkpoint."""
-    header, _ = container.read(io.BytesIO(content), len(content), "x")
+    header, _ = container.read(io.BytesIO(content), "x")
     return json.loads(header.metadata["pure_loop"])
 
 
 def described(content: bytes, text: str) -> bytes:
     """A checkpoint with another description, this text, and a digest that is right."""
-    header, tensors = container.read(io.BytesIO(content), len(content), "x")
+    header, tensors = container.read(io.BytesIO(content), "x")
     file = Buffer()
     limit = container.MOST_MEMORY  # what a writer refuses, a stranger writes
     container.MOST_MEMORY = 1 << 60  # type: ignore[misc]

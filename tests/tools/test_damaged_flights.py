@@ -136,7 +136,7 @@ def test_the_same_command_on_a_run_that_is_finished(tmp_path: Path) -> None:
         assert list(flight.lines) == list(range(1, 9))
         assert flight.has_ended
         assert flight.facts["first_batch"][0] == 1
-        assert {0, 3, 6, 8} <= set(flight.kept)
+        assert {0, 3, 6, 8} <= set(flight.files)
     pairs = pl.rewind(tmp_path / "f", "5ba", "after_loss", model(), DATA, max_duration="2ep", **SETTINGS)
     assert next(pairs)[1].timestamp.batch == 5
     with pytest.raises(pl.errors.RewindError):
