@@ -321,7 +321,7 @@ def _may_change() -> str:
 
 
 def _strategies() -> str:
-    from pure_loop.testing._types import BY_TYPE
+    from pure_loop.testing.strategies import BY_TYPE
 
     from pure_loop.testing import strategies
 

@@ -1,4 +1,7 @@
-"""The loss of the task, over all data of an evaluator, and what one without metrics of its own measures."""
+"""The loss of the task, over all data of an evaluator.
+
+:func:`default_metrics` is what an evaluator without metrics of its own measures.
+"""
 
 from __future__ import annotations
 
