@@ -321,9 +321,8 @@ def _may_change() -> str:
 
 
 def _strategies() -> str:
-    from pure_loop.testing.strategies import BY_TYPE
-
     from pure_loop.testing import strategies
+    from pure_loop.testing.strategies import BY_TYPE
 
     lines = ["| | draws | keywords |", "|---|---|---|"]
     for name in strategies.__all__:
