@@ -18,8 +18,8 @@ CONSTRAINTS ?= constraints.txt
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton gpu lint typecheck coverage dist bench bench-peers bench-page bench-ranks laws-of-peers cards docs docs-site clean \
-	new-algorithm new-callback new-logger new-metric new-schedule
+.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton gpu lint typecheck coverage dist bench bench-peers bench-page bench-ranks laws-of-peers cards tables docs docs-site clean \
+	new-algorithm new-callback new-logger new-metric new-optimizer new-schedule
 
 $(STAMP): pyproject.toml $(CONSTRAINTS) pure_loop/_internal/version.py
 	$(PYTHON) -m venv $(VENV)
@@ -122,13 +122,16 @@ bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shar
 cards: $(STAMP)  ## measure the cards of algorithms anew, or NAME=mixup alone: half an hour
 	$(BIN)/python -m tests.cards $(NAME)
 
-docs: $(STAMP)  ## write the generated parts of README.md and docs/ anew
+tables: $(STAMP)  ## write what is made from the modules anew: __init__.py of packages, tables, reference, cards
+	$(BIN)/python docs/generate.py --tables
+
+docs: $(STAMP)  ## those, and what the code of all pages prints: five minutes
 	$(BIN)/python docs/generate.py
 
 docs-site: $(STAMP)  ## build the site of docs/ into site/, strictly: a broken link, a warning or raw markup fails
 	$(BIN)/python docs/build_site.py
 
-new-algorithm new-callback new-logger new-metric new-schedule: $(STAMP)  ## NAME=lookahead: skeletons of a method and its test
+new-algorithm new-callback new-logger new-metric new-optimizer new-schedule: $(STAMP)  ## NAME=lookahead: skeletons of a method and its test
 	$(BIN)/python docs/new.py $(@:new-%=%) $(NAME)
 
 clean:

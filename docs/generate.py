@@ -1,8 +1,9 @@
-"""Write the generated parts of README.md and docs/ anew: ``make docs``.
+"""Write the generated parts of README.md and docs/ anew: ``make docs``, and without outputs ``make tables``.
 
     python docs/generate.py            # write
     python docs/generate.py --check    # exit with 1 where something drifted
     python docs/generate.py --packages # only what packages list
+    python docs/generate.py --tables   # that, the tables and the cards, and no page's code: seconds (make tables)
 
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Tables and diagrams come from
 ``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
@@ -183,14 +184,21 @@ def _inside(folder: str) -> Iterator[None]:
         torch.set_rng_state(random)
 
 
-def render(path: Path, printed: list[tuple[Block, str]] | None = None) -> str:
-    """The page with its generated parts as they are now; ``printed`` is what :func:`run` gave, if it ran already."""
+def render(path: Path, printed: list[tuple[Block, str]] | None) -> str:
+    """The page with its generated parts as they are now.
+
+    Args:
+        path: of the page.
+        printed: what :func:`run` gave; None: what code prints stays as the page has it.
+    """
     text = path.read_text()
 
     def part(match: re.Match[str]) -> str:
         name, *arguments = shlex.split(match[2])
         if name == "output":
-            outputs = [out for block, out in (run(path) if printed is None else printed) if block.end <= match.start()]
+            if printed is None:
+                return match[0]
+            outputs = [out for block, out in printed if block.end <= match.start()]
             body = _fenced("text", _excerpt(outputs[-1], *arguments))
         else:
             body = _PARTS[name](*arguments)
@@ -438,13 +446,14 @@ _PARTS: dict[str, Callable[..., str]] = {
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something drifted")
-    parser.add_argument("--packages", action="store_true", help="only the __init__.py of packages, which is quick")
+    parser.add_argument("--packages", action="store_true", help="only the __init__.py of packages")
+    parser.add_argument("--tables", action="store_true", help="all but what the code of pages prints, which is quick")
     options = parser.parse_args(arguments)
     drifted = []
     initial = [path for path in (ROOT / "pure_loop" / package / "__init__.py" for package in PACKAGES) if path.exists()]
     texts = {path: render_package(path.parent.name) for path in initial}
     if not options.packages:
-        texts |= {path: render(path, run(path)) for path in pages()} | cards()
+        texts |= {path: render(path, None if options.tables else run(path)) for path in pages()} | cards()
     for path, new in texts.items():
         if not path.exists() or new != path.read_text():
             drifted.append(path.relative_to(ROOT))

@@ -1,10 +1,10 @@
 """Write the skeleton of a method, and of its test: ``make new-algorithm NAME=lookahead``.
 
-    python docs/new.py algorithm lookahead     # or callback, logger, metric, schedule
+    python docs/new.py algorithm lookahead     # or callback, logger, metric, optimizer, schedule
 
 It writes ``pure_loop/algorithms/lookahead.py`` and ``tests/algorithms/test_lookahead.py``, which pass lint, types and
-the test as they are, and lists the method in the ``__init__.py`` of its package. Nothing else has to be written by
-hand: the tests of all methods of a kind find it, and ``make docs`` puts it into the tables of the docs.
+the test as they are, and lists the method in the ``__init__.py`` of its package, but for optimizers, whose package is
+written by hand. The tests of all methods of a kind find it, and ``make tables`` puts it into the tables of the docs.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class CLASS(Callback):
 
     def _record_if_due(self, state: State, event: Event, logger: LoggerGroup) -> None:
         if is_due(self._interval, state, event):
-            # A value may be a tensor on the device, such as state.loss: loggers read many at once.
+            # A value may be a tensor on the device, such as total_loss(state.loss) of stages/nonfinite.py: no .item()
+            # here, loggers read many at once.
             logger.log_metrics({"train/batches": state.timestamp.batch}, state)
 '''
 
@@ -148,31 +149,39 @@ _LOGGER = '''"""Writes somewhere: one sentence, which is the row of the docs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
-from pure_loop.callback import Logger
+from pure_loop.cadence import CadenceLike
+from pure_loop.loggers._destination import Destination, Names
+from pure_loop.loggers._entry import Entry
 from pure_loop.ranges import checked
-from pure_loop.state import State
 
 __all__ = ["CLASS"]
 
 
 @checked
-class CLASS(Logger):
+class CLASS(Destination):
     """The destination, and the kinds of values that it takes.
+
+    Args:
+        include, exclude: globs of names; None: all.
+        flush: how often values are read from the device and written: ``"50ba"``, ``"1ep"``, a predicate of the State.
 
     Attributes:
         lines: the recorded values, as text.
 
-    >>> logger = CLASS()
+    >>> logger = CLASS(include="train/*")
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, include: Names = None, exclude: Names = None, flush: CadenceLike = "50ba") -> None:
+        super().__init__(include=include, exclude=exclude, flush=flush)
         self.lines: list[str] = []
 
-    def log_metrics(self, metrics: Mapping[str, Any], state: State) -> None:
-        self.lines += [f"{state.timestamp.batch} {name} {float(value):g}" for name, value in metrics.items()]
+    # Values are Python numbers here: those of many batches were read from the device at once. A logger with a file
+    # overrides what Destination says of records, too: csv_file.py is one.
+    def write(self, entries: Sequence[Entry]) -> None:
+        metrics = (entry for entry in entries if entry.kind == "metric")
+        self.lines += [f"{entry.moment.batch} {entry.name} {entry.value:g}" for entry in metrics]
 '''
 
 _LOGGER_TEST = '''"""CLASS, in a real training loop."""
@@ -217,13 +226,13 @@ def NAME(name: Annotated[str, Name()] = "NAME") -> Metric:
 
     >>> import torch
     >>> metric = NAME()
-    >>> metric.compute(metric.update(metric.init(), torch.tensor([1.0, 3.0]), (None, torch.zeros(2))))
-    tensor(2.)
+    >>> metric.compute(metric.update(metric.init(), torch.eye(2), (None, torch.tensor([0, 0]))))
+    tensor(0.5000)
     """
 
     def error(outputs: Any, batch: Any) -> Tensor:
-        difference: Tensor = (outputs - batch[1]).abs()
-        return difference
+        is_wrong: Tensor = outputs.argmax(dim=1) != batch[1]
+        return is_wrong.float()
 
     return mean(error, name)
 '''
@@ -239,11 +248,96 @@ from pure_loop.metrics import NAME
 
 def test_NAME_does_not_depend_on_how_samples_are_batched() -> None:
     metric = NAME()
-    outputs, targets = torch.tensor([1.0, 3.0, 8.0]), torch.zeros(3)
+    outputs, targets = torch.eye(4), torch.zeros(4, dtype=torch.int64)
     accumulator = metric.init()
-    for part in (slice(0, 1), slice(1, 3)):
+    for part in (slice(0, 1), slice(1, 4)):
         accumulator = metric.update(accumulator, outputs[part], (None, targets[part]))
-    assert metric.compute(accumulator) == 4.0
+    assert metric.compute(accumulator) == 0.75
+'''
+
+_OPTIMIZER = '''"""TITLE: one sentence.
+
+With the gradient ``g`` and the decay rate ``b = momentum``::
+
+    m = b m + (1 - b) g                         average
+    p = (1 - lr weight_decay) p - lr m
+
+https://arxiv.org/abs/...
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, decay_
+from pure_loop.optim._settings import Rate
+from pure_loop.optim.optimizer import LearningRate, Optimizer
+from pure_loop.ranges import AtLeast, Between, checked
+from pure_loop.ranges.strengths import Strength
+
+__all__ = ["NAME"]
+
+
+@checked
+def NAME(
+    lr: Annotated[LearningRate, Rate()] = 1e-3,
+    momentum: Annotated[Strength, Between(0, 1)] = 0.9,
+    weight_decay: Annotated[Strength, AtLeast(0)] = 0.0,
+    independent_decay: bool = False,
+) -> Optimizer:
+    """What its step is, and of which class or paper.
+
+    Args:
+        lr: the learning rate, or a function of the timestamp (see :mod:`pure_loop.schedules`).
+        momentum: how much of the average each step keeps.
+        weight_decay: each step multiplies the parameters by ``1 - lr * weight_decay``.
+        independent_decay: multiply the parameters by ``1 - weight_decay`` instead, whatever the learning rate.
+
+    The state holds ``average`` (shaped like the parameters).
+
+    Raises:
+        ArgumentError: (a ValueError) for a hyperparameter out of range, here or by the schedule in ``update``.
+        ResumeError: (a ValueError) by ``update``, for the state of another model or optimizer.
+
+    >>> NAME(lr=0.5)
+    NAME(lr=0.5, momentum=0.9, weight_decay=0.0, independent_decay=False)
+    """
+    rule = Rule(name="NAME", kernel=_step, arguments={**locals()}, memories=("average",))
+    return rule.optimizer(elementwise=True)
+
+
+# Writes to params and memories, and to nothing else. In a compiled step options are tensors of shape (), which the
+# functions of _rules.py take as they take numbers. With Rule(counts=True) steps are the numbers of the step.
+def _step(
+    options: StepOptions, params: list[Tensor], grads: list[Tensor], memories: list[list[Tensor]], steps: list[Tensor]
+) -> None:
+    (averages,) = memories
+    decay_(params, options)
+    torch._foreach_copy_(averages, between(averages, grads, 1 - options["momentum"]))
+    add_multiple_(params, averages, -options["lr"])
+'''
+
+_OPTIMIZER_TEST = '''"""TITLE, against its formula."""
+
+from __future__ import annotations
+
+import torch
+
+from pure_loop.optim import NAME
+from tests.support.optimizing import batches, ours, tensors
+
+
+def test_NAME_is_its_formula() -> None:
+    start, steps = tensors(0, torch.float64), batches(0, torch.float64)
+    params, averages = start, [torch.zeros_like(tensor) for tensor in start]
+    for grads in steps:
+        averages = [0.9 * average + 0.1 * grad for average, grad in zip(averages, grads, strict=True)]
+        params = [0.99 * param - 0.1 * average for param, average in zip(params, averages, strict=True)]
+    found, _ = ours(NAME(0.1, weight_decay=0.1), start, steps)[-1]
+    torch.testing.assert_close(list(found.values()), params)
 '''
 
 _SCHEDULE = '''"""TITLE: one sentence."""
@@ -300,6 +394,7 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "callback": ("callbacks", _CALLBACK, _CALLBACK_TEST),
     "logger": ("loggers", _LOGGER, _LOGGER_TEST),
     "metric": ("metrics", _METRIC, _METRIC_TEST),
+    "optimizer": ("optim", _OPTIMIZER, _OPTIMIZER_TEST),
     "schedule": ("schedules", _SCHEDULE, _SCHEDULE_TEST),
 }
 """Each kind's package, and the skeletons of a module and of its test."""
@@ -348,12 +443,17 @@ def main(arguments: list[str] | None = None) -> int:
     for path in paths:
         print(f"{path.relative_to(ROOT)}: written")
     _generate().main(["--packages"])
+    package = KINDS[options.kind][0]
     # The ids of those tests are the names of classes and functions, in any case.
     public = options.name.replace("_", "") if options.kind in ("callback", "logger") else options.name
-    print(
-        f"Fill both in; then: make docs lint typecheck, pytest {paths[1].relative_to(ROOT)}, and what holds for all "
-        f"{KINDS[options.kind][0]}: pytest tests/architecture/test_every_method.py -k {public}"
-    )
+    if options.kind == "optimizer":
+        print(f"pure_loop/optim/__init__.py: list {public!r}, in three places; and a row in docs/optimizers.md")
+    suite = f"{'tests/optim ' if options.kind == 'optimizer' else ''}tests/architecture/test_every_method.py"
+    print("Fill both in, and try:")
+    print(f"  pytest {paths[1].relative_to(ROOT)}")
+    print(f"  pytest {suite} -k {public}  # what holds for all of {package}")
+    print("  make lint typecheck tables")
+    print("Then: a line in CHANGELOG.md.")
     return 0
 
 

@@ -37,8 +37,8 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """A text, in whose URLs a password, a token in place of a user, the path of a webhook, and the tokens of a query
-    are hidden.
+    """A text in which secrets of URLs are hidden: passwords, tokens in place of users, paths of webhooks, tokens
+    of queries.
 
     >>> without_secrets("ftp://ann:s3cret@host/runs and https://host/a?sig=abc&part=1")
     'ftp://ann:...@host/runs and https://host/a?sig=...&part=1'
@@ -69,7 +69,7 @@ _LONG_WORD = re.compile(r"(\S{100})\S{900,}")
 
 
 def without_long_words(text: str) -> str:
-    """A text, of whose words of more than 1,000 characters the first 100 are left.
+    """A text that has the first 100 characters of each word of more than 1,000.
 
     >>> without_long_words("a name " + "x" * 5000) == "a name " + "x" * 100 + "..."
     True

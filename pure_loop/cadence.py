@@ -25,7 +25,7 @@ CadenceLike: TypeAlias = "str | int | Time | Predicate"
 
 @attrs.frozen(repr=False)
 class Cadence:
-    """True for States whose last counted batch (or epoch) passed a multiple of the interval.
+    """True for States of which the last counted batch (or epoch) passed a multiple of the interval.
 
     It compares ``state.previous_timestamp`` with ``state.timestamp`` and nothing else, so there is
     nothing to save and it resumes exactly.

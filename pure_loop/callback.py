@@ -86,7 +86,7 @@ class Run:
         at_end: functions that are called after everything else of the stream is closed; ``bind`` may append one.
         run_name: the name of the run, which all loggers use: ``fit(run_name=)``, that of the record that a resumed run
             continues, or a new one. None outside ``fit``, and on other ranks than the first where it was not passed.
-        autoresume: the folder from whose newest checkpoint the same command resumes; None: there is none.
+        autoresume: the folder; the same command resumes from its newest checkpoint. None: there is none.
         resumed_from: the checkpoint that ``load_path`` or ``autoresume`` reads; None: the run starts from a module or
             from a State in memory.
         started: when the function was called, in whole seconds since 1970.
@@ -124,7 +124,7 @@ class Run:
         }
 
     def continues(self, batch: int) -> bool:
-        """Whether the run, which starts after so many batches, continues an earlier one, whose files are its own."""
+        """Whether the run, which starts after so many batches, continues an earlier one, and so its files."""
         # The same command, run again with autoresume, may have been killed before its first checkpoint.
         return batch > 0 or self.autoresume is not None
 
@@ -193,7 +193,7 @@ class Logger(Callback):
 
     @property
     def recorded_run_name(self) -> str | None:
-        """The name of the run whose record is at this logger's destination; None: there is no record, or no name.
+        """The name of the run of the record at this logger's destination; None: there is no record, or no name.
 
         If a run resumes and ``fit`` is passed no ``run_name``, the first such name of its loggers is used.
         """
@@ -222,7 +222,7 @@ class Logger(Callback):
             name: under which they are recorded.
             images: ``(n, height, width, channels)`` with 1, 3 or 4 channels, a tensor or array: uint8 from 0 to 255, or
                 floats from 0 to 1.
-            state: at whose timestamp.
+            state: the one with the timestamp at which they are recorded.
             masks: classes of pixels by name, ``{"targets": (n, height, width)}``, integers from 0 to 255; a tensor or
                 array alone is named ``"mask"``.
         """

@@ -237,7 +237,7 @@ class FrozenStateError(PureLoopError, AttributeError):
 
 
 class DonatedStateError(PureLoopError, RuntimeError):
-    """A State was accessed whose memory the step that followed it had overwritten."""
+    """A State was accessed after the step that followed it had overwritten its memory."""
 
 
 class CompileError(PureLoopError, RuntimeError):

@@ -11,7 +11,7 @@ import attrs
 from pure_loop._internal.arguments import check_flag, positive_or_none
 from pure_loop._internal.reprs import call, data, shown
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
-from pure_loop.data.open import source
+from pure_loop.data.dataloaders import source
 from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event

@@ -74,7 +74,7 @@ class _EventType(EnumType):
 
 
 class Event(StrEnum, metaclass=_EventType):
-    """A moment of training, evaluation or prediction; a ``str`` whose value is its name in lower case.
+    """A moment of training, evaluation or prediction; a ``str`` with its name in lower case as the value.
 
     An event equals its value. A comparison with any other text that is no event's value raises, because it would never
     be true. A set or a dict finds texts by their hash and raises nothing: write events into it, ``{Event.BATCH_END}``.

@@ -45,7 +45,7 @@ class FrozenDict(dict[K, V]):
     # have a tensor of it. True: code outside of the loop has, and may keep one. `readers`: what reads it now in other
     # threads, where no step may write with donate=True either (pure_loop/stages/workspace.py).
     # Of parameters that are leaves of autograd, which are a mapping as any other to code that goes through both:
-    # `origin`: the parameters whose memory they share. `frozen`: the names of those that need no gradient. `holder`:
+    # `origin`: the parameters that have the same memory. `frozen`: the names of those that need no gradient. `holder`:
     # between a forward and its backward, the module instance that the graph goes through (pure_loop/model/model.py).
     __slots__ = ("__weakref__", "frozen", "holder", "lent", "origin", "readers")
 
@@ -211,7 +211,7 @@ for _name in (*_COMPARISONS, *_CONVERSIONS, *_OF_ONE, *_BINARY):
 
 
 class Overwritten(_Refusing, FrozenDict[Any, Any]):
-    """In the place of a mapping to whose tensors a step has written."""
+    """In the place of a mapping, after a step has written to its tensors."""
 
     __slots__ = ()
 

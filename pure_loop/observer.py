@@ -78,7 +78,7 @@ def _calling(method: Callable[[State, LoggerGroup], object], logger: LoggerGroup
 
 
 def _refuse_near_misses(callback: Callback) -> None:
-    """Refuse a method for an event whose name is almost that of one: it would silently never be called."""
+    """Refuse a method with almost the name of an event: it would silently never be called."""
     names = {event.value for event in Event}
     methods = [name for name, _ in inspect.getmembers(type(callback), inspect.isroutine)]
     for name in [*methods, *getattr(callback, "__dict__", ())]:

@@ -43,7 +43,7 @@ class Recorder(Callback):
     Args:
         optimizer: the optimizer of the run; None records no learning rate.
         hyperparameters: further settings to record, by name.
-        algorithms: those of the run, whose settings that are schedules are recorded.
+        algorithms: those of the run; settings of theirs that are schedules are recorded.
         train_metrics: whether ``state.metrics["train"]`` is that of ``fit(train_metrics=)``, and recorded at BATCH_END
             as ``train/<metric>``; ``train/epoch/<metric>`` where that is the name of another value.
 
@@ -152,7 +152,7 @@ def learning_rates(optimizer: Optimizer, state: State, timestamp: Timestamp, nam
 
     Args:
         optimizer: that of the run.
-        state: by whose ``lr_scale`` they are multiplied.
+        state: the one with the ``lr_scale`` by which they are multiplied.
         timestamp: at which the batch started.
         name: under which they are recorded.
     """

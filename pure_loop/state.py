@@ -162,7 +162,7 @@ class State(Record):
         loss: the microbatch's loss from AFTER_LOSS to AFTER_BACKWARD, the whole batch's at
             AFTER_TRAIN_BATCH and BATCH_END; a tensor, or a dict with the key ``total``.
         grads: gradients accumulated so far; complete, unscaled and clipped at AFTER_TRAIN_BATCH. Before, at
-            AFTER_BACKWARD, they are sums whose factors (weights, loss scale) are still to be divided by.
+            AFTER_BACKWARD, they are sums, still to be divided by their factors (weights, loss scale).
         grad_norm: at AFTER_TRAIN_BATCH and BATCH_END the global norm of these gradients, those of the whole batch on
             all ranks, unscaled and before clipping; shape (). It is computed for ``clip_grad=`` with a number, and for
             callbacks with ``needs_grad_norm = True`` (``GradMonitor``); else None.
@@ -494,7 +494,7 @@ class State(Record):
 
 
 def lend(mapping: object) -> None:
-    """Note on a mapping of a State, and on that whose memory it shares, that code outside of the loop has read it.
+    """Note on a mapping of a State, and on that with which it shares memory, that code outside of the loop has read it.
 
     That code may keep what is in it.
     """
@@ -748,7 +748,7 @@ for _name, _place in _ELSEWHERE.items():
 
 
 def refuse_misfit(state: State) -> None:
-    """Refuse a State whose tensors don't fit its model.
+    """Refuse a State with tensors that don't fit its model.
 
     Raises:
         ResumeError: names the leaf, what the model has and what the State has.

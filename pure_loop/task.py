@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import accepts, name_of
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.reprs import call, changed_fields
-from pure_loop._internal.torch_losses import Implied, implied_by
-from pure_loop.data.batch import describe, num_samples, num_tokens, split
+from pure_loop._internal.weights import Implied, implied_by
+from pure_loop.data.batch import describe
 from pure_loop.data.group import parts_of
+from pure_loop.data.samples import num_samples, num_tokens, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.random.authors import is_users
 
@@ -59,7 +60,7 @@ class Task:
         loss: ``(outputs, batch) -> loss``, a scalar tensor that is a mean over the batch, or a dict of
             such tensors with the key ``total``; None calls the module's own ``loss(outputs, batch)``.
         validate: ``(model, batch) -> outputs`` in evaluation and prediction; default: ``forward``.
-        weight: ``(batch) -> number``: the weight of a microbatch, whose loss is a mean: for a mean over tokens, the
+        weight: ``(batch) -> number``: the weight of a microbatch if its loss is a mean: for a mean over tokens, the
             number of tokens that have a target. A Python number, or a tensor of shape (). Default: if ``loss=`` of
             ``fit`` is one of torch's, what it divides by (targets that are not ignored, each with its class weight; or
             elements), while losses with ``reduction="sum"`` are added; else the number of samples. A microbatch of
@@ -134,7 +135,7 @@ class Task:
 
     @property
     def loss_in_words(self) -> str:
-        """Whose the loss is, for errors."""
+        """What computes the loss, for errors."""
         if self.loss is None:
             return "the model's loss(outputs, batch)"
         if isinstance(self.loss, OnTargets):

@@ -6,8 +6,8 @@ the argument, the value, and what to write instead, in one of two forms::
     refresh_seconds=-1: give a finite number of seconds, 0 or more.
     sam: interval must be a whole number of at least 1, got 0; write sam(interval=2).
 
-the second one where the name of the function is given (``where``), because the argument's name alone doesn't say whose
-argument it is. A value of a wrong type is an :class:`~pure_loop.errors.ArgumentTypeError` and names the type; one
+the second one where the name of the function is given (``where``), because the argument's name alone doesn't say which
+function has it. A value of a wrong type is an :class:`~pure_loop.errors.ArgumentTypeError` and names the type; one
 outside the interval is an :class:`~pure_loop.errors.ArgumentError`. A bool is no number.
 """
 
@@ -75,7 +75,7 @@ def as_float(number: float) -> float:
 
 def check_integer(
     name: str,
-    value: Any,
+    value: object,
     *,
     where: str = "",
     least: int | None = None,
@@ -105,7 +105,7 @@ def check_integer(
     raise refusal(name, value, wanted, where, example, typed=not is_integer(value))
 
 
-def positive_or_none(name: str, value: Any, *, where: str = "") -> int | None:
+def positive_or_none(name: str, value: object, *, where: str = "") -> int | None:
     """``value``, an int of at least 1 or None.
 
     Raises:
@@ -117,7 +117,7 @@ def positive_or_none(name: str, value: Any, *, where: str = "") -> int | None:
 
 def check_number(
     name: str,
-    value: Any,
+    value: object,
     *,
     where: str = "",
     least: float = -math.inf,
@@ -155,7 +155,7 @@ def _bounds(least: float, above: float, below: float) -> str:
     return f"{low} and {high}" if low and high else f"{low} {high}".rstrip()
 
 
-def check_flag(name: str, value: Any, *, where: str = "", example: str = "") -> bool:
+def check_flag(name: str, value: object, *, where: str = "", example: str = "") -> bool:
     """``value``, a bool.
 
     Raises:
@@ -166,7 +166,7 @@ def check_flag(name: str, value: Any, *, where: str = "", example: str = "") -> 
     raise refusal(name, value, "True or False", where, example, verb="write")
 
 
-def check_text(name: str, value: Any) -> str:
+def check_text(name: str, value: object) -> str:
     """``value``, a str that is not empty.
 
     Raises:
@@ -177,7 +177,7 @@ def check_text(name: str, value: Any) -> str:
     raise refusal(name, value, "a text that is not empty")
 
 
-def check_file_name(name: Any, where: str) -> str:
+def check_file_name(name: object, where: str) -> str:
     """``name``, under which a file can be stored in a folder, or in folders inside of it: ``"samples/final.txt"``.
 
     Raises:
@@ -199,7 +199,7 @@ def check_file_name(name: Any, where: str) -> str:
     return name
 
 
-def check_choice(name: str, value: Any, choices: Collection[T], *, where: str = "") -> T:
+def check_choice(name: str, value: object, choices: Collection[T], *, where: str = "") -> T:
     """``value``, one of ``choices``.
 
     Raises:
@@ -238,11 +238,11 @@ def refusal(
         verb: what to do with what is wanted.
     """
     written = without_secrets(repr(value))
-    shown = f"{written} of type {type(value).__name__}" if typed else written
+    got = f"{written} of type {type(value).__name__}" if typed else written
     if where:
-        text = f"{where}: {name} must be {wanted}, got {shown}{f'; write {example}' if example else ''}."
+        text = f"{where}: {name} must be {wanted}, got {got}{f'; write {example}' if example else ''}."
     else:
-        text = f"{name}={shown}: {verb} {wanted}{f', such as {example}' if example else ''}."
+        text = f"{name}={got}: {verb} {wanted}{f', such as {example}' if example else ''}."
     return ArgumentTypeError(text) if typed else ArgumentError(text)
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
-from pure_loop._internal.torch_private import (
-    backward_runs_in_threads,
-    graph_task,
-    is_transformed,
-    run_backward,
-)
+from pure_loop._internal.torch_private import graph_task, is_transformed, run_backward
 from pure_loop.errors import ModelError
 
 __all__ = ["add_gradient", "gradient_of", "graph_of", "refuse_strangers", "scalar_like", "zero_unless"]
 
 
-def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Any, ...]:
+def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Tensor, ...]:
     """``torch.autograd.grad(loss, inputs, seed, allow_unused=True)`` of a scalar, without its checks of every input.
 
     Args:
@@ -31,14 +28,12 @@ def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1
     >>> gradient_of(x * x, [x, y])
     (tensor(6.), None)
     """
-    if not (loss.is_cpu and inputs[0].is_cpu) and backward_runs_in_threads():
-        # The engine's device thread would keep a reference to the gradients, and the reference check would fail.
-        with torch.autograd.set_multithreading_enabled(False):
-            return gradient_of(loss, inputs, seed)
-    result: tuple[Any, ...] = run_backward(
-        (loss,), (scalar_like(loss, seed),), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-    )
-    return result
+    arguments = (loss,), (scalar_like(loss, seed),), False, False, tuple(inputs)
+    if loss.is_cpu and inputs[0].is_cpu:
+        return run_backward(*arguments, allow_unreachable=True, accumulate_grad=False)
+    # The engine's device thread would keep a reference to the gradients, and the reference check would fail.
+    with torch.autograd.set_multithreading_enabled(False):
+        return run_backward(*arguments, allow_unreachable=True, accumulate_grad=False)
 
 
 def scalar_like(loss: Tensor, number: Tensor | float) -> Tensor:
@@ -87,30 +82,35 @@ def add_gradient(
         return tuple(None if gradient is None else added(tensor, gradient) for tensor, gradient in gradients)
     tasks: list[int] = []
 
-    def adding(tensor: Tensor) -> Any:
+    def adding(tensor: Tensor) -> Callable[[Tensor], Tensor | None]:
         # What a hook returns replaces the gradient, which is freed then. A gradient that is taken by the same leaf
         # inside of this backward belongs to another task, and stays as it is.
         return lambda gradient: added(tensor, gradient) if task_of() == tasks[0] else None
 
-    hooks: list[Any] = [loss.register_hook(lambda _: tasks.append(task_of()))]  # type: ignore[no-untyped-call]
+    hooks = [_hook(loss, lambda _: tasks.append(task_of()))]
     try:
         for leaf, tensor in zip(inputs, total, strict=True):
-            hooks.append(leaf.register_hook(adding(tensor)))  # type: ignore[no-untyped-call]
+            hooks.append(_hook(leaf, adding(tensor)))
         return gradient_of(loss, inputs, seed)
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def graph_of(tensor: Tensor) -> Iterator[Any]:
+def _hook(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    register: Callable[[Callable[[Tensor], Tensor | None]], RemovableHandle] = tensor.register_hook
+    return register(function)
+
+
+def graph_of(tensor: Tensor) -> Iterator[Node]:
     """The nodes of the graph that a tensor came from, each once.
 
     >>> x = torch.ones(1, requires_grad=True)
     >>> [type(node).__name__ for node in graph_of(2 * x)]
     ['MulBackward0', 'AccumulateGrad']
     """
-    seen: set[Any] = set()
-    open_nodes: list[Any] = [tensor.grad_fn]
+    seen: set[Node] = set()
+    open_nodes: list[Node | None] = [tensor.grad_fn]
     while open_nodes:
         node = open_nodes.pop()
         if node is None or node in seen:
@@ -134,19 +134,19 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
-    """Refuse a loss whose graph goes where gradients would be lost without an error.
+def refuse_strangers(loss: Tensor, parameters: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
+    """Refuse a loss with a graph that goes where gradients would be lost without an error.
 
     Args:
         loss: what is about to be differentiated.
-        known: parameters that are no strangers; None: no parameter is.
+        parameters: those that are no strangers; None: no parameter is one.
         leaves: what it is differentiated by. Others with their memory are those of another forward.
 
     Raises:
         ModelError: it depends on a parameter that the model was not called with, or on a second forward, or goes
             through a reentrant checkpoint.
     """
-    family = None if known is None else set(map(id, known))
+    family = None if parameters is None else set(map(id, parameters))
     # On the meta device there is no memory.
     own = {leaf.data_ptr(): id(leaf) for leaf in leaves if _is_plain(leaf) and leaf.numel() and not leaf.is_meta}
     for node in graph_of(loss):
@@ -157,7 +157,7 @@ def refuse_strangers(loss: Tensor, known: Iterable[Tensor] | None = (), leaves: 
                 "would lose them here: write use_reentrant=False, as PyTorch recommends."
             )
         stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
-        # Of a parameter too, whose class is another one: its address is read through a tensor of torch's own.
+        # Of a parameter too, which is of another class: its address is read through a tensor of torch's own.
         place = None if stranger is None else stranger.detach()
         if own and place is not None and _is_plain(place) and own.get(place.data_ptr(), id(stranger)) != id(stranger):
             raise ModelError(

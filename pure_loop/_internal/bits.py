@@ -23,7 +23,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def same(a: Any, b: Any) -> bool:
     """Whether two leaves are equal: tensors bit by bit, so that 0.0 is not -0.0, with NaN equal to NaN.
 
-    Tensors of a subclass, whose memory isn't known, and NumPy's arrays are equal where their numbers are; all else
+    Tensors of a subclass, of unknown memory, and NumPy's arrays are equal where their numbers are; all else
     where ``==`` says so.
 
     >>> same(torch.tensor([float("nan")]), torch.tensor([float("nan")])), same(torch.tensor(0.0), torch.tensor(-0.0))
@@ -66,7 +66,7 @@ def tensors_differ(a: Tensor, b: Tensor) -> bool | Tensor:
         return True
     if not (_has_bits(a) and _has_bits(b)):
         return not all(map(_same_numbers, _dense_parts(a), _dense_parts(b)))
-    results = [_bits_differ(one, other) for one, other in zip(_dense_parts(a), _dense_parts(b), strict=True)]
+    results = list(map(_bits_differ, _dense_parts(a), _dense_parts(b)))
     on_device = [result for result in results if isinstance(result, Tensor)]
     return torch.stack(on_device).any() if on_device else any(results)
 
@@ -107,7 +107,7 @@ def _differing_numbers(a: Tensor, b: Tensor) -> Tensor:
     return differing & ~(a.isnan() & b.isnan())
 
 
-def count_of_differences(a: Any, b: Any) -> str:
+def count_of_differences(a: object, b: object) -> str:
     """How many numbers of two leaves differ, and the first of them; other leaves as they are written.
 
     >>> count_of_differences(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
@@ -133,7 +133,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -141,7 +141,7 @@ def _short(value: Any) -> str:
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The sum of the bits of each tensor, as integers of 64 bits: of one flipped bit it shows every one.
 
-    A device is waited for once. Tensors of a subclass, whose memory isn't known, have 0.
+    A device is waited for once. Tensors of a subclass, of unknown memory, have 0.
     """
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -177,16 +177,14 @@ class Digest:
         first: its first numbers.
     """
 
-    kind: tuple[Any, ...]
-    parts: Sequence[Any]
+    kind: tuple[object, ...]
+    parts: Sequence[object]
     first: Any
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Digest):
             return NotImplemented
         return self.kind == other.kind and all(map(same, self.parts, other.parts))
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
         first = self.first.to_dense() if isinstance(self.first, Tensor) else self.first
@@ -218,7 +216,7 @@ def digest(leaf: Any) -> Digest | None:
         return Digest(kind, [value], value)
     parts = _dense_parts(tensor)
     first = parts[-1].reshape(-1)[:4].clone()
-    return Digest(kind, [each for part in parts for each in _summary(_bits(part))], first)
+    return Digest(kind, [number for part in parts for number in _summary(_bits(part))], first)
 
 
 def _summary(bits: Tensor) -> list[Tensor]:
@@ -232,7 +230,7 @@ def _summary(bits: Tensor) -> list[Tensor]:
     words = flat[: flat.numel() - rest].view(torch.int64)
     # Rows of unequal number: else a bit that changes in all of them would come to nothing.
     columns = next(number for number in _COLUMNS if words.numel() % number or number == _COLUMNS[-1])
-    whole = words.numel() // columns * columns
-    sums = words[:whole].view(-1, columns).sum(0)
-    sums[: words.numel() - whole] += words[whole:]
+    in_rows = words.numel() // columns * columns
+    sums = words[:in_rows].view(-1, columns).sum(0)
+    sums[: words.numel() - in_rows] += words[in_rows:]
     return [sums, flat[flat.numel() - rest :].clone()]

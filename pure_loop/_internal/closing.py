@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 __all__ = ["Closing", "call_all", "closing"]
 
 
-def call_all(functions: Iterable[Callable[[], Any]], error: BaseException | None = None, doing: str = "") -> None:
+def call_all(functions: Iterable[Callable[[], object]], error: BaseException | None = None, doing: str = "") -> None:
     """Call all of these functions, whichever of them raise.
 
     Args:
@@ -21,7 +21,7 @@ def call_all(functions: Iterable[Callable[[], Any]], error: BaseException | None
 
     Raises:
         BaseException: the first error of a function where there was none before; an interrupt or an exit that a
-            function raised where there was an error before, whose context that is then.
+            function raised where there was an error before, which is its context then.
     """
     first = None if isinstance(error, GeneratorExit) else error
     raised: BaseException | None = None
@@ -65,7 +65,7 @@ class Closing:
 
     __slots__ = ("functions",)
 
-    def __init__(self, *functions: Callable[[], Any]) -> None:
+    def __init__(self, *functions: Callable[[], object]) -> None:
         self.functions = list(functions)
 
     def __enter__(self) -> Closing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 __all__ = ["needs_numbers", "read_device", "shapes_only"]
 
 
-def read_device(value: Any) -> torch.device | None:
+def read_device(value: object) -> torch.device | None:
     """
     Raises:
         ArgumentTypeError, ArgumentError: there is no such device here.

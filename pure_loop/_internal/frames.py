@@ -1,7 +1,7 @@
-"""Python's own records of the code that runs: frames, their variables, counts of references, and bytecode.
+"""Python's own records of the code that runs: frames, their variables, counts of references, profilers, and bytecode.
 
 This is the only module that looks at them, but for two that are about nothing else: the handlers of signals, and the
-readers of tracebacks and of profiles. What differs between interpreters is decided here.
+readers of tracebacks. What differs between interpreters is decided here.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 __all__ = [
-    *("callers", "consumer_doubt", "count", "frame_at", "generator_arguments", "is_watched", "look_through"),
-    *("rebinds_loop_variable", "variable"),
+    *("callers", "calls_watched", "consumer_doubt", "count", "frame_at", "generator_arguments", "is_watched"),
+    *("look_through", "rebinds_loop_variable", "variable"),
 ]
 
 # The frame of the code that calls it, or of one of its callers: frame_at(1) is that of the caller.
@@ -43,6 +44,37 @@ def generator_arguments(generator: Any) -> dict[str, Any]:
     if isinstance(variables, dict):
         variables.clear()  # which the frame keeps up to Python 3.12, and with it the State
     return arguments
+
+
+# Of a frame, the name of an event ("call", "return", "c_call", ...), and its argument.
+Watcher: TypeAlias = Callable[[FrameType, str, object], object]
+
+
+@contextmanager
+def calls_watched(watcher: Watcher) -> Iterator[None]:
+    """Inside, ``watcher`` is called at each call of this thread, after the profiler that was set before.
+
+    What it raises is raised by the call. Python removes a profiler that raises: nothing is watched after that. A
+    profiler written in C (cProfile, up to Python 3.11) sees nothing meanwhile, and is set again at the end.
+    """
+    before: Any = sys.getprofile()
+    chained: Watcher | None = before if callable(before) else None
+
+    def watch_both(frame: FrameType, event: str, argument: object) -> None:
+        assert chained is not None
+        chained(frame, event, argument)
+        watcher(frame, event, argument)
+
+    # A call less for each of the hundreds of thousands of calls of a step that is traced.
+    sys.setprofile(watcher if chained is None else watch_both)
+    try:
+        yield
+    finally:
+        if before is None or chained is not None:
+            sys.setprofile(before)
+        else:
+            sys.setprofile(None)
+            before.enable()
 
 
 getprofile, gettrace = sys.getprofile, sys.gettrace
@@ -98,11 +130,11 @@ def rebinds_loop_variable(frame: FrameType | None, value: object) -> bool:
     if operation == "STORE_FAST":
         # Up to Python 3.12 it is a copy of the variables, the same that locals() gives, and would keep what they hold.
         if type(variables) is dict:
-            for key in [key for key, each in variables.items() if type(each) not in _PLAIN]:
+            for key in [key for key, item in variables.items() if type(item) not in _PLAIN]:
                 del variables[key]
         # From Python 3.14 on a parameter may have no reference of its own to what a variable of its caller has.
         elif result and name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-            return frame.f_back is None or not any(each is value for each in frame.f_back.f_locals.values())
+            return frame.f_back is None or not any(item is value for item in frame.f_back.f_locals.values())
     return result
 
 
@@ -129,14 +161,15 @@ def _plan(code: CodeType, at: int) -> tuple[CodeType, str, str]:
         _plans.clear()
     instructions = list(dis.get_instructions(code))
     # Python 3.12 may stand on what comes after an instruction, which is not listed.
-    number = sum(each.offset <= at for each in instructions)
+    number = sum(instruction.offset <= at for instruction in instructions)
     here = instructions[number - 1].opname
     # Python 3.11 does some calls in the instruction before CALL.
     following: list[tuple[str, Any]] = []
-    for each in instructions[number + (here == "PRECALL") :][:3]:
+    for instruction in instructions[number + (here == "PRECALL") :][:3]:
         # Two in one, as STORE_FAST_STORE_FAST, have two names.
-        operations = each.opname.replace("_FAST_", "_FAST ").split()
-        following += zip(operations, each.argval if len(operations) > 1 else [each.argval], strict=False)
+        operations = instruction.opname.replace("_FAST_", "_FAST ").split()
+        names = instruction.argval if len(operations) > 1 else [instruction.argval]
+        following += zip(operations, names, strict=False)
     operation, name = "", ""
     if code in _LOOKED_THROUGH or here == _DELEGATES:
         operation = _DELEGATES
@@ -170,11 +203,11 @@ def consumer_doubt() -> str:
         for number, last in _delegating(answers):  # noqa: B007
             pass
         exec("for number, last in stream: pass", {"stream": _asked(answers)})  # as in a module
-        kept = list(_asked(answers))
+        pairs = list(_asked(answers))
         for _pair in _delegating(answers):
             pass
         for number, last in _asked(answers):
-            kept.append((number, last))
+            pairs.append((number, last))
             last = None  # so that the variable no longer holds what was yielded
         if answers != [True] * 9 + [False] * 9:
             return "the variable of a for loop over a generator is not told from what keeps a stream's States"

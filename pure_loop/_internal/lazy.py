@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
+from pure_loop._internal.hints import hint
 from pure_loop._internal.records import set_class
+from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import MissingExtraError
 
 __all__ = ["lazily", "require"]
@@ -20,7 +21,7 @@ __all__ = ["lazily", "require"]
 
 def lazily(
     package: str, modules: Mapping[str, Iterable[str]], names: Iterable[str] = (), submodules: Collection[str] = ()
-) -> Callable[[str], Any]:
+) -> Callable[[str], object]:
     """The ``__getattr__`` of a package.
 
     Args:
@@ -35,7 +36,7 @@ def lazily(
     class Package(ModuleType):
         """Importing ``optim/sgd.py`` would put the module where the function of that name belongs."""
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             named_alike = name in functions and isinstance(value, ModuleType)
             super().__setattr__(name, getattr(value, name) if named_alike else value)
 
@@ -45,7 +46,7 @@ def lazily(
 
     module = set_class(sys.modules[package], Package)
 
-    def get(name: str) -> Any:
+    def get(name: str) -> object:
         if name in submodules:
             return import_module(f"{package}.{name}")
         if name not in places:
@@ -61,9 +62,6 @@ def _instead(package: str, name: str) -> str:
     """What to write instead, for an error; "" for names that Python itself looks up."""
     if name.startswith("__"):
         return ""
-    from pure_loop._internal.hints import hint  # only on the way to an error
-    from pure_loop._internal.suggestions import nearest
-
     text = hint(package, name)
     if text is not None:
         return f": {text}"
@@ -71,7 +69,7 @@ def _instead(package: str, name: str) -> str:
     return f"; did you mean {near!r}?" if near is not None else ""
 
 
-def require(package: str, extra: str, method: str) -> Any:
+def require(package: str, extra: str, method: str) -> ModuleType:
     """The package.
 
     Args:

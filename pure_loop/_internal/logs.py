@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections.abc import Iterator
 
 from pure_loop._text import one_line, without_secrets
 
-__all__ = ["Seldom", "get_logger"]
+__all__ = ["Seldom", "get_logger", "warn_on_terminal"]
 
 # Longer messages are cut: a name in a file may have any length.
 _LONGEST = 4000
@@ -49,11 +51,38 @@ class Seldom:
 
     def warning(self, message: str, *values: object) -> bool:
         """Whether it was said."""
-        now = time.monotonic()
-        if self._said is not None and now - self._said < _SECONDS:
+        seconds = time.monotonic()
+        if self._said is not None and seconds - self._said < _SECONDS:
             self._left_out += 1
             return False
         more = f" ({self._left_out} more such messages since the last one)" if self._left_out else ""
-        self._said, self._left_out = now, 0
+        self._said, self._left_out = seconds, 0
         self._log.warning(message + more, *values)
         return True
+
+
+def warn_on_terminal(log: logging.Logger, text: str) -> None:
+    """Log a line as a warning, and print it on stderr where logging does not show it there."""
+    log.warning(text)
+    handlers = list(_handlers(log))
+    # Without any handler logging itself prints warnings.
+    is_seen = any(map(_is_shown, handlers)) if handlers else logging.lastResort is not None
+    if not is_seen or not log.isEnabledFor(logging.WARNING):
+        print(text, file=sys.stderr)
+
+
+def _handlers(log: logging.Logger) -> Iterator[logging.Handler]:
+    while True:
+        yield from log.handlers
+        if not log.propagate or log.parent is None:
+            return
+        log = log.parent
+
+
+def _is_shown(handler: logging.Handler) -> bool:
+    """Whether a handler shows warnings on the terminal; one of an unknown class is taken to show them."""
+    if handler.level > logging.WARNING or isinstance(handler, logging.FileHandler | logging.NullHandler):
+        return False
+    if isinstance(handler, logging.StreamHandler):
+        return handler.stream in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+    return True

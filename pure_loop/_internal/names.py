@@ -7,7 +7,7 @@ import re
 import string
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pure_loop._internal.arguments import is_path
 from pure_loop._text import one_line
@@ -35,7 +35,7 @@ def printable(name: str) -> str:
     return name if name.isprintable() else f"{one_line(name)}~{digest_of(name)}"
 
 
-def check_name(name: Any, author: str) -> str:
+def check_name(name: object, author: str) -> str:
     """A name as loggers are given it.
 
     Raises:
@@ -75,7 +75,7 @@ def check_run_name(name: str) -> str:
     return name
 
 
-def check_recorded_run_name(name: Any, path: object) -> str | None:
+def check_recorded_run_name(name: object, path: object) -> str | None:
     """The name of a run that a file has, checked as one that is passed; None where it has none.
 
     Raises:
@@ -125,17 +125,17 @@ class Pattern:
     True
     """
 
-    def __init__(self, path: Any, argument: str, fields: Collection[str] = FIELDS) -> None:
+    def __init__(self, path: object, argument: str, fields: Collection[str] = FIELDS) -> None:
         if not is_path(path):
             raise ArgumentTypeError(f"{argument}={path!r} is no path: write a text or a pathlib.Path.")
         self.text = os.fspath(path)
         self._argument = argument
-        known = ", ".join(fields)
+        listed = ", ".join(fields)
         try:
             parts = list(string.Formatter().parse(self.text))
         except ValueError as error:
             raise ArgumentError(
-                f"{argument}={self.text!r}: {error}. Braces hold a field of the run; there are {known}. Write "
+                f"{argument}={self.text!r}: {error}. Braces hold a field of the run; there are {listed}. Write "
                 "'{{' and '}}' for braces of the name itself."
             ) from None
         # Literal text, and a field with its format after it, or None.
@@ -143,8 +143,8 @@ class Pattern:
         for literal, name, spec, conversion in parts:
             if name is not None and name not in fields:
                 raise ArgumentError(
-                    f"{argument}={self.text!r}: {{{name}}} is no field; there are {known}. Write '{{{{' and '}}}}' for "
-                    "braces of the name itself."
+                    f"{argument}={self.text!r}: {{{name}}} is no field; there are {listed}. Write '{{{{' and '}}}}' "
+                    "for braces of the name itself."
                 )
             allowed = "" if name == "run_name" else _DIGITS
             if name is not None and (conversion or re.fullmatch(allowed, spec or "") is None):

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -27,7 +26,7 @@ __all__ = ["naming", "refuse_other_run", "release", "reserve"]
 
 _log = get_logger("pure_loop.files")
 
-# Seconds for which a run waits for another process, such as the job in whose place it was queued again, to end.
+# Seconds for which a run waits for another process, such as the job that it was queued again for, to end.
 _PATIENCE = 10.0
 _POLL = 0.1
 # Bytes of a name in that of its lock, which has to be a name, too.
@@ -60,7 +59,7 @@ def reserve(path: Path, writer: str) -> None:
     """Wait until no other process writes to a file, and keep others from it until :func:`release`.
 
     Args:
-        path: of the file, whose folder is there.
+        path: of the file, in a folder that is there.
         writer: the class that writes, for errors.
 
     Raises:
@@ -97,16 +96,16 @@ def release(path: Path) -> None:
         if not lock.holders:
             del _held[beside]
             if lock.descriptor >= 0:
-                # Before it is let go: who waits for it sees that it is gone, and makes a new one.
+                # Before it is let go: a process that waits for it sees that it is gone, and makes a new one.
                 with contextlib.suppress(OSError):
                     os.unlink(beside)
                 os.close(lock.descriptor)
 
 
 def _beside(path: Path) -> str:
-    shown = os.fsencode(path.name)[:_SHOWN_BYTES].decode(errors="ignore")
+    beginning = os.fsencode(path.name)[:_SHOWN_BYTES].decode(errors="ignore")
     place = os.path.realpath(path.parent)
-    return os.path.join(place, f".{shown}.{zlib.crc32(os.fsencode(path.name)):08x}.lock")
+    return os.path.join(place, f".{beginning}.{zlib.crc32(os.fsencode(path.name)):08x}.lock")
 
 
 def _locked(beside: str) -> int | None:
@@ -137,7 +136,7 @@ def _locked(beside: str) -> int | None:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             return descriptor
-        os.close(descriptor)  # who had it has removed it
+        os.close(descriptor)  # the process that had it has removed it
 
 
 def _is_there(descriptor: int, path: str) -> bool:
@@ -185,7 +184,7 @@ def not_written(path: str | os.PathLike[str], writer: str, error: OSError) -> Fi
     return FileWriteError(code, text, os.fspath(path))
 
 
-def _forget(_: Any = None) -> None:
+def _forget() -> None:
     """In a fork: the locks are the parent's, and so is the thread that may have had its turn."""
     global _turn
     _turn = threading.Lock()
@@ -223,7 +222,7 @@ def refuse_other_run(
     """
     path = os.fspath(place)
     names = () if list(names) == [os.path.basename(path)] else names
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    left = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     folder, dot, suffix = path.rpartition(".") if not names and "." in os.path.basename(path) else (path, "", "")
     own = own or (f"{folder}-{{run_name}}{dot}{suffix}" if not names else f"{path.rstrip('/')}/{{run_name}}")
     steps = [
@@ -232,6 +231,6 @@ def refuse_other_run(
         *([f"to resume it, {resume}"] if resume else []),
     ]
     raise RunExistsError(
-        f"{writer}: {path} holds {f'{shown} of ' if shown else 'what was left by '}another run{why}, which this run "
+        f"{writer}: {path} holds {f'{left} of ' if left else 'what was left by '}another run{why}, which this run "
         f"would replace. Write, {'; '.join(steps)}."
     )

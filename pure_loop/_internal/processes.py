@@ -16,7 +16,7 @@ import sys
 import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec
+from typing import ParamSpec
 from weakref import WeakMethod
 
 import attrs
@@ -34,7 +34,7 @@ _SET_ADDRESS = (
 )
 # Below the ports that Linux gives to connections by itself, 32768 and above.
 _PORTS = range(20000, 32000)
-# Consecutive jobs whose steps have other ports, unless a job has more steps than this.
+# Steps of consecutive jobs have other ports, unless a job has more steps than this.
 _STEPS = 101
 
 # Of launchers of MPI: the variables of rank, size, rank on this node and size on this node, by those that set them, and
@@ -109,8 +109,8 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
         local = result.local_rank
     else:
         # Where RANK is that of a step's task, so is its place on the machine.
-        other = launched(environ) if "LOCAL_RANK" not in environ else World()
-        local = other.local_rank if (other.rank, other.size) == (result.rank, result.size) else None
+        step = launched(environ) if "LOCAL_RANK" not in environ else World()
+        local = step.local_rank if (step.rank, step.size) == (result.rank, result.size) else None
     host, port = environ.get("MASTER_ADDR") or result.host, result.port
     if environ.get("MASTER_PORT"):
         port = _number(environ, "MASTER_PORT")
@@ -205,10 +205,10 @@ def _named(environ: Mapping[str, str], launcher: str, names: tuple[str, str]) ->
     if absent == [names[0]] and environ[names[1]] == "1":
         return None  # a template that says so of each job: this process
     if absent:
-        other = names[1 - names.index(absent[0])]
+        present = names[1 - names.index(absent[0])]
         raise DistributedError(
-            f"{other}={environ[other]!r} is set in the environment, and {absent[0]} is not: set both, or unset both "
-            f"(env -u {other} python train.py), for one process."
+            f"{present}={environ[present]!r} is set in the environment, and {absent[0]} is not: set both, or unset "
+            f"both (env -u {present} python train.py), for one process."
         )
     rank, size = _number(environ, names[0]), _number(environ, names[1])
     if rank >= size:
@@ -288,7 +288,7 @@ def here(function: Callable[P, object]) -> Callable[P, None]:
     return called
 
 
-def in_child(method: Any) -> None:
+def in_child(method: Callable[[], None]) -> None:
     """Call this method of an object, as long as there is one, in every child that is forked from now on.
 
     Args:

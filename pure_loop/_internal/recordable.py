@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 __all__ = ["Table", "is_scalar", "losses", "recordable", "recordable_metrics"]
 
 
-def is_scalar(value: Any) -> bool:
+def is_scalar(value: object) -> TypeGuard[Tensor | float]:
     """Whether a logger can plot it: a real number, or a tensor that holds one."""
     return value.numel() == 1 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, Real)
 
 
-def losses(loss: Any) -> dict[str, Any]:
+def losses(loss: object) -> dict[str, Any]:
     """A loss, and the parts of it, by the names under which they are recorded."""
     if isinstance(loss, Mapping):
         return {"train/loss" if part == "total" else f"train/loss/{part}": value for part, value in loss.items()}
@@ -31,7 +31,7 @@ def losses(loss: Any) -> dict[str, Any]:
 # Elements of a vector of which each has a name of its own.
 MOST_NAMES = 100
 
-Table: TypeAlias = tuple[list[str], list[list[Any]]]
+Table: TypeAlias = tuple[list[str], list[list[object]]]
 """Columns and rows."""
 
 
@@ -48,7 +48,7 @@ def recordable(name: str, value: Any) -> tuple[dict[str, Any], dict[str, Table]]
     ({}, {'confusion': (['0', '1'], [[3, 1], [0, 4]])})
 
     Raises:
-        ArgumentTypeError: a sharded tensor, whose value the ranks have to compute together.
+        ArgumentTypeError: a sharded tensor: the ranks have to compute its value together.
     """
     if is_sharded(value):
         raise ArgumentTypeError(
@@ -68,19 +68,19 @@ def recordable(name: str, value: Any) -> tuple[dict[str, Any], dict[str, Table]]
         if value.ndim != 1 or value.numel() > MOST_NAMES or not value.numel():
             return {}, {name: _table(value.detach())}
         value = value.detach().unbind()
-    parts: Iterable[tuple[Any, Any]]
+    parts: Iterable[tuple[object, object]]
     if isinstance(value, Mapping):
         parts = value.items()
     elif isinstance(value, list | tuple):
         parts = enumerate(value)
     else:
         return {}, {name: (["value"], [[value]])}
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, object] = {}
     tables: dict[str, Table] = {}
     for key, part in parts:
-        more, others = recordable(f"{name}/{key}", part)
-        numbers |= more
-        tables |= others
+        part_numbers, part_tables = recordable(f"{name}/{key}", part)
+        numbers |= part_numbers
+        tables |= part_tables
     return numbers, tables
 
 
@@ -97,7 +97,7 @@ def _table(values: Tensor) -> Table:
     return [*axes, *columns], [[*index, *row] for index, row in zip(indices, rows, strict=True)]
 
 
-def recordable_metrics(metrics: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Table]]:
+def recordable_metrics(metrics: Mapping[str, object]) -> tuple[Mapping[str, object], dict[str, Table]]:
     """Numbers and tables by name, of several values; where all are numbers, the mapping itself and no tables.
 
     Raises:
@@ -106,16 +106,16 @@ def recordable_metrics(metrics: Mapping[str, Any]) -> tuple[Mapping[str, Any], d
     """
     if all(is_scalar(value) and not is_sharded(value) for value in metrics.values()):
         return metrics, {}
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, object] = {}
     tables: dict[str, Table] = {}
     for name, value in metrics.items():
-        more, others = recordable(name, value)
-        twice = next((key for key in (*more, *others) if key in numbers or key in tables), None)
+        value_numbers, value_tables = recordable(name, value)
+        twice = next((key for key in (*value_numbers, *value_tables) if key in numbers or key in tables), None)
         if twice is not None:
             raise ArgumentError(
                 f"{twice!r} would be the name of two values, one of them a part of {name!r}: give them names of which "
                 "none is the beginning of another."
             )
-        numbers |= more
-        tables |= others
+        numbers |= value_numbers
+        tables |= value_tables
     return numbers, tables

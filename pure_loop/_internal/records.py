@@ -49,12 +49,12 @@ def copier(cls: Any, *fields: str, without: tuple[str, ...] = ()) -> Callable[..
     >>> copier(Point, "y")(Point(1, 2), 5)
     Point(x=1, y=5)
     """
-    kept = [field.name for field in attrs.fields(cls) if field.name not in (*fields, *without)]
+    unchanged = [field.name for field in attrs.fields(cls) if field.name not in (*fields, *without)]
     # No field has the name of another variable of the function: a class of the user's may have a field "draft".
     lines = [
         f"def copy(record{''.join(f', new_{name}' for name in fields)}):",
         "    draft = make_draft()",
-        *(f"    draft.{name} = record.{cls._slots_behind.get(name, name)}" for name in kept),
+        *(f"    draft.{name} = record.{cls._slots_behind.get(name, name)}" for name in unchanged),
         *(f"    draft.{name} = None" for name in without),
         *(f"    draft.{name} = new_{name}" for name in fields),
         "    draft.__class__ = cls",
@@ -69,7 +69,7 @@ def copier(cls: Any, *fields: str, without: tuple[str, ...] = ()) -> Callable[..
 
 @cache
 def draft_class(cls: type) -> type:
-    """A class of the same layout whose instances take assignments."""
+    """A class of the same layout with instances that take assignments."""
     namespace: dict[str, Any] = {
         "__setattr__": object.__setattr__,
         "__init__": object.__init__,

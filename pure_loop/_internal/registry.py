@@ -29,10 +29,10 @@ class Kind:
     name: str
     fields: tuple[str, ...]
 
-    def take_apart(self, value: Any) -> dict[str, Any]:
+    def take_apart(self, value: object) -> dict[str, object]:
         return {field: getattr(value, field) for field in self.fields}
 
-    def put_together(self, values: dict[str, Any]) -> Any:
+    def put_together(self, values: dict[str, object]) -> object:
         """
         Raises:
             ValueError: the class has other fields by now; one that is new needs a default.
@@ -57,7 +57,7 @@ class Kind:
 
 _by_class: dict[type, Kind] = {}
 _by_name: dict[str, Kind] = {}
-# Classes whose subclasses need not be registered.
+# Classes of which subclasses need not be registered.
 _roots: list[type] = []
 
 
@@ -93,10 +93,10 @@ def register(cls: Any = None, *, name: str | None = None) -> Any:
     if cls is None:
         return lambda value: register(value, name=name)
     result = name or f"{getattr(cls, '__module__', '?')}:{getattr(cls, '__qualname__', cls)}"
-    other = _by_name.get(result)
-    if other is not None and other.cls is not cls and _path(other.cls) != _path(cls):
+    namesake = _by_name.get(result)
+    if namesake is not None and namesake.cls is not cls and _path(namesake.cls) != _path(cls):
         raise ArgumentError(
-            f"register({cls.__name__}, name={result!r}): checkpoints call {_path(other.cls)} so; give another name."
+            f"register({cls.__name__}, name={result!r}): checkpoints call {_path(namesake.cls)} so; give another name."
         )
     kind = Kind(cls, result, tuple(_fields(cls)))
     _by_class[cls] = _by_name[result] = kind
@@ -126,10 +126,10 @@ def _subclasses(cls: Any) -> Iterable[type]:
         yield from _subclasses(item)
 
 
-def _defaults(cls: Any) -> dict[str, Callable[[], Any]]:
+def _defaults(cls: Any) -> dict[str, Callable[[], object]]:
     """What makes the default of each field that has one."""
     if attrs.has(cls):
-        result: dict[str, Callable[[], Any]] = {}
+        result: dict[str, Callable[[], object]] = {}
         fields: Any = attrs.fields(cls)
         for field in fields:
             if isinstance(field.default, _FACTORY) and not field.default.takes_self:
@@ -151,7 +151,7 @@ def _defaults(cls: Any) -> dict[str, Callable[[], Any]]:
 _FACTORY: Any = attrs.Factory
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> object:
     return value
 
 
@@ -166,7 +166,7 @@ def _fields(cls: Any) -> Iterable[str]:
         if attrs.has(cls):
             return (field.name for field in attrs.fields(cls))
         if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-            return cls._fields  # type: ignore[no-any-return]
+            return tuple(cls._fields)
         if hasattr(cls, "__dataclass_fields__"):
             return tuple(cls.__dataclass_fields__)
     raise ArgumentTypeError(

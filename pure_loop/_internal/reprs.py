@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from typing import Any, TypeVar
 
 import attrs
 from torch import Tensor, nn
@@ -14,8 +14,11 @@ from pure_loop._text import HIDDEN, is_secret, without_secrets
 
 __all__ = ["call", "cell", "changed_fields", "columns", "in_bytes", "kind", "paragraph", "shown", "table"]
 
+T = TypeVar("T")
+
 # Items of a container that are shown.
 _MOST = 6
+_CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
 def kind(tensor: Tensor) -> str:
@@ -29,10 +32,10 @@ def kind(tensor: Tensor) -> str:
     return f"tensor {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{device}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value inside a repr: tensors by shape and dtype, functions by name, data by what it is.
 
-    A class whose values are written otherwise in a call than by their repr has a method ``in_a_call``.
+    A class has a method ``in_a_call`` where its values are written otherwise in a call than by their repr.
 
     >>> import torch
     >>> shown([torch.zeros(2), 3])
@@ -43,7 +46,7 @@ def shown(value: Any) -> str:
     written = getattr(type(value), "in_a_call", None)
     if written is not None:
         return str(written(value))
-    if type(value) in (list, tuple, set, frozenset, dict):
+    if isinstance(value, (list, tuple, set, frozenset, dict)) and type(value) in _CONTAINERS:
         return _items(value)
     if isinstance(value, nn.Module):
         return type(value).__name__
@@ -53,8 +56,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 and " at 0x" not in text else data(value)
 
 
-def _items(value: Any) -> str:
-    if type(value) is dict:
+def _items(value: Collection[object]) -> str:
+    if isinstance(value, dict):
         items = [f"{key!r}: {_unless_secret(str(key), item)}" for key, item in _first(value.items())]
         opening, closing = "{", "}"
     else:
@@ -67,24 +70,24 @@ def _items(value: Any) -> str:
     return f"{opening}{', '.join(items)}{closing}"
 
 
-def _unless_secret(name: str, value: Any) -> str:
+def _unless_secret(name: str, value: object) -> str:
     return repr(HIDDEN) if isinstance(value, str) and is_secret(name) else shown(value)
 
 
-def _first(items: Iterable[Any]) -> list[Any]:
+def _first(items: Iterable[T]) -> list[T]:
     return [item for item, _ in zip(items, range(_MOST), strict=False)]
 
 
-def data(value: Any) -> str:
+def data(value: object) -> str:
     """The type of some data, and how many batches or items it has, where it says so."""
     try:
-        size = f" of {len(value)}"
+        size = f" of {len(value)}" if isinstance(value, Sized) else ""
     except Exception:  # a __len__ of user code may raise anything, and a repr may not
         size = ""
     return f"{type(value).__name__}{size}"
 
 
-def call(name: str, arguments: Mapping[str, Any]) -> str:
+def call(name: str, arguments: Mapping[str, object]) -> str:
     """The call that makes a value; values of arguments that are secrets, and passwords in URLs, are hidden.
 
     >>> call("sam", {"rho": 0.05}), call("Logger", {"token": "abc", "url": "ftp://ann:abc@host"})
@@ -94,7 +97,7 @@ def call(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(written)})"
 
 
-def changed_fields(record: Any) -> dict[str, Any]:
+def changed_fields(record: Any) -> dict[str, object]:
     """The fields of an attrs record that have another value than their default, by name."""
     result = {}
     for field in attrs.fields(type(record)):
@@ -105,7 +108,7 @@ def changed_fields(record: Any) -> dict[str, Any]:
     return result
 
 
-def cell(value: Any) -> str:
+def cell(value: object) -> str:
     """A value in a table: a number where it is in RAM, else what :func:`shown` says.
 
     >>> import torch
@@ -142,7 +145,7 @@ def paragraph(name: str, text: str, margin: int) -> str:
     )
 
 
-def table(rows: Sequence[Sequence[Any]], head: Sequence[str] = (), caption: str = "") -> str:
+def table(rows: Sequence[Sequence[object]], head: Sequence[str] = (), caption: str = "") -> str:
     """An HTML table; every text in it is escaped."""
     import html  # notebooks alone need it
 

@@ -11,67 +11,37 @@ import ctypes
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import optree
 import torch
+import torch.utils.data
 from torch import Tensor
 from torch.optim import optimizer as optimizers
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
 __all__ = [
-    "KEPT_ITERATOR",
-    "WRAPPER_OF_FUNCTIONS",
-    "DispatchMode",
-    "Operation",
-    "amp_update_scale",
-    "any_autocast_enabled",
-    "any_global_hook",
-    "any_optimizer_hook",
-    "backward_runs_in_threads",
-    "broadcast_coalesced",
-    "code_around_operations",
-    "config_of_compiler",
-    "default_collate_functions",
-    "default_store",
-    "drop_groups_of_fsdp",
-    "drop_groups_of_mesh",
-    "dump_memory_snapshot",
-    "dtensor_like",
-    "fake_ranks",
-    "end_workers",
-    "fill_buckets",
-    "find_nonfinite",
-    "foreach_clone",
-    "fused_adam",
-    "fused_adamw",
-    "fused_sgd",
-    "graph_task",
-    "import_compiler",
-    "has_gradient_hooks",
-    "is_transformed",
-    "iterator_of_loader",
-    "local_tensor",
-    "map_pytree",
-    "missing",
-    "mps_generator",
-    "no_dispatch",
-    "of_one_pass",
-    "record_memory_history",
-    "record_operations",
-    "register_pytree",
-    "registered_pytrees",
-    "replaceable_world",
-    "run_backward",
-    "storage_goes_back",
-    "storage_uses",
-    "subclass_of_tensor",
-    "tensor_uses",
-    "transforms",
-    "wait_tensor",
-    "without_compiler",
+    *("KEPT_ITERATOR", "WRAPPER_OF_FUNCTIONS", "DispatchMode", "Operation", "amp_update_scale"),
+    *("any_autocast_enabled", "any_global_hook", "any_optimizer_hook", "broadcast_coalesced"),
+    *("code_around_operations", "config_of_compiler", "default_collate_functions", "default_store"),
+    *("drop_groups_of_fsdp", "drop_groups_of_mesh", "dtensor_like", "dump_memory_snapshot", "end_workers"),
+    *("fake_ranks", "fill_buckets", "find_nonfinite", "foreach_clone", "fused_adam", "fused_adamw", "fused_sgd"),
+    *("graph_task", "has_gradient_hooks", "import_compiler", "is_transformed", "iterator_of_loader", "local_tensor"),
+    *("map_pytree", "missing", "mps_generator", "no_dispatch", "of_one_pass", "record_memory_history"),
+    *("record_operations", "register_pytree", "registered_pytrees", "replaceable_world", "run_backward"),
+    *("storage_goes_back", "storage_uses", "subclass_of_tensor", "tensor_uses", "transforms", "wait_tensor"),
+    *("without_compiler"),
 ]
+
+C = TypeVar("C")
+M = TypeVar("M")
+T = TypeVar("T")
 
 missing: dict[str, str] = {}
 """The private names that this torch lacks, each with what is lost by its fallback.
@@ -81,7 +51,7 @@ when they are first needed.
 """
 
 
-def _find(owner: Any, path: str, lost: str) -> Any:
+def _find(owner: object, path: str, lost: str) -> Any:
     """The attribute, or None, noted in :data:`missing` with what is lost."""
     try:
         return attrgetter(path)(owner)
@@ -114,13 +84,13 @@ def _run_backward(
     keep_graph: bool,
     create_graph: bool,
     inputs: tuple[Tensor, ...],
-    **_: Any,
-) -> tuple[Any, ...]:
+    **_: bool,
+) -> tuple[Tensor, ...]:
     return torch.autograd.grad(tensors, inputs, seeds, keep_graph, create_graph, allow_unused=True)
 
 
 # What torch.autograd.grad itself calls, behind its checks of every input and a hook for its debug log.
-run_backward: Callable[..., tuple[Any, ...]] = (
+run_backward: Callable[..., tuple[Tensor, ...]] = (
     _find(torch.autograd.Variable, "_execution_engine.run_backward", "five microseconds a step") or _run_backward
 )
 # Which call of the engine is running, a number; torch's checkpoint asks for it. None: gradients are not added in place.
@@ -131,32 +101,19 @@ graph_task: Callable[[], int] | None = _find(
 )
 
 
-def _always() -> bool:
+def _always(*_: object) -> bool:
     return True
-
-
-def _no_hooks(_: bool) -> None:
-    """No hooks pack the tensors that a graph saves, as far as can be told."""
-
-
-# Whether the backward on a device runs in a thread of the engine's.
-backward_runs_in_threads: Callable[[], bool] = _find(torch, "_C._is_multithreading_enabled", "nothing") or _always
 
 
 # Tensors: what they are, and what refers to them.
 
 
-def _takes_all_for_transformed(tensor: Tensor) -> bool:
-    return True
-
-
 # Inside torch.func's transforms tensors have no memory of their own.
 is_transformed: Callable[[Tensor], bool] = (
-    _find(torch, "_C._functorch.is_functorch_wrapped_tensor", "errors of tensors that share memory")
-    or _takes_all_for_transformed
+    _find(torch, "_C._functorch.is_functorch_wrapped_tensor", "errors of tensors that share memory") or _always
 )
 # The transforms of torch.func that are active; None where none is.
-transforms: Callable[[], Any] = (
+transforms: Callable[[], object] = (
     _find(torch, "_C._functorch.peek_interpreter_stack", "copies of many tensors by one operation, and donation")
     or _always
 )
@@ -166,24 +123,17 @@ foreach_clone: Callable[[list[Tensor]], Sequence[Tensor]] | None = getattr(torch
 tensor_uses: Any = _find(Tensor, "_use_count", "donation: every step copies")
 storage_uses: Any = _find(torch, "_C._storage_Use_Count", "donation: every step copies")
 # In a torch built for CUDA: whether memory, by its storage's pointer, goes straight back to torch's allocator.
-storage_goes_back: Callable[[Any], bool] | None = getattr(torch._C, "_has_Standard_Deleter", None)
-
-
-def _dispatch_mode() -> type[Any]:
-    try:
-        from torch.utils._python_dispatch import TorchDispatchMode
-    except ImportError:
-        missing["torch.utils._python_dispatch.TorchDispatchMode"] = "strict's look for other threads"
-        return nullcontext
-    return TorchDispatchMode
+storage_goes_back: Callable[[int], bool] | None = getattr(torch._C, "_has_Standard_Deleter", None)
 
 
 # The base of classes that see every operation of a thread inside a ``with``.
-DispatchMode: type[Any] = _dispatch_mode()
+DispatchMode: type[Any] = (
+    _find(torch.utils._python_dispatch, "TorchDispatchMode", "strict's look for other threads") or nullcontext
+)
 
 
 def without_compiler(mode: type[Any]) -> type[Any]:
-    """The same class of modes, whose first operation does not import torch's compiler, which takes seconds.
+    """A class of modes without an import of torch's compiler, which takes seconds, at its first operation.
 
     torch hides the code of a mode from its compiler by a wrapper that imports it. Where no other code has imported it,
     nothing is compiled, and there is nothing to hide from.
@@ -193,7 +143,7 @@ def without_compiler(mode: type[Any]) -> type[Any]:
     if hidden is None or plain is None:
         return mode
 
-    def dispatch(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self: object, function: object, types: object, args: object = (), kwargs: object = None) -> object:
         return (hidden if "torch._dynamo" in sys.modules else plain)(self, function, types, args, kwargs)
 
     mode.__torch_dispatch__ = dispatch
@@ -201,7 +151,7 @@ def without_compiler(mode: type[Any]) -> type[Any]:
 
 
 # A context in which dispatch modes see no operation.
-no_dispatch: Callable[[], Any] = (
+no_dispatch: Callable[[], AbstractContextManager[object]] = (
     _find(torch, "_C._DisableTorchDispatch", "strict's look for other threads") or nullcontext
 )
 
@@ -219,8 +169,8 @@ def _find_nonfinite(tensors: Sequence[Tensor], result: Tensor, inverse_scale: Te
         result.copy_(torch.maximum(result, (~torch.isfinite(tensor)).any().to(result)))
 
 
-# Writes 1 into ``found``, float32 of shape (1,), where a tensor has a NaN or an infinity. The last argument is 1.
-find_nonfinite: Callable[[Sequence[Tensor], Tensor, Tensor], Any] = (
+# Writes 1 into the second argument, float32 of shape (1,), where a tensor has a NaN or an infinity; the last one is 1.
+find_nonfinite: Callable[[Sequence[Tensor], Tensor, Tensor], object] = (
     _find(torch, "_amp_foreach_non_finite_check_and_unscale_", "a tenth of a small model's step") or _find_nonfinite
 )
 
@@ -236,7 +186,7 @@ def _amp_update_scale(
 
 
 # One step of torch.amp.GradScaler's rule, written into scale and tracker.
-amp_update_scale: Callable[..., Any] = (
+amp_update_scale: Callable[..., object] = (
     _find(torch, "_amp_update_scale_", "some microseconds a step in amp_fp16") or _amp_update_scale
 )
 # Optimizers' kernels; None: the same arithmetic by operations on lists of tensors.
@@ -254,8 +204,8 @@ any_global_hook: Callable[[], bool] = (
 
 # The hooks of all optimizers of torch.
 _HOOKS_OF_OPTIMIZERS = "the copy of parameters that such a hook has kept"
-_before_optimizers: Any = _find(optimizers, "_global_optimizer_pre_hooks", _HOOKS_OF_OPTIMIZERS)
-_after_optimizers: Any = _find(optimizers, "_global_optimizer_post_hooks", _HOOKS_OF_OPTIMIZERS)
+_before_optimizers: object = _find(optimizers, "_global_optimizer_pre_hooks", _HOOKS_OF_OPTIMIZERS)
+_after_optimizers: object = _find(optimizers, "_global_optimizer_post_hooks", _HOOKS_OF_OPTIMIZERS)
 
 
 def any_optimizer_hook() -> bool:
@@ -267,31 +217,27 @@ def any_optimizer_hook() -> bool:
 _COPIES = "the copy of parameters that such code has seen, and seeds for what it draws"
 _count_function_modes: Callable[[], int] = _find(torch, "_C._len_torch_function_stack", _COPIES) or int
 _count_dispatch_modes: Callable[[], int] = _find(torch, "_C._len_torch_dispatch_stack", _COPIES) or int
-_function_modes: Callable[[], list[Any]] = (
-    _find(torch.overrides, "_get_current_function_mode_stack", _COPIES) or list[Any]
+_function_modes: Callable[[], list[object]] = (
+    _find(torch.overrides, "_get_current_function_mode_stack", _COPIES) or list[object]
 )
-_dispatch_modes: Callable[[], list[Any]] = (
-    _find(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", _COPIES) or list[Any]
+_dispatch_modes: Callable[[], list[object]] = (
+    _find(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", _COPIES) or list[object]
 )
-_packing: Callable[[bool], tuple[Any, Any] | None] = (
-    _find(torch, "_C._autograd._top_saved_tensors_default_hooks", _COPIES) or _no_hooks
-)
+_packing: Callable[[bool], tuple[object, object] | None] = _find(
+    torch, "_C._autograd._top_saved_tensors_default_hooks", _COPIES
+) or (lambda _: None)
 
 
-def code_around_operations() -> list[Any]:
+def code_around_operations() -> list[object]:
     """Classes and functions of which code runs at each operation, whatever module it belongs to; mostly none."""
-    found: list[Any] = []
-    if _count_function_modes():
-        found += map(type, _function_modes())
-    if _count_dispatch_modes():
-        found += map(type, _dispatch_modes())
-    hooks = _packing(True)
-    return found if hooks is None else [*found, *hooks]
+    modes = _function_modes() if _count_function_modes() else []
+    modes = [*modes, *_dispatch_modes()] if _count_dispatch_modes() else modes
+    return [*map(type, modes), *(_packing(True) or ())]
 
 
-def subclass_of_tensor(cls: type[Tensor], tensor: Tensor, requires_grad: bool) -> Any:
+def subclass_of_tensor(cls: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
     """A tensor of this class over the same memory, made without calling the class."""
-    make: Any = getattr(Tensor, "_make_subclass", None)
+    make: Callable[[type[Tensor], Tensor, bool], Tensor] | None = getattr(Tensor, "_make_subclass", None)
     if make is not None:
         return make(cls, tensor.detach(), requires_grad)
     missing["torch.Tensor._make_subclass"] = "nothing"
@@ -320,9 +266,9 @@ registered_pytrees: Mapping[type, Any] = (
 
 
 def register_pytree(
-    cls: type,
-    flatten: Callable[[Any], tuple[Sequence[Any], Any, Sequence[str]]],
-    unflatten: Callable[[Any, Iterable[Any]], Any],
+    cls: type[C],
+    flatten: Callable[[C], tuple[Sequence[object], M, Sequence[str]]],
+    unflatten: Callable[[M, Iterable[Any]], C],
     *,
     attributes: bool,
 ) -> None:
@@ -330,17 +276,17 @@ def register_pytree(
     if _register_pytree is None:
         return
 
-    def torch_flatten(value: Any) -> tuple[list[Any], Any]:
+    def torch_flatten(value: C) -> tuple[list[object], M]:
         children, metadata, _ = flatten(value)
         return list(children), metadata
 
-    keys: dict[str, Any] = {}
-    make_key: Callable[[str], Any] | None = _find(
+    keys: dict[str, object] = {}
+    make_key: Callable[[str], object] | None = _find(
         torch, f"utils._pytree.{'GetAttrKey' if attributes else 'MappingKey'}", "names in torch's errors about pytrees"
     )
     if make_key is not None:
 
-        def torch_flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        def torch_flatten_with_keys(value: C) -> tuple[list[tuple[object, object]], M]:
             children, metadata, names = flatten(value)
             return [(make_key(name), child) for name, child in zip(names, children, strict=True)], metadata
 
@@ -362,21 +308,22 @@ def register_pytree(
 _DTENSOR = "torch.distributed.tensor.DTensor"
 
 
-def local_tensor(tensor: Any) -> Any:
+def local_tensor(tensor: T) -> T:
     """What this rank holds of a DTensor, the same object whenever it is asked for; another tensor itself."""
     if type(tensor) is Tensor:
         return tensor
-    part = getattr(tensor, "_local_tensor", None)
+    part: T | None = getattr(tensor, "_local_tensor", None)
     if part is not None:
         return part
-    if not hasattr(tensor, "to_local"):
+    to_local: Callable[[], T] | None = getattr(tensor, "to_local", None)
+    if to_local is None:
         return tensor
     missing[f"{_DTENSOR}._local_tensor"] = "some microseconds for each tensor of a sharded step"
     with torch.no_grad():
-        return tensor.to_local()
+        return to_local()
 
 
-def dtensor_like(tensor: Any, part: Tensor, mesh: Any = None) -> Any:
+def dtensor_like(tensor: DTensor, part: Tensor, mesh: DeviceMesh | None = None) -> DTensor:
     """A DTensor that is placed as another one, with this part on this rank, and requires no gradient.
 
     Args:
@@ -388,7 +335,7 @@ def dtensor_like(tensor: Any, part: Tensor, mesh: Any = None) -> Any:
     mesh = tensor.device_mesh if mesh is None else mesh
     if name not in missing:
         try:
-            spec = tensor._spec
+            spec: Any = tensor._spec
             if mesh is not spec.mesh or part.dtype is not tensor.dtype:
                 spec = type(spec)(mesh, spec.placements, spec.tensor_meta._replace(dtype=part.dtype))
             return type(tensor)(part, spec, requires_grad=False)
@@ -403,19 +350,12 @@ def dtensor_like(tensor: Any, part: Tensor, mesh: Any = None) -> Any:
 # Data, devices and ranks.
 
 
-def _default_collate_functions() -> Any:
-    try:
-        from torch.utils.data._utils.collate import default_collate_fn_map
-    except ImportError:
-        missing["torch.utils.data._utils.collate.default_collate_fn_map"] = (
-            "loading the rows of a TensorDataset by one operation"
-        )
-        return None
-    return default_collate_fn_map
-
-
 # How torch's default collate treats each type; a user may have changed it.
-default_collate_functions: dict[Any, Any] | None = _default_collate_functions()
+default_collate_functions: dict[type | tuple[type, ...], Callable[..., object]] | None = _find(
+    torch,
+    "utils.data._utils.collate.default_collate_fn_map",
+    "loading the rows of a TensorDataset by one operation",
+)
 
 
 # The attribute in which a DataLoader keeps an iterator; and what it sets for itself in a pass, as a new one has it.
@@ -423,16 +363,16 @@ KEPT_ITERATOR = "_iterator"
 of_one_pass: Mapping[str, None] = {KEPT_ITERATOR: None, "_IterableDataset_len_called": None}
 
 
-def iterator_of_loader(loader: Any) -> Any:
+def iterator_of_loader(loader: object) -> Iterator[object] | None:
     """The iterator that a DataLoader with ``persistent_workers`` keeps; None: there is none."""
     if not hasattr(loader, KEPT_ITERATOR):
         missing["torch.utils.data.DataLoader._iterator"] = "workers that are kept end when they are collected"
     return getattr(loader, KEPT_ITERATOR, None)
 
 
-def end_workers(batches: Any) -> None:
+def end_workers(batches: object) -> None:
     """End the workers of a DataLoader's iterator now; of one that has none, nothing."""
-    end: Any = getattr(batches, "_shutdown_workers", None)
+    end: Callable[[], object] | None = getattr(batches, "_shutdown_workers", None)
     if end is not None:
         end()
 
@@ -443,18 +383,19 @@ def mps_generator() -> torch.Generator:
     Raises:
         RuntimeError: this torch has it elsewhere.
     """
-    generator: Any = getattr(torch.mps, "_get_default_mps_generator", None)
+    generator: Callable[[], torch.Generator] | None = getattr(torch.mps, "_get_default_mps_generator", None)
     if generator is None:
         raise RuntimeError(
             "torch.mps._get_default_mps_generator is not there in this version of torch, and dropout on an Apple GPU "
             'is seeded by it: train on device="cpu", or install a version of torch that pure_loop was tested with.'
         )
-    return generator()  # type: ignore[no-any-return]
+    return generator()
 
 
-def broadcast_coalesced(group: Any, tensors: list[Tensor], size: int, source: int) -> None:
+def broadcast_coalesced(group: ProcessGroup | None, tensors: list[Tensor], size: int, source: int) -> None:
     """Send what tensors hold on one rank of the group to all, in messages of at most ``size`` bytes."""
-    at_once: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_broadcast_coalesced", None)
+    at_once: Callable[[ProcessGroup | None, list[Tensor], int, int], object] | None
+    at_once = getattr(getattr(torch._C, "_distributed_c10d", None), "_broadcast_coalesced", None)
     if at_once is not None:
         at_once(group, tensors, size, source)
         return
@@ -472,7 +413,7 @@ def default_store() -> Any:
     """
     from torch.distributed import distributed_c10d as c10d
 
-    find: Any = getattr(c10d, "_get_default_store", None)
+    find: Callable[[], Any] | None = getattr(c10d, "_get_default_store", None)
     if find is None:
         raise RuntimeError(
             "torch.distributed.distributed_c10d._get_default_store is not there in this version of torch, and ranks "
@@ -502,8 +443,8 @@ class ReplaceableWorld(NamedTuple):
 
     cls: Any
     get: Callable[[], Any]
-    put: Callable[[Any], None]
-    register: Callable[[str, Any], None]
+    put: Callable[[object], None]
+    register: Callable[[str, object], None]
     unregister: Callable[[str], None]
 
 
@@ -523,19 +464,19 @@ def replaceable_world() -> ReplaceableWorld | None:
     )
 
 
-def drop_groups_of_mesh(mesh: Any) -> None:
+def drop_groups_of_mesh(mesh: DeviceMesh) -> None:
     """Let a mesh of kept States let go of its process groups, which are destroyed."""
-    groups: Any = getattr(mesh, "_pg_registry", None)
+    groups: dict[object, object] | None = getattr(mesh, "_pg_registry", None)
     if groups is not None:
         groups.clear()
 
 
-def drop_groups_of_fsdp(module: Any) -> None:
+def drop_groups_of_fsdp(module: object) -> None:
     """Let a module of fully_shard let go of its process groups, which the graph of a kept State would hold.
 
     Where a name is missing, ranks that wait for this one do so until their timeout is over.
     """
-    state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+    state: object = getattr(module, "_get_fsdp_state", lambda: None)()
     parameters = getattr(state, "_fsdp_param_group", None)
     if state is None:
         missing["torch.distributed.fsdp.FSDPModule._get_fsdp_state"] = (
@@ -553,9 +494,9 @@ def drop_groups_of_fsdp(module: Any) -> None:
             setattr(owner, name, empty)
 
 
-def fill_buckets(reducer: Any) -> bool:
+def fill_buckets(reducer: object) -> bool:
     """Fill the buckets of DistributedDataParallel in the order of its parameters; False: this torch can't be told."""
-    push: Any = getattr(reducer, "_push_all_rebuilt_params", None)
+    push: Callable[[], object] | None = getattr(reducer, "_push_all_rebuilt_params", None)
     if push is None:
         missing["torch.distributed.Reducer._push_all_rebuilt_params"] = "a backward of nothing before the first batch"
         return False
@@ -565,7 +506,7 @@ def fill_buckets(reducer: Any) -> bool:
 
 @contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
-    """Inside the ``with`` this process is the first of so many ranks, in a process group whose others answer nothing.
+    """Inside the ``with`` this process is the first of so many ranks, in a process group in which no other answers.
 
     Raises:
         RuntimeError: this torch has no such group; noted in :data:`missing`.
@@ -613,7 +554,7 @@ def record_operations(operations: list[Operation]) -> Iterator[None]:
     with DebugMode() as mode, DebugMode.log_tensor_hashes(hash_fn=_checksum, hash_inputs=True):
         yield
     for call in mode.operators:
-        log: Any = getattr(call, "log", None) or {}
+        log: Mapping[str, Any] = getattr(call, "log", None) or {}
         inputs, outputs = (
             tuple(optree.tree_leaves(log.get(name, ()))) for name in ("input_hash", "hash")
         )  # None left out

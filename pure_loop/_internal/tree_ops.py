@@ -3,7 +3,7 @@
 A rank holds a shard of such a tensor. An elementwise function of it is one of the shard (:func:`map_local`); a sum or a
 norm is one over all ranks (:func:`sum_over_shards`, :func:`norms`), which all of them have to call. torch.distributed
 is not imported here: a run without such tensors doesn't pay for it. Copies of many tensors (:func:`clone_all`) are one
-operation, whose call costs as much as the copy of a small tensor.
+operation: its call costs as much as the copy of a small tensor.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import dtensor_like, foreach_clone, transforms
 from pure_loop._internal.torch_private import local_tensor as local_tensor
 from pure_loop.errors import ArgumentError, DistributedError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
 __all__ = [
-    *("alone_on_rank", "are_sharded", "bytes_of", "clone_all", "from_local", "full_tensor", "have_same_sharding"),
-    *("in_transform", "is_sharded", "local_tensor", "map_local", "norms", "on_mesh", "placements_of", "shard_like"),
-    *("sum_over_shards", "unaliased"),
+    *("alone_on_rank", "are_sharded", "box_of", "bytes_of", "clone_all", "empty_sharded", "from_local", "full_tensor"),
+    *("have_same_sharding", "in_transform", "is_sharded", "local_tensor", "map_local", "norms", "on_mesh"),
+    *("placements_of", "reshaped_shard", "shard_like", "sum_over_shards", "unaliased"),
 ]
 
 alone_on_rank: ContextVar[str] = ContextVar("alone_on_rank", default="")
@@ -45,7 +49,7 @@ def _refuse_alone() -> None:
         )
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Whether this is a DTensor, of which this rank holds a shard.
 
     >>> import torch
@@ -55,7 +59,7 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def are_sharded(tensors: Mapping[str, Any] | Iterable[object]) -> bool:
+def are_sharded(tensors: Mapping[str, object] | Iterable[object]) -> bool:
     """Whether one of these is sharded: such as of ``state.params``.
 
     >>> import torch
@@ -65,11 +69,11 @@ def are_sharded(tensors: Mapping[str, Any] | Iterable[object]) -> bool:
     return any(map(is_sharded, tensors.values() if isinstance(tensors, Mapping) else tensors))
 
 
-def have_same_sharding(tensor: Any, before: Any) -> bool:
+def have_same_sharding(tensor: object, before: object) -> bool:
     """Whether two tensors of one shape have the same placements and mesh; True where one of them is not sharded."""
     if not (is_sharded(before) and is_sharded(tensor)):
         return True
-    return tensor.placements == before.placements and tensor.device_mesh == before.device_mesh  # type: ignore[no-any-return]
+    return tensor.placements == before.placements and tensor.device_mesh == before.device_mesh
 
 
 def placements_of(tensor: object) -> object:
@@ -77,7 +81,7 @@ def placements_of(tensor: object) -> object:
     return getattr(tensor, "placements", None)
 
 
-def full_tensor(tensor: Any) -> Any:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The unsharded tensor; a collective, which all ranks have to call."""
     if not is_sharded(tensor):
         return tensor
@@ -85,7 +89,7 @@ def full_tensor(tensor: Any) -> Any:
     return tensor.full_tensor()
 
 
-def from_local(tensor: Any, part: Tensor) -> Any:
+def from_local(tensor: Tensor, part: Tensor) -> Tensor:
     """A tensor sharded like this one, with ``part`` as the local shard."""
     return dtensor_like(tensor, part) if is_sharded(tensor) else part
 
@@ -114,15 +118,36 @@ def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
         )
     if not is_sharded(tensor) or is_sharded(whole):
         return whole
-    from torch.distributed.tensor import distribute_tensor  # already imported where tensors are sharded
-
-    placed: Any = tensor
-    parts = distribute_tensor(whole.detach(), placed.device_mesh, placed.placements, src_data_rank=None)
     # A view of it would keep the whole of it.
-    return from_local(parts, local_tensor(parts).clone())  # type: ignore[no-any-return]
+    sharded: Tensor = from_local(tensor, box_of(whole.detach(), tensor).clone())
+    return sharded
 
 
-def on_mesh(tensor: Any, mesh: Any) -> Any:
+def box_of(whole: Tensor, tensor: Any) -> Tensor:
+    """The view of a whole tensor that this rank would hold of it, were it sharded as ``tensor`` is."""
+    (box,) = tensor.__create_chunk_list__()
+    for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
+    return whole
+
+
+def reshaped_shard(tensor: Any, shard: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of another shape and dtype that is sharded as ``tensor`` is, with this local shard."""
+    stride = torch.empty(shape, device="meta").stride()
+    sharded: Tensor = type(tensor).from_local(
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return sharded
+
+
+def empty_sharded(shape: Sequence[int], dtype: torch.dtype, tensor: Any) -> Tensor:
+    """A tensor to be filled, sharded as ``tensor`` is and on its device."""
+    from torch.distributed.tensor import empty  # already imported where tensors are sharded
+
+    return empty(*shape, dtype=dtype, device_mesh=tensor.device_mesh, placements=tensor.placements)
+
+
+def on_mesh(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
     """A tensor in the same parts, over another mesh of the same shape."""
     return dtensor_like(tensor, local_tensor(tensor), mesh)
 
@@ -136,11 +161,11 @@ def map_local(function: Callable[..., Iterable[Tensor]], *lists: Sequence[Tensor
     """
     if not are_sharded(lists[0]):
         return list(function(*lists))
-    new = function(*[list(map(local_tensor, tensors)) for tensors in lists])
-    return [from_local(old, part) for old, part in zip(lists[0], new, strict=True)]
+    parts = function(*[list(map(local_tensor, tensors)) for tensors in lists])
+    return [from_local(tensor, part) for tensor, part in zip(lists[0], parts, strict=True)]
 
 
-def sum_over_shards(values: Tensor, tensor: Any, *, largest: bool = False) -> Tensor:
+def sum_over_shards(values: Tensor, tensor: object, *, largest: bool = False) -> Tensor:
     """Values computed from the shard of ``tensor``, summed (or their largest) over the ranks that hold the others.
 
     Of a tensor that is not sharded they are ``values``.
@@ -189,7 +214,7 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def unaliased(tree: Any, other: Any) -> Any:
+def unaliased(tree: PyTree, other: PyTree) -> PyTree:
     """A tree without the tensors of another one: copies in their places; the tree itself where it has none of them.
 
     >>> import torch
@@ -198,20 +223,18 @@ def unaliased(tree: Any, other: Any) -> Any:
     >>> copies[0] is one, copies[1] is two
     (False, True)
     """
-    leaves: list[Any] = optree.tree_leaves(other, namespace=NAMESPACE)
-    known = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-    if known.isdisjoint(map(id, optree.tree_leaves(tree, namespace=NAMESPACE))):
+    foreign = {id(leaf) for leaf in optree.tree_leaves(other, namespace=NAMESPACE) if isinstance(leaf, Tensor)}
+    if foreign.isdisjoint(map(id, optree.tree_leaves(tree, namespace=NAMESPACE))):
         return tree
-    copies: Any = optree.tree_map(lambda leaf: leaf.clone() if id(leaf) in known else leaf, tree, namespace=NAMESPACE)
-    return copies
+    return optree.tree_map(lambda leaf: leaf.clone() if id(leaf) in foreign else leaf, tree, namespace=NAMESPACE)
 
 
 def in_transform() -> bool:
-    """Whether this runs inside a transform of ``torch.func``, whose tensors have no memory of their own."""
+    """Whether this runs inside a transform of ``torch.func``, where tensors have no memory of their own."""
     return transforms() is not None
 
 
-def bytes_of(tree: Any) -> int:
+def bytes_of(tree: PyTree) -> int:
     """The bytes of the numbers of all tensors in a tree.
 
     >>> import torch

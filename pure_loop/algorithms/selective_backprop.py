@@ -22,7 +22,7 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part, rows_of
 from pure_loop.algorithms._images import image_of
 from pure_loop.algorithms._spans import as_span, part_of_span
-from pure_loop.data.batch import num_samples, split
+from pure_loop.data.samples import num_samples, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.event import Event
 from pure_loop.lens import BatchKey, with_part

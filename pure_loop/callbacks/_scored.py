@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pure_loop.errors import ArgumentError
 from pure_loop.metrics import Metric
@@ -29,34 +29,45 @@ class Scored:
         ArgumentError: one without the other, or no such text.
     """
 
-    def __init__(self, best: int | None, metric: Any, mode: Any) -> None:
+    def __init__(self, best: int | None, metric: object, mode: object) -> None:
         self.metric, self.mode = _read(best, metric, mode)
         self._label, _, self._name = ("" if self.metric is None else self.metric).partition("/")
         # At which batch it was measured, and of which tensors.
         self._measured: int | None = None
         self._trained: list[int] = []
-
-    @property
-    def label(self) -> str:
-        """That of the evaluator; "": there is no metric."""
-        return self._label
+        # The States whose weights were measured since the last batch, by the labels of evaluators.
+        self._evaluated: dict[str, State] = {}
 
     @property
     def largest(self) -> bool:
         return self.mode == "max"
 
-    def begin(self) -> None:
-        """At FIT_START."""
-        self._measured = None
+    def begin(self, evaluated: dict[str, State]) -> None:
+        """At FIT_START.
+
+        Args:
+            evaluated: for the States at EVAL_START; another part of the loop takes them out at the next batch.
+        """
+        self._measured, self._evaluated = None, evaluated
 
     def begins(self, state: State) -> None:
         """At EVAL_BEFORE_ALL."""
         if self.metric is not None:
             self._trained = _identities(state)
 
-    def is_of(self, state: State) -> bool:
+    def evaluates(self, state: State) -> None:
+        """At EVAL_START, where the weights are saved that are measured."""
+        if self._is_of(state):
+            self._evaluated[self._label] = state
+
+    def _is_of(self, state: State) -> bool:
         """Whether this evaluation measures it."""
         return self.metric is not None and state.evaluator == self._label
+
+    def with_measured_weights(self, state: State) -> State:
+        """The State with the weights of the last evaluation."""
+        evaluated = self._evaluated[self._label]
+        return state.replace(model=evaluated.model, params=evaluated.params, buffers=evaluated.buffers)
 
     def evaluated(self, state: State) -> None:
         """At EVAL_END.
@@ -64,7 +75,7 @@ class Scored:
         Raises:
             ArgumentError: its evaluator doesn't measure it; says what it does.
         """
-        if self.is_of(state):
+        if self._is_of(state):
             self._measured = state.timestamp.batch
             self._refuse_other([*state.metrics[self._label]])
 
@@ -78,7 +89,7 @@ class Scored:
         """
         return self._measured == state.timestamp.batch and (evaluated or self._trained == _identities(state))
 
-    def notes(self, state: State) -> dict[str, Any]:
+    def notes(self, state: State) -> dict[str, object]:
         """What a checkpoint of this State, at which it was measured, says of it."""
         score = float(state.metrics[self._label][self._name])
         # NaN and infinity are never the best, and JSON doesn't have them.
@@ -113,7 +124,7 @@ def _identities(state: State) -> list[int]:
     return [id(tensor) for tensor in (*state.params.values(), *state.buffers.values())]
 
 
-def _read(best: int | None, metric: Any, mode: Any) -> tuple[str | None, Mode | None]:
+def _read(best: int | None, metric: object, mode: object) -> tuple[str | None, Mode | None]:
     if best is None:
         if metric is not None or mode is not None:
             raise ArgumentError(f"metric={metric!r} and mode={mode!r} say which are best: keep_best=1 keeps the best.")

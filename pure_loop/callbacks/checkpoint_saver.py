@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from contextlib import closing
+from functools import partial
+from typing import Annotated, Literal
 
 from pure_loop._internal.arguments import check_flag
-from pure_loop._internal.logs import get_logger
+from pure_loop._internal.logs import get_logger, warn_on_terminal
 from pure_loop._internal.names import Fields, Pattern
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._scored import Scored
-from pure_loop.checkpoint.background import Background, snapshot, streams_of
-from pure_loop.checkpoint.base import refuse_no_base
+from pure_loop.checkpoint.background import StateWriter
+from pure_loop.checkpoint.coordination import REQUEUE, Coordinator, StopConsensus, TimeLimit, of_first_rank, read_limit
+from pure_loop.checkpoint.digests import refuse_no_base
 from pure_loop.checkpoint.document import write_document
-from pure_loop.checkpoint.early_end import REQUEUE, TimeLimit, read_limit, warn_on_terminal
-from pure_loop.checkpoint.files import SHARDED, SUFFIX, in_parts, write_state
-from pure_loop.checkpoint.paths import PathLike, same_place
-from pure_loop.checkpoint.retention import Names, Saved, check_links
-from pure_loop.checkpoint.run_folder import RunFolder
+from pure_loop.checkpoint.files import SUFFIX, in_parts
+from pure_loop.checkpoint.paths import Names, PathLike, same_place
+from pure_loop.checkpoint.run_folder import Links, Retention, RunFolder
 from pure_loop.checkpoint.signals import HeldSignals, SignalLike, any_came, signal_name
 from pure_loop.checkpoint.storage import storage_of
-from pure_loop.checkpoint.weights import Weights, refuse_unwritable
+from pure_loop.checkpoint.weights import refuse_unwritable
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
-from pure_loop.stages.workspace import protect
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit
-
-if TYPE_CHECKING:
-    from pure_loop.checkpoint.coordination import Coordinator, StopConsensus
 
 __all__ = ["CheckpointSaver"]
 
@@ -46,12 +43,12 @@ _AT_LEAST_ONE = "a whole number of at least 1, or None: at least one checkpoint 
 class CheckpointSaver(Callback):
     """Saves States to a folder at intervals and where training ends, beside training.
 
-    A State is a value, so a thread writes it while the next steps run; two are under way at most. What goes wrong there
-    is raised at the next BATCH_CHECKPOINT, EPOCH_CHECKPOINT or FIT_END. A file appears whole or not at all. Where the
-    stream ends with an error while a batch is loaded (a worker died) or in an evaluation, the State of the last
-    boundary is saved before the error is raised, if a batch was trained on. Of several
-    ranks the first one saves. Where each holds a part of the State (``parallel="shard"``) all of them do, to a folder
-    ``*.sharded`` in the place of the file; a signal to one of them stops them all, one boundary later.
+    A State is a value, so a thread writes it while the next steps run; two are under way at most. What goes wrong
+    there is raised at the next BATCH_CHECKPOINT, EPOCH_CHECKPOINT or FIT_END. A file appears whole or not at all.
+    Where the stream ends with an error while a batch is loaded (a worker died) or in an evaluation, the State of the
+    last boundary is saved before the error is raised, if a batch was trained on. Of several ranks the first one saves.
+    Where each holds a part of the State (``parallel="shard"``) all of them do, to a folder ``*.sharded`` in the place
+    of the file; a signal to one of them stops them all, one boundary later.
 
     A folder has one run's checkpoints. Where it holds those of another run, training doesn't start, unless
     ``overwrite=True``. A run continues an earlier one, and its checkpoints, with ``autoresume``, or from a State or a
@@ -131,34 +128,25 @@ class CheckpointSaver(Callback):
         if due is None:
             raise ArgumentTypeError('interval=None: write how often to save, such as "1ep" or "100ba".')
         self.interval = due
-        names = Names(filename, SUFFIX)
         self._scored = Scored(keep_best, metric, mode)
-        check_links(SUFFIX, SHARDED, latest=latest, best=best)
         self._weights_only = check_flag("weights_only", weights_only)
         self._trained_only = check_flag("trained_only", trained_only)
-        keeping: dict[str, Any] = {"last": keep_last, "best": keep_best, "largest": self._scored.largest}
-        keeping |= {"weights": self._weights_only, "overwrite": check_flag("overwrite", overwrite)}
-        self._folder = RunFolder(where, names, **keeping, newest_link=latest, best_link=best, beside=self._beside)
-        self._background = background
+        retention = Retention(keep_last, keep_best, self._scored.largest)
+        options = {"weights_only": self._weights_only, "overwrite": check_flag("overwrite", overwrite)}
+        names, links = Names(filename, SUFFIX), Links(latest, best)
+        self._folder = RunFolder(where, names, retention, links, **options, beside=self._beside)
+        self._writer = StateWriter(
+            self._folder, weights_only=self._weights_only, trained_only=self._trained_only, beside=background
+        )
         self._held = HeldSignals(signals)
         self._limit = read_limit(stop_before)
-        self._writer = Background()
         # Where each rank holds a part of the State.
-        self._coordinator: Coordinator | None = None
         self._vote: StopConsensus | None = None
-        # The call of fit that it was bound to last, and the one whose stream it serves; None: a script of one's own.
-        self._bound: Run | None = None
-        self._run: Run | None = None
-        # The call that it was bound to last, of whatever function.
+        # The call that it was bound to last.
         self._called: Run | None = None
-        # Whether ``autoresume`` of that call reads this folder.
-        self._is_resumed = False
-        self._began = 0
-        # The States that were measured since the last batch, by the labels of evaluators.
-        self._evaluated: dict[str, State] = {}
         # The State that was saved last, by its batch and its event, and where.
         self._saved: tuple[int, Event | None, str] | None = None
-        self._said = ""
+        self._began, self._said = 0, ""
 
     @property
     def place(self) -> str:
@@ -171,8 +159,6 @@ class CheckpointSaver(Callback):
             ArgumentError: it would never save, its metric isn't measured, or another saver has files of the same names.
         """
         self._called = run
-        self._bound = run if run.function == "fit" else None
-        self._is_resumed = run.autoresume is not None and self.saves_to(run.autoresume)
         if run.autoresume is not None and self._weights_only and same_place(self.folder, run.autoresume):
             raise ArgumentError(
                 f"CheckpointSaver({self.folder!r}, weights_only=True) saves to the folder of autoresume, which resumes "
@@ -183,35 +169,27 @@ class CheckpointSaver(Callback):
                 f"{run.function} has no checkpoint events, so CheckpointSaver would never save: leave it out, or save "
                 "the last State yourself, pl.save(state, path)."
             )
+        savers = [callback for callback in run.callbacks if isinstance(callback, CheckpointSaver)]
+        if self._limit is not None:
+            resumes = not all(saver._weights_only for saver in savers)
+            self._limit.refuse_endless(counts=run.function != "drive", resumes=resumes)
         if run.function == "drive":
-            if self._limit is not None:
-                raise ArgumentError(
-                    f"CheckpointSaver(stop_before={self._limit.text!r}): a script of one's own counts no seconds; stop "
-                    "in the loop's body, or train with fit."
-                )
             return
         if run.order == "2021":
             raise ArgumentError(
                 "order='2021' has no checkpoint events, so CheckpointSaver would never save: take the current order, "
                 "or save in the loop's body, pl.save(state, path), at BATCH_END or EPOCH_END."
             )
-        due = self.interval
-        if isinstance(due, Cadence) and due.interval.unit is TimeUnit.ITERATION and run.iteration_length is None:
+        interval = self.interval.interval if isinstance(self.interval, Cadence) else None
+        if interval is not None and interval.unit is TimeUnit.ITERATION and run.iteration_length is None:
             raise ArgumentError(
-                f"CheckpointSaver(interval={str(due.interval)!r}) counts iterations, and iteration_length is not "
+                f"CheckpointSaver(interval={str(interval)!r}) counts iterations, and iteration_length is not "
                 "given, so it would never save."
             )
         self._scored.refuse_unmeasured(run.metrics)
-        others = [callback for callback in run.callbacks if isinstance(callback, CheckpointSaver)]
-        others.remove(self)  # once: the same saver may stand in the list twice
-        for other in others:
-            self._folder.refuse_same(other._folder)
-        if self._limit is not None and self._weights_only and all(other._weights_only for other in others):
-            raise ArgumentError(
-                f"CheckpointSaver(weights_only=True, stop_before={self._limit.text!r}): the run would ask to be run "
-                "again, and can't resume from weights alone. Write stop_before in a CheckpointSaver of whole States, "
-                "autoresume=CheckpointSaver(folder, stop_before=...)."
-            )
+        savers.remove(self)  # once: the same saver may stand in the list twice
+        for saver in savers:
+            self._folder.refuse_same(saver._folder)
         run.at_end.append(self._closed)
 
     def saves_to(self, folder: PathLike) -> bool:
@@ -219,16 +197,14 @@ class CheckpointSaver(Callback):
         return not self._weights_only and same_place(self.folder, folder)
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
-        self._run = self._held.run = self._bound
-        together = in_parts(state)
+        is_fit = self._called is not None and self._called.function == "fit"
+        self._held.run = self._called if is_fit else None
         self._folder.settle(self._fields(state))
         if self._trained_only:
             refuse_no_base(state)
-        if together:
-            from pure_loop.checkpoint.coordination import Coordinator, StopConsensus  # with it comes torch.distributed
-
+        if together := in_parts(state):
             self._vote = StopConsensus()
-            self._coordinator = Coordinator()
+            self._writer.coordinator = Coordinator()
         if self.rank == 0:
             # What can't be saved is an error now, not after the first epoch.
             if self._weights_only:
@@ -236,13 +212,11 @@ class CheckpointSaver(Callback):
             else:
                 write_document(state, parts=together)
             self._folder.open(state, self._scored.metric, self._called, type(self).__name__)
-        self._scored.begin()
-        self._evaluated = {} if self._run is None or self._run.boundary is None else self._run.boundary.evaluated
-        self._saved, self._said = None, ""
-        self._began = state.timestamp.batch
+        self._scored.begin({} if self._held.boundary is None else self._held.boundary.evaluated)
+        self._saved, self._said, self._began = None, "", state.timestamp.batch
         self._note(state)
         if self._limit is not None:
-            self._limit.begin(state, 1 if self._run is None else self._run.ranks)
+            self._limit.begin(state, 1 if self._held.run is None else self._held.run.ranks)
         self._held.listen()
 
     def _fields(self, state: State) -> Fields:
@@ -251,27 +225,21 @@ class CheckpointSaver(Callback):
         fields = (run or Run(function="drive", callbacks=())).fields(state.timestamp)
         if run is None or run.ranks == 1 or not {"run_name", "start"} & self._folder.fields:
             return fields
-        from pure_loop.checkpoint.coordination import Coordinator
-
-        meeting = Coordinator()
-        try:
-            return meeting.round(self.folder, lambda: fields, lambda by_rank: [by_rank[0]] * len(by_rank))
-        finally:
-            meeting.close()
+        return of_first_rank(fields, self.folder)
 
     def eval_before_all(self, state: State, logger: LoggerGroup) -> None:
         self._scored.begins(state)
 
     def eval_start(self, state: State, logger: LoggerGroup) -> None:
-        if self._weights_only and self._scored.is_of(state):
-            self._evaluated[self._scored.label] = state
+        if self._weights_only:
+            self._scored.evaluates(state)
 
     def eval_batch_end(self, state: State, logger: LoggerGroup) -> None:
         # Ranks with parts of a State save it together, at a boundary alone.
-        boundary = self._last_boundary()
-        if boundary is None or self._held.caught is None or self._vote is not None or self.rank:
+        boundary = self._held.boundary
+        if boundary is None or boundary.state is None or self._held.caught is None or self._vote or self.rank:
             return
-        self._stop(boundary, measured=False)
+        self._stop(boundary.state, measured=False)
 
     def eval_end(self, state: State, logger: LoggerGroup) -> None:
         self._scored.evaluated(state)
@@ -296,47 +264,46 @@ class CheckpointSaver(Callback):
 
     def close(self) -> None:
         why = sys.exception()
-        came = self._held.came or any_came(self._run)
+        came = self._held.came or any_came(self._held.run)
         try:
-            try:
+            with closing(self._writer):
                 self._rescue(why, came)
-            finally:
-                self._writer.finish()
         except Exception as error:
             if came is not None:
                 _log.error("%s: not saved: %s", signal_name(came), error)
             # What ended training on this rank, or on another, ended what was being saved as well.
-            if self._coordinator is None or why is None or isinstance(why, GeneratorExit):
+            if self._writer.coordinator is None or why is None or isinstance(why, GeneratorExit):
                 raise
             why.add_note(str(error))
         finally:
-            for group in (self._coordinator, self._vote):
+            for group in (self._writer.coordinator, self._vote):
                 if group is not None:
                     group.close()
-            self._coordinator = self._vote = None
-            if self._run is None:
+            self._writer.coordinator = self._vote = None
+            if self._held.run is None:
                 self._held.act()
 
     def _closed(self) -> None:
         """After all else of the stream is closed: let the signal act that was held back, if one was."""
-        if self._bound is self._run:
-            self._bound = None
-        self._run = self._held.run = None
+        if self._called is self._held.run:
+            self._called = None
+        self._held.run = None
         self._held.act()
 
     def _rescue(self, why: BaseException | None, came: int | None) -> None:
         """Where a stream ends early: save the State of the last boundary, if no step has written to it since."""
-        state = self._last_boundary()
+        state = None if self._held.boundary is None else self._held.boundary.state
         if why is None and came is not None and self._saved is not None:
             self._writer.wait()
             self._say(signal_name(came), *self._saved)
-        if state is None or why is None or isinstance(why, NonFiniteError) or (self.rank and self._coordinator is None):
+        # What ended the stream may be that a State can't be saved.
+        if state is None or why in (None, self._writer.failed) or isinstance(why, NonFiniteError) or not self._saves:
             return
-        if why is self._writer.failed:
-            return  # what ended the stream is that a State can't be saved
         # Without a signal the loop's body may be left wherever it likes; and not all ranks need come here.
         if came is None and (
-            isinstance(why, GeneratorExit) or self._coordinator is not None or state.timestamp.batch == self._began
+            isinstance(why, GeneratorExit)
+            or self._writer.coordinator is not None
+            or state.timestamp.batch == self._began
         ):
             return
         name = f"{type(why).__name__}: {why}" if came is None else signal_name(came)
@@ -356,26 +323,20 @@ class CheckpointSaver(Callback):
         Raises:
             SystemExit: on all ranks.
         """
-
-        def save() -> None:
-            if self.rank == 0 or self._coordinator is not None:
-                self._finish(state, f"stop_before={limit.text!r}", measured=self._is_measured(state))
-
-        if self._coordinator is None and self._run is not None and self._run.ranks > 1:
-            from pure_loop.checkpoint.coordination import Coordinator
-
+        measured = self._scored.is_measured(state, evaluated=self._weights_only)
+        save = partial(self._finish, state, f"stop_before={limit.text!r}", measured=measured)
+        if self._writer.coordinator is None and self._held.run is not None and self._held.run.ranks > 1:
             # The first rank that ends may have the others killed, so all wait until the file is complete.
-            waiting = Coordinator()
-            try:
-                waiting.round(self.place, save, lambda by_rank: [None] * len(by_rank))
-            finally:
-                waiting.close()
+            with closing(Coordinator()) as meeting:
+                meeting.together(self.place, save)
         else:
             save()
         raise SystemExit(REQUEUE)
 
     def _finish(self, state: State, why: str, *, measured: bool) -> None:
-        """Save a State, unless it is saved, and say where it is and how to resume."""
+        """On ranks that save: save a State, unless it is saved, and say where it is and how to resume."""
+        if not self._saves:
+            return
         if self._saved is None or self._saved[:2] != (state.timestamp.batch, state.event):
             self._save(state, measured=measured)
         self._writer.wait()
@@ -386,99 +347,52 @@ class CheckpointSaver(Callback):
         if path == self._said or self.rank:
             return
         self._said = path
-        how = "the same command resumes from it" if self._is_resumed else "resume it with fit(..., load_path=...)"
+        folder = None if self._called is None else self._called.autoresume
+        text = f"{why}: the State of batch {batch} is saved in {path}: resume it with fit(..., load_path=...)"
         if self._weights_only:
-            warn_on_terminal(f"{why}: the weights of batch {batch} are saved in {path}")
-            return
-        warn_on_terminal(f"{why}: the State of batch {batch} is saved in {path}: {how}")
+            text = f"{why}: the weights of batch {batch} are saved in {path}"
+        elif folder is not None and self.saves_to(folder):
+            text = f"{why}: the State of batch {batch} is saved in {path}: the same command resumes from it"
+        warn_on_terminal(_log, text)
 
     def _note(self, state: State) -> None:
         """Remember the State of a boundary until the next batch is loaded."""
-        if self._run is not None and self._run.boundary is not None:
-            self._run.boundary.state = state
-
-    def _last_boundary(self) -> State | None:
-        return None if self._run is None or self._run.boundary is None else self._run.boundary.state
+        if self._held.boundary is not None:
+            self._held.boundary.state = state
 
     def _at(self, state: State, counted: Event, logger: LoggerGroup) -> None:
         self._note(state)
         self._writer.check()
-        if self._vote is not None:
-            # All have to save the same State.
+        stop = self._held.caught
+        if self._vote is not None:  # all have to save the same State
             stop = self._vote.cast(self._held.caught)
             self._held.caught = self._held.caught or stop
-            requested = stop is not None
-        else:
-            requested = self._held.caught is not None
-        due = self.interval
-        now = due.at(state, counted) if isinstance(due, Cadence) else due(state)
-        saves = self.rank == 0 or self._coordinator is not None
-        measured = self._is_measured(state)
-        if not saves or not (requested or now or state.has_ended()):
+        interval = self.interval
+        is_due = interval.at(state, counted) if isinstance(interval, Cadence) else interval(state)
+        measured = self._scored.is_measured(state, evaluated=self._weights_only)
+        if not self._saves or not (stop or is_due or state.has_ended()):
             return
         # A run that resumes from this State does not record again what was recorded before it.
         logger.flush()
-        if requested:
+        if stop:
             self._stop(state, measured=measured)
         else:
             self._save(state, measured=measured)
 
-    def _is_measured(self, state: State) -> bool:
-        return self._scored.is_measured(state, evaluated=self._weights_only)
+    @property
+    def _saves(self) -> bool:
+        """Whether this rank saves: the first one, and each that holds a part of the State."""
+        return self.rank == 0 or self._writer.coordinator is not None
 
     def _save(self, state: State, *, measured: bool) -> None:
-        coordinator, folder = self._coordinator, self._folder
-        name = folder.name_of(state, parts=coordinator is not None and not self._weights_only)
-        path = folder.path_of(name)
-        self._saved = state.timestamp.batch, state.event, path
-        if self._weights_only:
-            of = self._evaluated[self._scored.label] if measured else state
-            state = state.replace(
-                opt_state=None, algorithm_state={}, model=of.model, params=of.params, buffers=of.buffers
-            )
-        # All ranks gather here, because collectives of a thread would meet those of training.
-        weights = Weights.of(state) if self._weights_only and coordinator is not None else None
-        # Taken out of it by the job, so that the State is unaliased as soon as it is copied.
-        waiting = [(state, protect(state))]
-        streams = streams_of(state)
+        place = state.timestamp.batch, state.event
+        if self._weights_only and measured:
+            state = self._scored.with_measured_weights(state)
+        path = self._writer.save(state, partial(self._notes, measured=measured), first=self.rank == 0)
+        self._saved = *place, path
 
-        def job() -> None:
-            state, release = waiting.pop()
-            try:
-                if self._background:
-                    kept, state = state, snapshot(state, but_frozen=self._trained_only)
-                    if state is not kept:
-                        release()
-                    del kept
-                notes: dict[str, Any] = {}
-                with streams:
-                    if measured:
-                        notes = self._scored.notes(state)
-                    if self._run is not None and self._run.run_name is not None:
-                        notes["run_name"] = self._run.run_name
-                    self._write(state, path, notes, weights)
-                if self.rank == 0:
-                    folder.add(Saved(name, state.timestamp.batch, notes.get("score")))
-            except Exception as error:
-                error.add_note(f"raised while {path} was saved")
-                raise
-            finally:
-                release()
-
-        self._writer.submit(job)
-        if not self._background:
-            self._writer.wait()
-
-    def _write(self, state: State, path: str, notes: dict[str, Any], weights: Weights | None) -> None:
-        coordinator = self._coordinator
-        if weights is not None:
-            assert coordinator is not None
-            weights.write_together(coordinator, path, notes)
-        elif self._weights_only:
-            Weights.of(state, trained_only=self._trained_only).write(path, notes)
-        elif coordinator is None:
-            write_state(state, path, notes, trained_only=self._trained_only)
-        else:
-            from pure_loop.checkpoint.sharded import write
-
-            write(coordinator, state, path, notes)
+    def _notes(self, state: State, *, measured: bool) -> dict[str, object]:
+        notes = self._scored.notes(state) if measured else {}
+        if self._held.run is not None and self._held.run.run_name is not None:
+            notes["run_name"] = self._held.run.run_name
+        return notes

@@ -9,7 +9,7 @@ May import ``state``, ``model`` and what is below, and ``distributed``. Begin wi
 ``storage.py`` writes and reads local and remote files.
 """
 
-from pure_loop.checkpoint.early_end import REQUEUE
+from pure_loop.checkpoint.coordination import REQUEUE
 from pure_loop.checkpoint.files import describe, load, save
 from pure_loop.checkpoint.finding import best, latest
 from pure_loop.checkpoint.tree import register

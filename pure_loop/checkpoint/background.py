@@ -1,6 +1,6 @@
-"""Jobs that run beside training, in order, a few at most; their exceptions are raised by the next call.
+"""Checkpoints that are written beside training, in order, a few at most; exceptions are raised by the next call.
 
-They read copies of what is being saved, or the State itself, on a GPU in the order of its streams.
+What is written is read from copies, or from the State itself, on a GPU in the order of its streams.
 """
 
 from __future__ import annotations
@@ -9,22 +9,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
 from pure_loop._internal.processes import in_child
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.tree_ops import are_sharded
+from pure_loop.checkpoint.coordination import Coordinator
+from pure_loop.checkpoint.files import write_state
+from pure_loop.checkpoint.run_folder import RunFolder, Saved
+from pure_loop.checkpoint.weights import Weights
+from pure_loop.stages.workspace import protect
 from pure_loop.state import State, outside_batch
 
-__all__ = ["Background", "snapshot", "streams_of"]
+__all__ = ["Background", "StateWriter"]
 
 
 class Background:
-    """A thread for jobs, which is there from the first job to :meth:`finish`. A forked child has neither.
+    """A thread for jobs, which is there from the first job to :meth:`close`. A forked child has neither.
 
     Args:
         limit: how many jobs wait or run at most; :meth:`submit` waits where there are as many.
@@ -80,7 +84,7 @@ class Background:
         while self._jobs:
             self._end(self._jobs.popleft())
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Wait for all jobs, and end the thread.
 
         Raises:
@@ -95,7 +99,77 @@ class Background:
             self._jobs.clear()
 
 
-def snapshot(state: State, *, but_frozen: bool = False) -> State:
+class StateWriter(Background):
+    """Writes checkpoints to the folder of a run, and removes from it what needn't be kept.
+
+    Args:
+        folder: where to.
+        weights_only, trained_only: what is written: see :func:`pure_loop.save`.
+        beside: whether a thread writes while training continues.
+
+    Attributes:
+        coordinator: where the ranks that hold parts of the State meet; None: it is not sharded.
+    """
+
+    def __init__(self, folder: RunFolder, *, weights_only: bool, trained_only: bool, beside: bool) -> None:
+        super().__init__()
+        self._folder = folder
+        self._weights_only, self._trained_only, self._beside = weights_only, trained_only, beside
+        self.coordinator: Coordinator | None = None
+
+    def save(self, state: State, notes: Callable[[State], dict[str, object]], *, first: bool) -> str:
+        """Begin to save a State; the path of what is written.
+
+        Args:
+            state: which one.
+            notes: what is noted of it; called where the State can be read.
+            first: whether this is rank 0, which has the folder in its charge.
+
+        Raises:
+            Exception: what a job before this one raised.
+        """
+        coordinator, folder = self.coordinator, self._folder
+        if self._weights_only:
+            state = state.replace(opt_state=None, algorithm_state={})
+        name = folder.name_of(state, parts=coordinator is not None and not self._weights_only)
+        path = folder.path_of(name)
+        # All ranks gather here, because collectives of a thread would meet those of training.
+        gathered = Weights.of(state) if self._weights_only and coordinator is not None else None
+        # Taken out of it by the job, so that the State is unaliased as soon as it is copied.
+        waiting = [(state, protect(state))]
+        streams = _streams_of(state)
+
+        def job() -> None:
+            state, release = waiting.pop()
+            try:
+                if self._beside:
+                    original, state = state, _snapshot(state, but_frozen=self._trained_only)
+                    if state is not original:
+                        release()
+                    del original
+                with streams:
+                    noted, weights = notes(state), gathered
+                    if self._weights_only and weights is None:
+                        weights = Weights.of(state, trained_only=self._trained_only)
+                    write_state(
+                        state, path, noted, trained_only=self._trained_only, weights=weights, coordinator=coordinator
+                    )
+                if first:
+                    score = noted.get("score")
+                    folder.add(Saved(name, state.timestamp.batch, score if isinstance(score, float) else None))
+            except Exception as error:
+                error.add_note(f"raised while {path} was saved")
+                raise
+            finally:
+                release()
+
+        self.submit(job)
+        if not self._beside:
+            self.wait()
+        return path
+
+
+def _snapshot(state: State, *, but_frozen: bool = False) -> State:
     """The State with copies of its tensors, but for what belongs to a batch.
 
     Args:
@@ -114,30 +188,30 @@ def snapshot(state: State, *, but_frozen: bool = False) -> State:
         trained = frozenset(state.model.trainable)
         copies |= {id(tensor): tensor for name, tensor in state.params.items() if name not in trained}
 
-    def copied(leaf: Any) -> Any:
+    def copied(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in copies:
             copies[id(leaf)] = leaf.detach().clone()
         return copies[id(leaf)]
 
-    durable: Any = outside_batch(state).replace(event=state.event)
-    result: Any = optree.tree_map(copied, durable, namespace=NAMESPACE)
-    return result  # type: ignore[no-any-return]
+    durable: PyTree = outside_batch(state).replace(event=state.event)
+    tree: PyTree = optree.tree_map(copied, durable, namespace=NAMESPACE)
+    snapshot: State = tree
+    return snapshot
 
 
-def streams_of(state: State) -> AbstractContextManager[None]:
+def _streams_of(state: State) -> AbstractContextManager[None]:
     """In which another thread reads this State: behind all that this thread has had GPUs compute so far.
 
     A thread begins on the default stream, which doesn't wait for that which ``torch.cuda.stream`` made current here.
     """
     devices = {param.device for param in state.params.values() if param.is_cuda}
-    current: Any = torch.cuda.current_stream
-    return _on([current(device) for device in devices])
+    return _on([torch.cuda.current_stream(device) for device in devices])
 
 
 @contextmanager
-def _on(streams: Sequence[Any]) -> Iterator[None]:
+def _on(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
     with ExitStack() as stack:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Self, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import accepts, name_of
 from pure_loop._internal.suggestions import nearest
-from pure_loop.checkpoint.base import BaseTensor, verified_base
+from pure_loop.checkpoint.digests import BaseTensor, verified_base
 from pure_loop.checkpoint.document import Document, Shaped
+from pure_loop.checkpoint.validation import Json
 from pure_loop.checkpoint.weights import all_names, saved_weights, with_buffers_of, with_weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
@@ -34,14 +35,14 @@ Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str]"
 """Names, or their beginnings up to a dot, and what stands for them; or a function of the name."""
 
 
-def _read_exclude(value: Any) -> tuple[str, ...]:
+def _read_exclude(value: object) -> tuple[str, ...]:
     globs = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
     if not all(isinstance(glob, str) and glob for glob in globs):
         raise ArgumentTypeError(f'exclude={value!r}: write globs of names, such as ["head.*"].')
     return globs
 
 
-def _read_rename(value: Any) -> Rename | None:
+def _read_rename(value: object) -> Rename | None:
     if value is None:
         return None
     example = 'write {"backbone.": "encoder."}, beginnings of names in the file and in the model, or a function'
@@ -56,7 +57,7 @@ def _read_rename(value: Any) -> Rename | None:
             f"rename is the function {name_of(value)}, which can't be called with one argument: it is called as "
             f"{name_of(value)}(name) with each name in the file, and returns that in the model."
         )
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 @attrs.frozen
@@ -161,7 +162,7 @@ def _near(text: str, names: list[str]) -> str:
 _OPT_STATE, _ALGORITHM_STATE = "opt_state", "algorithm_state/"
 
 
-def without_excluded(fields: Mapping[str, Any], exclude: Iterable[str], path: object) -> dict[str, Any]:
+def without_excluded(fields: Mapping[str, Json], exclude: Iterable[str], path: object) -> dict[str, Json]:
     """The fields of a State as JSON, without its optimizer state or the algorithm state of some algorithms.
 
     Args:

@@ -15,13 +15,13 @@ import math
 import os
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeGuard
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop.checkpoint.parsing import MOST_MEMORY, memory_of, parse, shortened
+from pure_loop.checkpoint.validation import MOST_MEMORY, memory_of, parse, shortened
 from pure_loop.errors import CheckpointError
 
 __all__ = [
@@ -123,7 +123,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
     """
     # From the widest dtype to the narrowest, so that every tensor begins at a multiple of its numbers' size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in ordered:
         stop = offset + tensor.numel() * tensor.element_size()
@@ -315,7 +315,7 @@ def verify(file: BinaryIO, size: int, path: object, digest: str | None = None) -
     return header
 
 
-def _hold_against(file: BinaryIO, header: Header, digest: Any, path: object) -> None:
+def _hold_against(file: BinaryIO, header: Header, digest: hashlib.blake2b, path: object) -> None:
     if header.digested and _exactly(file, _DIGEST_BYTES, path) != digest.digest():
         _refuse(path, "its contents don't have the digest that was written with them: it is damaged")
 
@@ -327,7 +327,7 @@ def _pieces(size: int) -> Iterator[int]:
         size -= piece
 
 
-def _entry(name: str, value: Any, path: object) -> Entry:
+def _entry(name: str, value: object, path: object) -> Entry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         _refuse(path, f"its header describes tensor {shortened(name, 60)} in another way than the format does")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -351,13 +351,13 @@ def _entry(name: str, value: Any, path: object) -> Entry:
     return Entry(name, dtype, tuple(shape), start, stop)
 
 
-def are_counts(values: Any) -> bool:
+def are_counts(values: object) -> TypeGuard[list[int]]:
     """Whether JSON is a list of whole numbers that torch can count with."""
     # Not isinstance: a bool is an int.
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= LARGEST for value in values)
 
 
-def is_shape(values: Any) -> bool:
+def is_shape(values: object) -> TypeGuard[list[int]]:
     """Whether JSON is the shape of a tensor that torch can have."""
     return are_counts(values) and len(values) <= _MOST_DIMENSIONS and math.prod(size or 1 for size in values) <= LARGEST
 

@@ -22,23 +22,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop.checkpoint.base import Base, read_base, take_out_base
-from pure_loop.checkpoint.parsing import first_names, parse, shortened
+from pure_loop._internal.pytree import PyTree
+from pure_loop.checkpoint.digests import Base, read_base, take_out_base
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer, named, registered
 from pure_loop.checkpoint.validation import (
     LARGEST_COUNT,
-    OF_PROGRESS,
+    PROGRESS_FIELDS,
+    Json,
+    first_names,
+    parse,
     refuse_another_model,
     refuse_invalid,
     refuse_no_notes,
     refuse_no_time,
     refuse_other_kinds,
+    shortened,
 )
 from pure_loop.errors import CheckpointError, ResumeError
 from pure_loop.event import Event
@@ -64,7 +68,7 @@ __all__ = [
 FORMAT = 1
 """The version of the format that is written."""
 
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+UPGRADES: dict[int, Callable[[dict[str, Json]], dict[str, Json]]] = {}
 """For each older version, what makes of its document one of the next."""
 
 METADATA_KEY = "pure_loop"
@@ -130,8 +134,8 @@ class Document:
     saved_at: int
     state_class: str
     model: str
-    fields: dict[str, Any]
-    notes: dict[str, Any]
+    fields: dict[str, Json]
+    notes: dict[str, Json]
     seed: int
     timestamp: Timestamp
     event: Event | None
@@ -215,7 +219,7 @@ class Document:
 
     def _values(
         self, tensors: Mapping[str, Tensor], device: torch.device, path: object
-    ) -> tuple[type[State], dict[str, Any]]:
+    ) -> tuple[type[State], dict[str, PyTree]]:
         """The State's class, and the values of its fields."""
         kind = named(self.state_class)
         if kind is None:
@@ -276,21 +280,24 @@ def write_document(
     """
     writer = Writer(state.device, parts=parts)
     fields = {name: writer.write(getattr(state, name), (name,)) for name in durable_fields(type(state))}
-    base = take_out_base(state, fields["params"]["frozen"], writer.tensors) if trained_only else {}
+    base: Base = {}
+    if trained_only:
+        keys = {name: writer.name_of(tensor) for name, tensor in state.params.items()}
+        base = take_out_base(state, keys, writer.tensors)
     return _as_text(state, fields, notes, base, state.model.altered), writer.tensors
 
 
 def describe_weights(state: State, notes: Mapping[str, object] | None = None, base: Base | None = None) -> str:
     """The document of a file of weights alone."""
     writer = Writer(state.device)
-    fields = {name: writer.write(getattr(state, name), (name,)) for name in OF_PROGRESS}
+    fields = {name: writer.write(getattr(state, name), (name,)) for name in PROGRESS_FIELDS}
     # Buffers that state_dict() leaves out are not in the file, so a forward makes them anew.
     altered = FrozenDict((name, slot) for name, slot in state.model.altered.items() if slot.persistent)
     return _as_text(state, fields, notes, base or {}, altered)
 
 
 def _as_text(
-    state: State, fields: dict[str, Any], notes: Mapping[str, object] | None, base: Base, altered: Altered
+    state: State, fields: dict[str, Json], notes: Mapping[str, object] | None, base: Base, altered: Altered
 ) -> str:
     refuse_no_notes(notes)
     from pure_loop._internal.version import __version__
@@ -358,8 +365,8 @@ def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA
             raise ValueError(f"its {wrong[0]} is {shortened(document[wrong[0]])}")
         reader = Reader({}, torch.device("cpu"), path)
         # All that is asked of a file before its tensors are read: where among others it stands.
-        values = {name: reader.read(fields[name]) for name in OF_PROGRESS}
-        refuse_other_kinds(values, OF_PROGRESS, path)
+        values = {name: reader.read(fields[name]) for name in PROGRESS_FIELDS}
+        refuse_other_kinds(values, PROGRESS_FIELDS, path)
         for name in ("timestamp", "previous_timestamp"):
             refuse_no_time(name, values[name], path)
         if values["position"] not in (None, *_ORDER):

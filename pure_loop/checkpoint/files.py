@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,13 +13,15 @@ from pure_loop._internal.devices import read_device
 from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.base import refuse_no_base
 from pure_loop.checkpoint.checkpoint import NOT_RENAMED, NOT_STRICT, Checkpoint, Rename, Selection
 from pure_loop.checkpoint.container import size_of
+from pure_loop.checkpoint.coordination import Coordinator
+from pure_loop.checkpoint.digests import refuse_no_base
 from pure_loop.checkpoint.document import METADATA_KEY, WEIGHTS_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded_folder
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import not_read, storage_of
+from pure_loop.checkpoint.validation import Json
 from pure_loop.checkpoint.weights import Weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
 from pure_loop.state import State
@@ -88,34 +90,38 @@ def save(
     if not isinstance(state, State):
         raise ArgumentTypeError(f"save({type(state).__name__}, ...): what is saved is a State; the path comes second.")
     weights_only, trained_only = check_flag("weights_only", weights_only), check_flag("trained_only", trained_only)
-    where = storage_of(path)
+    where, weights = storage_of(path), None
     if weights_only:
         weights = Weights.of(state, trained_only=trained_only)
-        if not in_parts(state):
-            weights.write(where.path, notes)
-            return
     elif trained_only:
         refuse_no_base(state)
-    if in_parts(state):
-        from pure_loop.checkpoint.coordination import Coordinator  # with it comes torch.distributed
-        from pure_loop.checkpoint.sharded import write
-
-        coordinator = Coordinator()
-        try:
-            if weights_only:
-                weights.write_together(coordinator, where.path, notes)
-            else:
-                write(coordinator, state, where.path, notes)
-        finally:
-            coordinator.close()
-        return
-    write_state(state, where.path, notes, trained_only=trained_only)
+    with contextlib.closing(Coordinator()) if in_parts(state) else contextlib.nullcontext() as coordinator:
+        write_state(state, where.path, notes, trained_only=trained_only, weights=weights, coordinator=coordinator)
 
 
 def write_state(
-    state: State, path: str, notes: Mapping[str, object] | None = None, *, trained_only: bool = False
+    state: State,
+    path: str,
+    notes: Mapping[str, object] | None = None,
+    *,
+    trained_only: bool = False,
+    weights: Weights | None = None,
+    coordinator: Coordinator | None = None,
 ) -> None:
-    """:func:`save` for a State that is not sharded."""
+    """:func:`save` for arguments that are checked.
+
+    Args:
+        weights: what is written in the place of the State; None: all of it.
+        coordinator: where the ranks that hold parts of the State meet; None: it is not sharded.
+    """
+    if weights is not None:
+        weights.write(path, notes, coordinator)
+        return
+    if coordinator is not None:
+        from pure_loop.checkpoint.sharded import write  # with it comes torch.distributed.checkpoint
+
+        write(coordinator, state, path, notes)
+        return
     text, tensors = write_document(state, notes, trained_only=trained_only)
     with storage_of(path).writing() as file:
         container.write(file, tensors, {METADATA_KEY: text, "format": "pt"})
@@ -180,7 +186,7 @@ def load(
     return read_checkpoint(path).state(model, home, weights_only=weights_only, strict=strict, selection=selection)
 
 
-def describe(path: PathLike) -> dict[str, Any]:
+def describe(path: PathLike) -> dict[str, Json]:
     """The description of a checkpoint, without reading its tensors.
 
     Returns:
@@ -243,7 +249,7 @@ def read_checkpoint(path: PathLike) -> Checkpoint:
     where = storage_of(path)
     if where.is_folder():
         if is_sharded_folder(where.path):
-            from pure_loop.checkpoint.sharded import ShardedCheckpoint  # with it comes torch.distributed
+            from pure_loop.checkpoint.sharded import ShardedCheckpoint  # with it comes torch.distributed.checkpoint
 
             return ShardedCheckpoint.read(where.path)
         raise CheckpointError(

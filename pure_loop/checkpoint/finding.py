@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, TypeVar
 
 import attrs
@@ -21,8 +21,12 @@ from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.tree import UnknownClassError
 from pure_loop.errors import ArgumentError, CheckpointError
 from pure_loop.event import Event
+from pure_loop.state import State
 
-__all__ = ["Found", "best", "first_whole", "found_at", "found_in", "latest", "newest", "refuse_file", "verified"]
+__all__ = [
+    *("Found", "best", "first_whole", "found_at", "found_in", "latest", "newest", "readable", "refuse_file"),
+    "verified",
+]
 
 T = TypeVar("T")
 
@@ -70,6 +74,22 @@ class Found:
             score=score if isinstance(metric, str) and isinstance(score, float) else None,
         )
 
+    def is_of_run(self, state: State, *, from_disk: bool) -> bool:
+        """Whether it is of the run that resumes from a State.
+
+        A run has one seed, and of two of its States the one with more batches took longer. One that is further on was
+        left by a run that was killed, if what is resumed was read from the disk; else the State in memory begins a
+        fork.
+        """
+        now = state.timestamp
+        if self.seed != state.seed:
+            return False
+        if self.batch == now.batch:
+            return self.seconds == now.total_seconds
+        if self.batch < now.batch:
+            return self.seconds <= now.total_seconds
+        return from_disk and self.seconds >= now.total_seconds
+
 
 def found_at(path: str, *, weights: bool = False) -> Found | None:
     """A checkpoint by its header; None for a file of weights alone.
@@ -92,20 +112,21 @@ def found_in(folder: PathLike, *, weights: bool = False) -> list[Found]:
 
     Their descriptions are read one at a time, and not kept: a folder may hold many, and large ones.
     """
-    where = storage_of(folder)
-    result = []
-    for name in where.names():
-        if name.endswith(LEFTOVER) or not name.endswith((SUFFIX, SHARDED)):
-            continue
-        path = join(folder, name)
+    names = (name for name in storage_of(folder).names() if not name.endswith(LEFTOVER))
+    paths = (join(folder, name) for name in names if name.endswith((SUFFIX, SHARDED)))
+    result = [checkpoint for _, checkpoint in readable(paths, weights=weights) if checkpoint is not None]
+    return sorted(result, key=lambda item: (item.progress, item.path), reverse=True)
+
+
+def readable(paths: Iterable[str], *, weights: bool) -> Iterator[tuple[str, Found | None]]:
+    """The paths of those checkpoints whose headers can be read, with what :func:`found_at` gives for them."""
+    for path in paths:
         try:
-            one = found_at(path, weights=weights)
+            checkpoint = found_at(path, weights=weights)
         except (CheckpointError, OSError) as error:
             _log.warning("%s is passed over: %s", path, error)
             continue
-        if one is not None:
-            result.append(one)
-    return sorted(result, key=lambda item: (item.progress, item.path), reverse=True)
+        yield path, checkpoint
 
 
 @teaching

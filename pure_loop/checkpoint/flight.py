@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import attrs
 import torch
@@ -19,6 +18,7 @@ import torch
 from pure_loop._internal.version import __version__
 from pure_loop.callback import Run
 from pure_loop.checkpoint.paths import leftover
+from pure_loop.checkpoint.validation import Json
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -53,7 +53,7 @@ _COMPARED, _WINDOW, _FEWEST = 9, 30, 3
 _KEPT = re.compile(r"(start-)?ba(\d+)\.safetensors")
 
 
-def facts_of(state: State) -> dict[str, Any]:
+def facts_of(state: State) -> dict[str, object]:
     """What of a run can be compared with another: versions, the model, and the length of the data."""
     return {
         "pure_loop": __version__,
@@ -66,7 +66,7 @@ def facts_of(state: State) -> dict[str, Any]:
     }
 
 
-def settings_of(run: Run) -> dict[str, Any]:
+def settings_of(run: Run) -> dict[str, object]:
     """What of the arguments of a run can be compared with another's."""
     return {
         "optimizer": None if run.optimizer is None else run.optimizer.name,
@@ -80,7 +80,7 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 def line_of(timestamp: Timestamp, loss: float, seconds: float, digest: str | None) -> str:
     """A line of the journal: of a batch that is finished."""
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "batch": timestamp.batch,
         "epoch": timestamp.epoch,
         "loss": loss.hex() if math.isfinite(loss) else str(loss),
@@ -175,14 +175,14 @@ class Flight:
     lines: Mapping[int, Line]
     kept: Mapping[int, str]
     starts: frozenset[int]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Json]
     has_ended: bool
 
     def path(self, batch: int) -> str:
         """The file of a State that is kept."""
         return os.path.join(self.folder, self.kept[batch])
 
-    def batch_of(self, when: Any, *, inside: bool) -> int:
+    def batch_of(self, when: str | Time | Timestamp, *, inside: bool) -> int:
         """The number of batches that are finished at an event of the batch that is meant.
 
         Args:
@@ -327,7 +327,7 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
     return Flight(place, lines, dict(sorted(kept.items())), starts, facts, has_ended)
 
 
-def read_facts(folder: str) -> dict[str, Any]:
+def read_facts(folder: str) -> dict[str, Json]:
     """The facts of the run that was recorded in a folder; nothing where there is no file of them.
 
     Raises:
@@ -349,7 +349,7 @@ def read_facts(folder: str) -> dict[str, Any]:
     return facts
 
 
-def write_facts(folder: str, facts: Mapping[str, Any]) -> None:
+def write_facts(folder: str, facts: Mapping[str, object]) -> None:
     """Write the facts of a run to a file that appears whole or not at all."""
     path = os.path.join(folder, RUN)
     beside = os.path.join(folder, leftover(RUN))

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import attrs
 import torch
@@ -25,9 +25,9 @@ import torch
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.container import CODES, DTYPES, LARGEST, are_counts, is_shape, size_of
 from pure_loop.checkpoint.document import Document, read_document
-from pure_loop.checkpoint.parsing import parse, shortened
 from pure_loop.checkpoint.paths import join
 from pure_loop.checkpoint.storage import storage_of
+from pure_loop.checkpoint.validation import Json, parse, shortened
 from pure_loop.errors import CheckpointError
 
 __all__ = [
@@ -206,7 +206,7 @@ def leftovers(names: Iterable[str], index: Index) -> list[str]:
     return [name for name in names if name not in current and _FILES.fullmatch(name)]
 
 
-def _file(path: object, name: Any, size: Any, digest: Any) -> File:
+def _file(path: object, name: Json, size: Json, digest: Json) -> File:
     if not isinstance(name, str) or not _FILES.fullmatch(name):
         _refuse(
             path,
@@ -218,7 +218,7 @@ def _file(path: object, name: Any, size: Any, digest: Any) -> File:
     return File(name, size, digest)
 
 
-def _stored(path: object, name: str, code: Any, shape: Any, part: Any, chunks: Any) -> Stored:
+def _stored(path: object, name: str, code: Json, shape: Json, part: Json, chunks: Json) -> Stored:
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None or not is_shape(shape) or type(part) is not bool:
         _refuse(
@@ -230,7 +230,7 @@ def _stored(path: object, name: str, code: Any, shape: Any, part: Any, chunks: A
     return Stored(dtype, tuple(shape), part, boxes)
 
 
-def _chunk(path: object, name: str, shape: tuple[int, ...], file: Any, offsets: Any, sizes: Any) -> Chunk:
+def _chunk(path: object, name: str, shape: tuple[int, ...], file: Json, offsets: Json, sizes: Json) -> Chunk:
     fits = are_counts(offsets) and are_counts(sizes) and len(offsets) == len(sizes) == len(shape)
     if type(file) is not int or file < 0 or not fits:
         _refuse(path, f"its index describes a chunk of tensor {name[:80]!r} in another way than pl.save does")

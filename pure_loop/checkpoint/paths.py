@@ -1,7 +1,8 @@
-"""Paths of checkpoints as text, and the names that files have until they are complete."""
+"""Paths of checkpoints as text, the names of files by a pattern, and those that they have until they are complete."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import re
@@ -10,12 +11,22 @@ import socket
 import time
 from typing import TypeAlias
 
-__all__ = ["LEFTOVER", "PathLike", "is_abandoned", "join", "leftover", "same_place"]
+from pure_loop._internal.names import FIELDS, Fields, Pattern
+from pure_loop.errors import ArgumentError
+from pure_loop.time import Timestamp
+
+__all__ = [
+    *("LEFTOVER", "LONGEST_NAME", "Names", "PathLike", "is_abandoned", "is_name", "join", "leftover"),
+    "same_place",
+]
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 LEFTOVER = ".partial"
 """How the names of files end that are not complete yet."""
+
+LONGEST_NAME = 255
+"""The bytes that a name has at most, on nearly all file systems."""
 
 _A_DAY = 86_400.0
 _numbers = itertools.count()
@@ -76,3 +87,84 @@ def is_abandoned(name: str, path: str) -> bool:
     except OSError:  # gone by now, or another user's process
         return False
     return False
+
+
+def is_name(text: str) -> bool:
+    """Whether a file of a folder can have this name.
+
+    >>> is_name("latest"), is_name("a/b"), is_name(".."), is_name("x" * 256)
+    (True, False, False, False)
+    """
+    try:
+        size = len(os.fsencode(text))
+    except UnicodeEncodeError:
+        return False
+    return 0 < size <= LONGEST_NAME and text not in (".", "..") and "/" not in text and "\0" not in text
+
+
+class Names:
+    """The names of files by a pattern such as ``"ep{epoch}-ba{batch}.safetensors"``.
+
+    Raises:
+        ArgumentError: it names something else than counts of a timestamp and fields of a run, or another folder.
+
+    >>> from pure_loop import Timestamp
+    >>> names = Names("ep{epoch}-ba{batch:05}.safetensors", ".safetensors")
+    >>> names.of(Timestamp(epoch=2, batch=30))
+    'ep2-ba00030.safetensors'
+    >>> names.match("ep2-ba00030.safetensors"), names.match("mine.safetensors")
+    (True, False)
+    """
+
+    def __init__(self, pattern: PathLike, suffix: str) -> None:
+        self._suffix = suffix
+        self._pattern = Pattern(pattern, "filename", tuple(dict.fromkeys((*_COUNTS, *FIELDS))))
+        self._check(self._pattern.of({**_EXAMPLE, **_counts(Timestamp())}))
+        self._check(self._pattern.of({**_EXAMPLE, **_counts(_LARGE)}), ": with counts of millions the name is")
+
+    def _check(self, name: str, what: str = ": it is") -> None:
+        if len(os.fsencode(name)) > LONGEST_NAME:
+            raise ArgumentError(
+                f"filename={self._pattern.text!r}{what} longer than {LONGEST_NAME} bytes; give a shorter one."
+            )
+        if not name.endswith(self._suffix) or name.startswith(".") or "\\" in name or not is_name(name):
+            raise ArgumentError(
+                f"filename={self._pattern.text!r}: a name in the folder that ends with {self._suffix!r}, not hidden, "
+                f"of at most {LONGEST_NAME} bytes and without a folder of its own, such as 'ep{{epoch}}-ba{{batch}}"
+                f"{self._suffix}'."
+            )
+
+    @property
+    def fields_of_run(self) -> frozenset[str]:
+        """Those of its fields that are not counts."""
+        return self._pattern.fields & _EXAMPLE.keys()
+
+    def filled(self, fields: Fields) -> Names:
+        """The names of one run: counts are left, and its name, its rank and its start put in."""
+        result = copy.copy(self)
+        result._pattern = self._pattern.filled({name: fields.get(name) for name in _EXAMPLE})
+        result._check(result._pattern.of({**_EXAMPLE, **_counts(_LARGE)}), ": with counts of millions the name is")
+        return result
+
+    def of(self, timestamp: Timestamp) -> str:
+        return self._pattern.of(_counts(timestamp))
+
+    def is_like(self, other: Names) -> bool:
+        """Whether both give a name in some run."""
+        now, mine, its = Timestamp(), self.filled(_EXAMPLE), other.filled(_EXAMPLE)
+        return mine.match(its.of(now)) or its.match(mine.of(now))
+
+    def match(self, name: str) -> bool:
+        """Whether the pattern gives such names."""
+        return self._pattern.match(name)
+
+
+_COUNTS = ("epoch", "batch", "sample", "token", "iteration", "batch_in_epoch", "epoch_in_iteration")
+_EXAMPLE: dict[str, str | int] = {"run_name": "run", "rank": 0, "start": 1234567}
+
+
+def _counts(timestamp: Timestamp) -> dict[str, int]:
+    return {name: getattr(timestamp, name) for name in _COUNTS}
+
+
+_LARGE = Timestamp(epoch=1234567, batch=1234567, sample=1234567, token=1234567, iteration=1234567)

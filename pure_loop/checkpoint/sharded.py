@@ -13,7 +13,6 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -25,15 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
-from pure_loop._internal.tree_ops import is_sharded, local_tensor
+from pure_loop._internal.tree_ops import empty_sharded, is_sharded, local_tensor
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.checkpoint import ALL, Checkpoint, Selection
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.document import METADATA_KEY, write_document
 from pure_loop.checkpoint.index import INDEX, INDEX_KEY, PART_KEY, Chunk, File, Index, Stored, chunk_name, leftovers
-from pure_loop.checkpoint.parts import empty_like_parts
 from pure_loop.checkpoint.paths import join
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import ArgumentError, CheckpointError, CheckpointWriteError
@@ -242,7 +240,7 @@ class Plan:
     def local(self) -> SavePlan:
         """What this rank has; a rank for which nothing is left of a tensor has nothing of it."""
         plan = self._planner.create_local_plan()
-        return dataclasses.replace(plan, items=[item for item in plan.items if 0 not in _sizes(item)])
+        return dataclasses.replace(plan, items=[item for item in plan.items if 0 not in _chunk_of(item).sizes])
 
     def of_all(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         """What each rank writes, of what all of them have."""
@@ -252,17 +250,18 @@ class Plan:
         """Name, offsets, sizes and numbers of each chunk to write."""
         result = []
         for item in self._planner.finish_plan(plan).items:
-            tensor: Any = self._planner.resolve_data(item)
-            data: Any = item.tensor_data
-            result.append((item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tensor.contiguous()))
+            tensor, chunk = self._planner.resolve_data(item), _chunk_of(item)
+            assert isinstance(tensor, Tensor)
+            result.append((item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tensor.contiguous()))
         return result
 
 
-def _sizes(item: Any) -> Sequence[int]:
-    return item.tensor_data.chunk.sizes  # type: ignore[no-any-return]
+def _chunk_of(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
 
 
-def fill(templates: Mapping[str, Any], index: Index, folder: str) -> None:
+def fill(templates: Mapping[str, Tensor], index: Index, folder: str) -> None:
     """Fill tensors, whole ones or parts, with what a folder has of them. Each file is read once, front to back.
 
     Raises:
@@ -270,7 +269,7 @@ def fill(templates: Mapping[str, Any], index: Index, folder: str) -> None:
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(templates), _metadata({name: index.tensors[name] for name in templates}))
-    wanted: list[dict[str, list[Any]]] = [{} for _ in index.files]
+    wanted: list[dict[str, list[tuple[ReadItem, Chunk, torch.dtype]]]] = [{} for _ in index.files]
     at = {name: {chunk.offsets: chunk for chunk in index.tensors[name].chunks} for name in templates}
     for item in planner.finish_plan(planner.create_local_plan()).items:
         name, offsets = item.storage_index.fqn, item.storage_index.offset
@@ -285,7 +284,9 @@ def fill(templates: Mapping[str, Any], index: Index, folder: str) -> None:
         raise CheckpointError(f"{folder} can't be read: it has {filled:,} of {needed:,} numbers that are needed.")
 
 
-def _fill_from(file: File, items: dict[str, list[Any]], planner: DefaultLoadPlanner, folder: str) -> int:
+def _fill_from(
+    file: File, items: dict[str, list[tuple[ReadItem, Chunk, torch.dtype]]], planner: DefaultLoadPlanner, folder: str
+) -> int:
     where, filled = storage_of(join(folder, file.name)), 0
     with where.open() as opened, torch.no_grad():
         header = container.read_header(opened, file.size, where.path)
@@ -317,8 +318,8 @@ def _metadata(tensors: Mapping[str, Stored]) -> Metadata:
     )
 
 
-def _template(stored: Stored, like: Any) -> Any:
+def _template(stored: Stored, like: Tensor | None) -> Tensor:
     """A tensor to be filled: a part, on the device of ``like``, of what was in parts, or a whole one."""
     if like is None or not stored.part:
         return torch.empty(stored.shape, dtype=stored.dtype)
-    return empty_like_parts(stored.shape, stored.dtype, like)
+    return empty_sharded(stored.shape, stored.dtype, like)

@@ -9,22 +9,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import dropwhile, takewhile
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from pure_loop._internal.frames import callers, frame_at
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.suggestions import nearest
-from pure_loop.callback import Run
-from pure_loop.data.source import ITERATOR_MADE, is_loading
+from pure_loop.callback import LastBoundary, Run
+from pure_loop.data.passes import ITERATOR_MADE
+from pure_loop.data.source import is_loading
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["HeldSignals", "SignalLike", "any_came", "read_signals", "signal_name"]
 
 _log = get_logger("pure_loop.checkpoint")
 
+
+Handler: TypeAlias = "Callable[[int, FrameType | None], object] | int | signal.Handlers | None"
+"""What ``signal.getsignal`` gives."""
 
 _REPEATED_SECONDS = 0.5
 """For how long a further signal counts as the same one: ``timeout`` and ``torchrun`` pass on a signal that the process
@@ -50,12 +54,17 @@ class HeldSignals:
 
     def __init__(self, numbers: Iterable[SignalLike]) -> None:
         self._numbers = read_signals(numbers)
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Handler] = {}
         self._over = False
         self._since = 0.0
         self.caught: int | None = None
         self.came: int | None = None
         self.run: Run | None = None
+
+    @property
+    def boundary(self) -> LastBoundary | None:
+        """The last boundary of that call."""
+        return None if self.run is None else self.run.boundary
 
     def listen(self) -> None:
         """Begin to hold signals back: in the main thread, for Python has signals only there."""
@@ -154,7 +163,7 @@ class HeldSignals:
         if not self._over and time.monotonic() - self._since < _REPEATED_SECONDS:
             return
         # A second one.
-        held: Any = self
+        held: object = self
         while isinstance(held, HeldSignals):
             held.caught = None  # what acts now need not act again
             held.came = held.came or number
@@ -164,8 +173,8 @@ class HeldSignals:
 
     def _is_loading(self, frame: FrameType | None) -> bool:
         """Whether this stream loads a batch, which can be ended there: the State is at hand, and no rank waits."""
-        run = self.run
-        if run is None or run.boundary is None or run.boundary.state is None or run.ranks > 1:
+        run, boundary = self.run, self.boundary
+        if run is None or boundary is None or boundary.state is None or run.ranks > 1:
             return False
         return is_loading(frame, run.sources)
 
@@ -197,7 +206,7 @@ def _tell(text: str) -> None:
             os.write(2, f"{text}\n".encode())
 
 
-_child_handler: Any = None
+_child_handler: Callable[[int, FrameType | None], object] | None = None
 
 
 def _defer_child_errors() -> None:
@@ -326,7 +335,7 @@ def read_signals(value: Iterable[SignalLike]) -> tuple[int, ...]:
     wanted = 'write a list, such as ["TERM", "USR1"], or [] for none'
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ArgumentTypeError(f"signals={value!r}: {wanted}.")
-    items: list[Any] = list(value)
+    items = list(value)
     if not all(isinstance(item, int | str) and not isinstance(item, bool) for item in items):
         raise ArgumentTypeError(f"signals={items!r}: {wanted}.")
     return tuple(dict.fromkeys(map(_number, items)))

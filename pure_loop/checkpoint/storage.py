@@ -114,7 +114,7 @@ def storage_of(path: PathLike) -> Storage:
     if "://" not in text:
         return _Local(text)
     try:
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec
     except ImportError as error:
         raise MissingExtraError(
             f"{text} is a remote path, which fsspec opens, and it is not installed: pip install 'pure_loop[remote]'."
@@ -335,7 +335,8 @@ class _Remote:
 
     def open(self) -> BinaryIO:
         try:
-            return self.system.open(self.inside, "rb")  # type: ignore[no-any-return]
+            file: BinaryIO = self.system.open(self.inside, "rb")
+            return file
         except FileNotFoundError as error:
             raise _not_found(self) from error
         except OSError as error:

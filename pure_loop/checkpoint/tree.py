@@ -12,17 +12,16 @@ import enum
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.registry import named, register, register_subclasses, registered
-from pure_loop._internal.tree_ops import is_sharded
+from pure_loop._internal.tree_ops import is_sharded, local_tensor, reshaped_shard
 from pure_loop.checkpoint.container import CODES, are_counts, raw
-from pure_loop.checkpoint.parsing import MOST_DIGITS, decoded, refuse_collisions, shortened
-from pure_loop.checkpoint.parts import as_bytes, contiguous_parts, from_bytes
-from pure_loop.checkpoint.validation import refuse_unregistered
+from pure_loop.checkpoint.validation import MOST_DIGITS, Json, decoded, refuse_collisions, shortened
 from pure_loop.errors import ArgumentTypeError, CheckpointError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -51,11 +50,10 @@ class Writer:
         self.tensors: dict[str, Tensor] = {}
         self._home = home
         self._parts = parts
-        self._names: dict[int, Any] = {}
-        # What was named by its identity has to live until the end.
-        self._alive: list[Tensor] = []
+        # By identity, with the tensor itself, which has to live until the end.
+        self._written: dict[int, tuple[Tensor, dict[str, Json]]] = {}
 
-    def write(self, value: Any, path: tuple[str, ...]) -> Any:
+    def write(self, value: PyTree, path: tuple[str, ...]) -> Json:
         """
         Args:
             value: a tree of tensors, numbers, texts and containers.
@@ -64,95 +62,74 @@ class Writer:
         Raises:
             ArgumentTypeError: a value that a checkpoint can't hold; names its place.
         """
-        if value is None or value is True or value is False or type(value) is str:
-            return value
-        if type(value) is int:
-            if abs(value) >= _LARGEST_INTEGER:
-                raise ArgumentTypeError(
-                    f"state.{'.'.join(path)} is an integer of more than {MOST_DIGITS} digits, which a checkpoint can't "
-                    "hold: keep it as bytes, value.to_bytes(...)."
-                )
-            return value
-        if type(value) is float and math.isfinite(value):
+        cls = type(value)
+        if cls is int and abs(value) >= _LARGEST_INTEGER:
+            raise ArgumentTypeError(
+                f"state.{'.'.join(path)} is an integer of more than {MOST_DIGITS} digits, which a checkpoint can't "
+                "hold: keep it as bytes, value.to_bytes(...)."
+            )
+        if value is None or cls in (bool, int, str) or (cls is float and math.isfinite(value)):
             return value
         if len(path) > _DEEPEST:
             raise ArgumentTypeError(
                 f"state.{'.'.join(path[:4])}... is nested more than {_DEEPEST} deep: does it hold itself?"
             )
-        if type(value) is float:
-            return {"float": value.hex()}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        write = _WRITERS.get(type(value))
+        write = _WRITERS.get(cls)
         if write is not None:
             return write(self, value, path)
-        if type(value).__module__ == "numpy" and hasattr(value, "__array__"):
+        if cls.__module__ == "numpy" and hasattr(value, "__array__"):
             return self._array(value, path)
-        kind = registered(type(value))
+        kind = registered(cls)
         if kind is None:
-            refuse_unregistered(value, path)
+            _refuse_unregistered(value, path)
         if isinstance(value, enum.Enum):
             return {"enum": [kind.name, value.name]}
         fields = {name: self.write(item, (*path, name)) for name, item in kind.take_apart(value).items()}
         return {"record": kind.name, "fields": fields}
 
-    def all(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Any]:
+    def name_of(self, tensor: Tensor) -> str:
+        """The name of a tensor that was written."""
+        name: str = self._written[id(tensor)][1]["tensor"]
+        return name
+
+    def all(self, values: Iterable[PyTree], path: tuple[str, ...]) -> list[Json]:
         return [self.write(item, (*path, str(index))) for index, item in enumerate(values)]
 
-    def mapping(self, values: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
+    def mapping(self, values: Mapping[PyTree, PyTree], path: tuple[str, ...]) -> Json:
         if all(type(key) is str for key in values):
             return {key: self.write(item, (*path, key)) for key, item in values.items()}
         return [[self.write(key, (*path, "key")), self.write(item, (*path, str(key)))] for key, item in values.items()]
 
-    def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> Any:
-        result = self._names.get(id(tensor))
-        if result is not None:
-            return result
-        where = f"state.{'.'.join(path)}"
-        if self._parts and is_sharded(tensor):
-            return self._part(tensor, path)
-        # Its type, because what may be written is its own memory, and subclasses keep other things there.
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
-            advice = (
-                "save it on all ranks, with the others"
-                if is_sharded(tensor)
-                else "keep a plain tensor, .to_dense() or .dequantize(), in its place"
-            )
-            kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of layout {tensor.layout}"
-            raise ArgumentTypeError(f"{where} is {kind}, which a file of plain tensors can't hold: {advice}.")
-        if tensor.is_quantized:
-            raise ArgumentTypeError(
-                f"{where} is quantized, which a file of plain tensors can't hold: .dequantize() it."
-            )
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        described: dict[str, Any] = {"tensor": (name := self._free_name(path))}
-        if plain.stride() != torch.empty(plain.shape, device="meta").stride():
+    def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> dict[str, Json]:
+        if id(tensor) in self._written:
+            return self._written[id(tensor)][1]
+        is_shard = self._parts and is_sharded(tensor)
+        if not is_shard:
+            _refuse_unwritable(tensor, path)
+        name, shape = self._free_name(path), list(tensor.shape)
+        described: dict[str, Json] = {"tensor": name}
+        plain = local_tensor(tensor).detach().resolve_conj().resolve_neg()
+        if is_shard:
+            plain = plain.contiguous()
+        elif plain.stride() != torch.empty(shape, device="meta").stride():
             # As it lies in memory: kernels may sum in another order where it lies otherwise (channels_last).
             if _is_dense(plain):
-                described |= {"shape": list(plain.shape), "stride": list(plain.stride())}
-            plain = plain.contiguous().view(plain.shape)
-        if plain.dtype not in CODES:
-            described |= {"dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
-            plain = raw(plain)
-        if tensor.device != self._home:
-            described["device"] = tensor.device.type
-        return self._named(name, plain, tensor, described)
-
-    def _part(self, tensor: Any, path: tuple[str, ...]) -> Any:
-        name, parts = self._free_name(path), contiguous_parts(tensor)
-        described: dict[str, Any] = {"tensor": name}
+                described |= {"shape": shape, "stride": list(plain.stride())}
+            plain = plain.contiguous().view(shape)
         if tensor.dtype not in CODES:
-            described |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-            parts = as_bytes(parts)
-        return self._named(name, parts, tensor, described)
-
-    def _named(self, name: str, plain: Tensor, tensor: Tensor, described: dict[str, Any]) -> Any:
+            described |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
+            plain = raw(plain)
+        if is_shard:
+            plain = reshaped_shard(tensor, plain, [*shape, *plain.shape[len(shape) :]])
+        elif tensor.device != self._home:
+            described["device"] = tensor.device.type
         self.tensors[name] = plain
-        self._names[id(tensor)] = described
-        self._alive.append(tensor)
+        self._written[id(tensor)] = tensor, described
         return described
 
-    def _array(self, value: Any, path: tuple[str, ...]) -> Any:
+    def _array(self, value: PyTree, path: tuple[str, ...]) -> dict[str, Json]:
         """Of NumPy, which is imported where there is such a value."""
         import numpy
 
@@ -174,13 +151,30 @@ class Writer:
         return name
 
 
+def _refuse_unwritable(tensor: Tensor, path: tuple[str, ...]) -> None:
+    """
+    Raises:
+        ArgumentTypeError: a tensor that is not its memory, in a plain order.
+    """
+    where = f"state.{'.'.join(path)}"
+    # Its type, because what may be written is its own memory, and subclasses keep other things there.
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        advice = "keep a plain tensor, .to_dense() or .dequantize(), in its place"
+        if is_sharded(tensor):
+            advice = "save it on all ranks, with the others"
+        kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} of layout {tensor.layout}"
+        raise ArgumentTypeError(f"{where} is {kind}, which a file of plain tensors can't hold: {advice}.")
+    if tensor.is_quantized:
+        raise ArgumentTypeError(f"{where} is quantized, which a file of plain tensors can't hold: .dequantize() it.")
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Whether each number has a place of its own, without holes: in the order of its strides it is contiguous."""
     return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -tensor.stride()[dim])).is_contiguous()
 
 
-Write = Callable[[Writer, Any, tuple[str, ...]], Any]
-_WRITERS: dict[type, Write] = {
+_WRITERS: dict[type, Callable[[Writer, PyTree, tuple[str, ...]], Json]] = {
+    float: lambda writer, value, path: {"float": value.hex()},
     list: lambda writer, value, path: writer.all(value, path),
     tuple: lambda writer, value, path: {"tuple": writer.all(value, path)},
     deque: lambda writer, value, path: {"deque": writer.all(value, path), "maxlen": value.maxlen},
@@ -197,7 +191,19 @@ _WRITERS: dict[type, Write] = {
 }
 
 
-def _sorted(values: Iterable[Any]) -> list[Any]:
+def _refuse_unregistered(value: object, path: tuple[str, ...]) -> NoReturn:
+    kind = type(value)
+    is_record = any(hasattr(kind, mark) for mark in ("__attrs_attrs__", "__dataclass_fields__", "_fields"))
+    if is_record or isinstance(value, enum.Enum):
+        advice = f"register the class where it is defined, pl.checkpoint.register({kind.__name__})"
+    else:
+        advice = "keep a tensor, a number, a text, None, or a dict, list or tuple of such in its place"
+    raise ArgumentTypeError(
+        f"state.{'.'.join(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint can't hold: {advice}."
+    )
+
+
+def _sorted(values: Iterable[PyTree]) -> list[PyTree]:
     return sorted(values, key=lambda item: (type(item).__name__, repr(item)))
 
 
@@ -215,13 +221,11 @@ class Reader:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, path: object) -> None:
-        self._tensors = tensors
-        self._device = device
-        self._path = path
-        self._made: dict[str, tuple[dict[str, Any], Tensor]] = {}
+        self._tensors, self._device, self._path = tensors, device, path
+        self._tensors_read: dict[str, tuple[dict[str, Json], Tensor]] = {}
         self._depth = 0
 
-    def read(self, value: Any) -> Any:
+    def read(self, value: Json) -> PyTree:
         """
         Raises:
             CheckpointError: the JSON says something that no value is.
@@ -248,11 +252,11 @@ class Reader:
             self._depth -= 1
         raise CheckpointError(f"{self._path} can't be read: {shortened(value)} in it is of an unknown kind.")
 
-    def items(self, values: Any) -> list[Any]:
+    def items(self, values: Json) -> list[PyTree]:
         """What a list or a tuple is made of."""
         return [self.read(value) for value in _list(values)]
 
-    def elements(self, values: Any) -> list[Any]:
+    def elements(self, values: Json) -> list[PyTree]:
         """What a set is made of."""
         result = self.items(values)
         refuse_collisions(result)
@@ -260,7 +264,7 @@ class Reader:
             raise ValueError("an element stands twice in it")
         return result
 
-    def mapping(self, values: Any) -> dict[Any, Any]:
+    def mapping(self, values: Json) -> dict[PyTree, PyTree]:
         if isinstance(values, dict):
             return {key: self.read(value) for key, value in values.items()}
         pairs = [(self.read(key), value) for key, value in _list(values)]
@@ -270,45 +274,28 @@ class Reader:
             raise ValueError("a key stands twice in it")
         return result
 
-    def tensor(self, described: dict[str, Any]) -> Tensor:
+    def tensor(self, described: dict[str, Json]) -> Tensor:
         name = described["tensor"]
-        known, result = self._made.get(name, (described, None))
-        if known != described:
+        before, result = self._tensors_read.get(name, (described, None))
+        if before != described:
             raise ValueError(f"tensor {shortened(name)} is described in two ways")
         if result is None:
-            result = self._tensors[name]
-            if is_sharded(result):
-                if "dtype" in described:
-                    result = from_bytes(result, _dtype(described["dtype"]), _counts(described["shape"]))
-                self._made[name] = described, result
-                return result
-            if "dtype" in described:
-                result = result.flatten().view(_raw_dtype(described["dtype"])).reshape(_counts(described["shape"]))
-            if "stride" in described:
-                shape, stride = _counts(described["shape"]), _counts(described["stride"])
-                # as_strided refuses what reaches out of the memory that there is, and numbers that share a place, or
-                # leave one empty, are none that a writer writes.
-                there = torch.empty(result.numel(), dtype=result.dtype, device=result.device).as_strided(shape, stride)
-                if not _is_dense(there):
-                    raise ValueError(f"strides {shortened(stride)} of shape {shortened(shape)} overlap or have holes")
-                result = there.copy_(result.view(shape))
-            if "device" not in described:
-                result = result.to(self._device)
-            elif self._device.type == described["device"]:
-                result = result.to(described["device"])
-            self._made[name] = described, result
+            result = _as_described(self._tensors[name], described)
+            if not is_sharded(result) and described.get("device", self._device.type) == self._device.type:
+                result = result.to(described.get("device", self._device))
+            self._tensors_read[name] = described, result
         return result
 
-    def array(self, described: dict[str, Any]) -> Any:
+    def array(self, described: dict[str, Json]) -> PyTree:
         import numpy
 
         tensor = self.tensor(described["of"])
-        if tensor.is_meta:  # of a State that is looked at before its numbers are read
-            return tensor
+        if tensor.is_meta:
+            return tensor  # of a State that is looked at before its numbers are read
         array = numpy.asarray(tensor.cpu())
         return array[()] if described["numpy"] == "number" else array
 
-    def record(self, described: dict[str, Any]) -> Any:
+    def record(self, described: dict[str, Json]) -> PyTree:
         kind = named(described["record"])
         if kind is not None and issubclass(kind.cls, State):
             raise ValueError("a State inside of a State is never written")
@@ -320,7 +307,7 @@ class Reader:
             )
         return kind.put_together({name: self.read(item) for name, item in described["fields"].items()})
 
-    def member(self, described: dict[str, Any]) -> Any:
+    def member(self, described: dict[str, Json]) -> PyTree:
         name, member = described["enum"]
         kind = named(name)
         if kind is None or not issubclass(kind.cls, enum.Enum):
@@ -331,27 +318,40 @@ class Reader:
         return kind.cls[member]
 
 
+def _as_described(tensor: Tensor, described: dict[str, Json]) -> Tensor:
+    """A tensor of a file in the dtype and the layout that it had."""
+    if "dtype" in described:
+        dtype, shape = _raw_dtype(described["dtype"]), _counts(described["shape"])
+        if is_sharded(tensor):
+            shard = local_tensor(tensor)
+            return reshaped_shard(tensor, shard.flatten().view(dtype).reshape(shard.shape[: len(shape)]), shape)
+        tensor = tensor.flatten().view(dtype).reshape(shape)
+    if "stride" in described and not is_sharded(tensor):
+        shape, stride = _counts(described["shape"]), _counts(described["stride"])
+        # as_strided refuses what reaches out of the memory that there is, and numbers that share a place, or leave one
+        # empty, are none that a writer writes.
+        there = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device).as_strided(shape, stride)
+        if not _is_dense(there):
+            raise ValueError(f"strides {shortened(stride)} of shape {shortened(shape)} overlap or have holes")
+        tensor = there.copy_(tensor.view(shape))
+    return tensor
+
+
 # What Python and torch raise where a text, a number, a shape, a name or a depth is none that they can work with, or
 # NumPy isn't there.
 _OF_NONSENSE = (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def _list(values: Any) -> list[Any]:
+def _list(values: Json) -> list[Json]:
     if not isinstance(values, list):
         raise ValueError(f"{shortened(values)} is no list")
     return values
 
 
-def _length(value: Any) -> int | None:
-    if value is not None and type(value) is not int:
-        raise ValueError(f"{shortened(value)} is no length")
-    return value
-
-
-def _counts(values: Any) -> list[int]:
+def _counts(values: Json) -> list[int]:
     if not are_counts(values):
         raise ValueError(f"{shortened(values)} is no list of counts")
-    return values  # type: ignore[no-any-return]
+    return values
 
 
 _DTYPES = {str(var).removeprefix("torch."): var for var in vars(torch).values() if isinstance(var, torch.dtype)}
@@ -360,28 +360,28 @@ _DTYPES = {str(var).removeprefix("torch."): var for var in vars(torch).values() 
 _NEVER_RAW = frozenset({"bool", "qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
 
-def _dtype(name: Any) -> torch.dtype:
-    result = _DTYPES.get(name)
-    if result is None:
+def _dtype(name: Json) -> torch.dtype:
+    if name not in _DTYPES:
         raise ValueError(f"{shortened(name)} is no dtype of this version of torch")
-    return result
+    return _DTYPES[name]
 
 
-def _raw_dtype(name: Any) -> torch.dtype:
+def _raw_dtype(name: Json) -> torch.dtype:
     if name in _NEVER_RAW:
         raise ValueError(f"tensors of dtype {name} are not written as bytes")
     return _dtype(name)
 
 
-Read = Callable[[Reader, Any], Any]
-_READERS: dict[str, Read] = {
+_READERS: dict[str, Callable[[Reader, dict[str, Json]], PyTree]] = {
     "tensor": lambda reader, value: reader.tensor(value),
     "numpy": lambda reader, value: reader.array(value),
     "record": lambda reader, value: reader.record(value),
     "enum": lambda reader, value: reader.member(value),
     "float": lambda reader, value: float.fromhex(value["float"]),
     "tuple": lambda reader, value: tuple(reader.items(value["tuple"])),
-    "deque": lambda reader, value: deque(reader.items(value["deque"]), _length(value["maxlen"])),
+    "deque": lambda reader, value: deque(
+        reader.items(value["deque"]), None if value["maxlen"] is None else _counts([value["maxlen"]])[0]
+    ),
     "size": lambda reader, value: torch.Size(_counts(value["size"])),
     "set": lambda reader, value: set(reader.elements(value["set"])),
     "frozenset": lambda reader, value: frozenset(reader.elements(value["frozenset"])),

@@ -1,18 +1,28 @@
-"""Checks of the values that a file has for a State, before one is made of them."""
+"""Texts of files that anything may have written: JSON read strictly, and checks of the values that a State has.
+
+What :mod:`json` writes without NaN and infinities is read as it was. Refused are what Python's reader takes beyond that
+(NaN, infinities, numbers that become infinite, a name that stands twice in one object), texts whose objects would take
+more than :data:`MOST_MEMORY`, and keys that a hash table would need quadratic time for.
+Base85 text becomes bytes in memory that is that of the bytes: Python's own reader takes thirty times as much.
+"""
 
 from __future__ import annotations
 
-import enum
+import gc
 import json
+import math
+import reprlib
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from types import UnionType
+from typing import Any, NoReturn, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
-from pure_loop.checkpoint.parsing import first_names, shortened
+from pure_loop._internal.pytree import PyTree
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -21,19 +31,162 @@ from pure_loop.precision import LossScale
 from pure_loop.time import Time, Timestamp
 
 __all__ = [
-    "LARGEST_COUNT",
-    "OF_PROGRESS",
-    "kind_of",
-    "refuse_no_time",
-    "refuse_invalid",
-    "refuse_unregistered",
-    "refuse_other_kinds",
-    "refuse_another_model",
-    "refuse_no_notes",
+    *("Json", "LARGEST_COUNT", "MOST_DIGITS", "MOST_MEMORY", "PROGRESS_FIELDS", "decoded", "first_names"),
+    *("memory_of", "parse", "refuse_another_model", "refuse_collisions", "refuse_invalid", "refuse_no_notes"),
+    *("refuse_no_time", "refuse_other_kinds", "shortened"),
 ]
 
+Json: TypeAlias = Any
+"""A value of JSON that may have been written by anything: what reads it is ready for every kind of value."""
 
-def refuse_invalid(values: Mapping[str, Any], path: object) -> None:
+MOST_MEMORY = 256 << 20
+"""The bytes that the objects of one text may take, by :func:`memory_of`."""
+
+MOST_DIGITS = 4300
+"""The longest integer, which is Python's default limit: reading one takes quadratic time."""
+
+# Integers that differ by multiples of 2**61 - 1 have one hash, and tuples and floats can be made so. Honest keys share
+# one only by chance (-1 and -2).
+_MOST_OF_ONE_HASH = 32
+
+
+def parse(text: str) -> Json:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, or JSON that is refused here; says why.
+        RecursionError: it is nested too deep.
+
+    >>> parse('{"a": [1, 2.5]}')
+    {'a': [1, 2.5]}
+    >>> parse('{"a": 1e999}')
+    Traceback (most recent call last):
+    ...
+    ValueError: the number 1e999 in it is not finite
+    """
+    needed = memory_of(text)
+    if needed > MOST_MEMORY:
+        raise ValueError(
+            f"its {len(text):,} characters would take {needed >> 20} MiB of memory, and at most {MOST_MEMORY >> 20} "
+            "MiB are allowed"
+        )
+    # There are no cycles to be found, and looking for them takes most of the time where there are many lists.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return json.loads(
+            text, object_pairs_hook=_unique, parse_float=_finite, parse_int=_integer, parse_constant=_refuse_constant
+        )
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def memory_of(text: str) -> int:
+    """An upper bound of the bytes that the objects of a JSON text take, from the number of its separators alone."""
+    lists, dicts, items = text.count("["), text.count("{"), text.count(",")
+    numbers = min(lists + dicts + items, len(text) // 4)  # shorter ones are cached by the interpreter
+    return (
+        100 * lists
+        + 200 * dicts
+        + 100 * text.count(":")
+        + 28 * text.count('"')
+        + 9 * items
+        + 32 * numbers
+        + len(text) * (1 if text.isascii() else 4)
+    )
+
+
+def refuse_collisions(keys: Collection[Hashable]) -> None:
+    """Refuse keys of which many have one hash, before they are put into a set or a dict.
+
+    Raises:
+        ValueError: there are such.
+        TypeError: one can't be hashed.
+    """
+    if len(keys) <= _MOST_OF_ONE_HASH:
+        return
+    # The hashes themselves are distinct integers below 2**61, so counting them takes linear time.
+    most = max(Counter(map(hash, keys)).values())
+    if most > _MOST_OF_ONE_HASH:
+        raise ValueError(f"{most:,} of its {len(keys):,} keys have one hash")
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name stands twice in it")
+    return result
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} in it is not finite")
+    return number
+
+
+def _integer(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"an integer in it has {len(text):,} digits")
+    return int(text)
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} in it is no number of JSON")
+
+
+_ALPHABET = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
+_NONE = 255
+# Characters at a time.
+_CHUNK = 5 << 15
+
+
+def decoded(text: str) -> bytes:
+    """What ``base64.b85decode`` gives.
+
+    Raises:
+        ValueError: a character that base85 has not, or five of them that are more than four bytes.
+
+    >>> decoded("VQzUKVtI4")
+    b'any byt'
+    """
+    codes = bytearray(b"\xff" * 256)
+    for number, character in enumerate(_ALPHABET):
+        codes[character] = number
+    content = text.encode("ascii").translate(bytes(codes))
+    at = content.find(_NONE)
+    if at >= 0:
+        raise ValueError(f"bad base85 character at position {at}")
+    padding = -len(content) % 5
+    weights = torch.tensor([85**4, 85**3, 85**2, 85, 1])
+    shifts = torch.tensor([24, 16, 8, 0])
+    result = bytearray()
+    for start in range(0, len(content), _CHUNK):
+        chunk = bytearray(content[start : start + _CHUNK])
+        chunk += bytes([84]) * (-len(chunk) % 5)
+        numbers = (torch.frombuffer(chunk, dtype=torch.uint8).view(-1, 5) * weights).sum(1)
+        if int(numbers.max()) >= 1 << 32:
+            raise ValueError(f"base85 overflow in the characters from position {start} on")
+        result += bytes(((numbers.unsqueeze(1) >> shifts) & 255).flatten().tolist())
+    return bytes(memoryview(result)[: len(result) - padding])
+
+
+def shortened(value: object, longest: int = 80) -> str:
+    """A text of at most so many characters for messages."""
+    # Not the whole of repr first: a stranger's value may be long, and deep.
+    brief = reprlib.Repr()
+    brief.maxstring = longest
+    text = brief.repr(value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def first_names(names: list[str]) -> str:
+    """The first names of a list, for messages."""
+    return f"[{', '.join(map(shortened, names[:3]))}]{' ...' if len(names) > 3 else ''}"
+
+
+def refuse_invalid(values: Mapping[str, PyTree], path: object) -> None:
     """
     Raises:
         CheckpointError: a value that no State has; names the field.
@@ -55,14 +208,14 @@ def refuse_invalid(values: Mapping[str, Any], path: object) -> None:
         if scalar is None and "." not in name:
             continue
         if not isinstance(scalar, Tensor) or scalar.shape != () or scalar.dtype is not dtype:
-            kind = kind_of(scalar) if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
+            kind = _kind_of(scalar) if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
             raise CheckpointError(
                 f"{path} can't be read: its {name} is {kind}, and a State has () "
                 f"{str(dtype).removeprefix('torch.')} there."
             )
 
 
-def refuse_other_kinds(values: Mapping[str, Any], names: Iterable[str], path: object) -> None:
+def refuse_other_kinds(values: Mapping[str, PyTree], names: Iterable[str], path: object) -> None:
     """
     Raises:
         CheckpointError: one of these fields is missing, or of another class than a State has there.
@@ -74,7 +227,7 @@ def refuse_other_kinds(values: Mapping[str, Any], names: Iterable[str], path: ob
             raise CheckpointError(f"{path} can't be read: its {name} is a {type(values[name]).__name__}.")
 
 
-def _refuse_no_stop(values: Mapping[str, Any], path: object) -> None:
+def _refuse_no_stop(values: Mapping[str, PyTree], path: object) -> None:
     """Refuse another kind of ``stop``, ``frozen`` or ``lr_scale``; a file that is older than they are has none."""
     frozen = values.get("frozen", frozenset())
     if not isinstance(frozen, frozenset) or not all(isinstance(name, str) for name in frozen):
@@ -83,7 +236,7 @@ def _refuse_no_stop(values: Mapping[str, Any], path: object) -> None:
         raise CheckpointError(f"{path} can't be read: its stop is a {type(values['stop']).__name__}.")
     scale = values.get("lr_scale")
     if scale is not None and not (isinstance(scale, Tensor) and scale.shape == () and scale.is_floating_point()):
-        kind = kind_of(scale) if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
+        kind = _kind_of(scale) if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise CheckpointError(f"{path} can't be read: its lr_scale is {kind}, and a State has () float64 there.")
 
 
@@ -120,7 +273,7 @@ def _is_time(argument: Time) -> bool:
         return False
 
 
-_KINDS: dict[str, Any] = {
+_KINDS: dict[str, type | UnionType] = {
     "params": FrozenDict,
     "buffers": FrozenDict,
     "algorithm_state": FrozenDict,
@@ -134,10 +287,10 @@ _KINDS: dict[str, Any] = {
     "skipped": Tensor | None,
     "nonfinite": Tensor | None,
 }
-OF_PROGRESS = ("seed", "timestamp", "previous_timestamp", "event", "position")
+PROGRESS_FIELDS = ("seed", "timestamp", "previous_timestamp", "event", "position")
 
 
-def kind_of(tensor: Tensor) -> str:
+def _kind_of(tensor: Tensor) -> str:
     """Shape and dtype, for messages."""
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
@@ -169,7 +322,7 @@ def refuse_another_model(
         for name, tensor in wanted.items():
             if tensor.shape != result[name].shape or tensor.dtype != result[name].dtype:
                 raise ResumeError(
-                    f"{whose}: {kind}[{name!r}] is {kind_of(result[name])} in the file and {kind_of(tensor)} in the "
+                    f"{whose}: {kind}[{name!r}] is {_kind_of(result[name])} in the file and {_kind_of(tensor)} in the "
                     f"model. {advice}"
                 )
 
@@ -186,18 +339,3 @@ def refuse_no_notes(notes: object) -> None:
             f"notes={str(notes)[:80]}: a dict of what JSON has: texts as keys; None, bools, finite numbers, texts, "
             "lists and such dicts as values."
         )
-
-
-_OF_RECORDS = ("__attrs_attrs__", "__dataclass_fields__", "_fields")
-
-
-def refuse_unregistered(value: Any, path: tuple[str, ...]) -> NoReturn:
-    kind = type(value)
-    known = "a tensor, a number, a text, None, or a dict, list or tuple of such"
-    if isinstance(value, enum.Enum) or any(hasattr(kind, item) for item in _OF_RECORDS):
-        advice = f"register the class where it is defined, pl.checkpoint.register({kind.__name__})"
-    else:
-        advice = f"keep {known} in its place"
-    raise ArgumentTypeError(
-        f"state.{'.'.join(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint can't hold: {advice}."
-    )

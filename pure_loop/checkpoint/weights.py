@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.tree_ops import full_tensor, is_sharded
+from pure_loop._internal.tree_ops import box_of, from_local, full_tensor, is_sharded, local_tensor
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.base import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.container import CODES, raw
+from pure_loop.checkpoint.coordination import Coordinator
+from pure_loop.checkpoint.digests import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.document import WEIGHTS_KEY, Document, apart, describe_weights
-from pure_loop.checkpoint.parsing import first_names
-from pure_loop.checkpoint.parts import split_like
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.tree import Reader
+from pure_loop.checkpoint.validation import Json, first_names
 from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
-
-if TYPE_CHECKING:
-    from pure_loop.checkpoint.coordination import Coordinator
 
 __all__ = [
     "Weights",
@@ -50,7 +46,7 @@ def saved_weights(document: Document | None, tensors: Mapping[str, Tensor], path
         return dict(tensors)
     reader = Reader(tensors, _CPU, path)
     absent = document.base.keys() - tensors.keys()
-    result: dict[str, Any] = {}
+    result: dict[str, Tensor] = {}
     for field in ("params", "buffers"):
         read = reader.read(_without(document.fields.get(field), absent))
         if not isinstance(read, dict) or not all(isinstance(item, Tensor) for item in read.values()):
@@ -59,7 +55,7 @@ def saved_weights(document: Document | None, tensors: Mapping[str, Tensor], path
     return result
 
 
-def _without(described: Any, absent: Set[str]) -> Any:
+def _without(described: Json, absent: Set[str]) -> Json:
     """A mapping of tensors as JSON, without those that aren't there."""
     if not absent or not isinstance(described, dict) or not isinstance(described.get("frozen"), dict):
         return described
@@ -78,13 +74,12 @@ def with_buffers_of(document: Document, state: State, saved: Mapping[str, Tensor
     if model is state.model:
         return state
     changed = {name for name, slot in model.altered.items() if slot.kind in ("tensor", "reshaped")}
-    buffers: dict[str, Any] = {
-        name: saved[name].to(state.device) if name in changed and name in saved else state.buffers.get(name)
-        for name in model.buffer_names
-    }
-    missing = [name for name, tensor in buffers.items() if tensor is None]
-    if missing:
-        raise CheckpointError(f"{path} can't be read: it lists the buffer {missing[0]!r}, and has no tensor of it.")
+    buffers = {}
+    for name in model.buffer_names:
+        tensor = saved[name].to(state.device) if name in changed and name in saved else state.buffers.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{path} can't be read: it lists the buffer {name!r}, and has no tensor of it.")
+        buffers[name] = tensor
     return state.replace(model=model, buffers=buffers)
 
 
@@ -178,7 +173,9 @@ def _refuse_untied(model: str, first: str, tensor: Tensor, second: str, other: T
 def _as(like: Tensor, tensor: Tensor) -> Tensor:
     if not is_sharded(like):
         return tensor.to(like)
-    return split_like(tensor, like)  # type: ignore[no-any-return]
+    shard = box_of(tensor, like).to(local_tensor(like), copy=True, memory_format=torch.contiguous_format)
+    sharded: Tensor = from_local(like, shard)
+    return sharded
 
 
 def _kind(tensor: Tensor) -> str:
@@ -228,30 +225,29 @@ class Weights:
         base: Base = {}
         if trained_only:
             left = {f"params.{name}": tensors[name].contiguous() for name in state.params}
-            base = take_out_base(state, {name: {"tensor": f"params.{name}"} for name in state.params}, left)
+            base = take_out_base(state, {name: f"params.{name}" for name in state.params}, left)
             for key in base:
                 del tensors[key.removeprefix("params.")]
         return cls(state, tensors, base)
 
-    def write(self, path: str, notes: Mapping[str, object] | None = None) -> None:
-        """Write the file, whole or not at all."""
-        metadata = {WEIGHTS_KEY: describe_weights(self.state, notes, self.base), "format": "pt"}
-        with storage_of(path).writing() as file:
-            tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-            container.write(file, tensors, metadata, digested=False)
+    def write(
+        self, path: str, notes: Mapping[str, object] | None = None, coordinator: Coordinator | None = None
+    ) -> None:
+        """Write the file, whole or not at all.
 
-    def write_together(self, coordinator: Coordinator, path: str, notes: Mapping[str, object] | None = None) -> None:
-        """Write the file on rank 0; all ranks call it, and when it returns, on any of them, the file is there.
+        With a coordinator all ranks call it, the first one writes, and when it returns, on any of them, the file is
+        there.
 
         Raises:
             DistributedError: rank 0 couldn't write it.
         """
-
-        def write() -> None:
-            if coordinator.rank == 0:
-                self.write(path, notes)
-
-        coordinator.round(path, write, lambda by_rank: [None] * len(by_rank))
+        if coordinator is not None:
+            coordinator.together(path, lambda: self.write(path, notes) if coordinator.rank == 0 else None)
+            return
+        metadata = {WEIGHTS_KEY: describe_weights(self.state, notes, self.base), "format": "pt"}
+        with storage_of(path).writing() as file:
+            tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+            container.write(file, tensors, metadata, digested=False)
 
 
 def refuse_unwritable(state: State) -> None:

@@ -2,7 +2,7 @@
 
 Used through ``fit(..., compile=True)``; imported only then, because torch's compiler takes seconds to import.
 
-May import ``loop`` and what is below. Begin with ``compiler.py``, whose parts are segments
+May import ``loop`` and what is below. Begin with ``compiler.py``, which is made of segments
 (``segment.py``); ``lowering.py`` makes machine code of Python code, and ``_torch.py`` is the one file that names what
 torch's compiler keeps private.
 """

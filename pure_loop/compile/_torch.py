@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
@@ -24,6 +24,7 @@ import attrs
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing import reductions
 
 from pure_loop.errors import CompileError
 
@@ -38,29 +39,23 @@ except ImportError as error:  # documented, so that there is no other way
     ) from error
 
 __all__ = [
-    "NAMES",
-    "Call",
-    "Schema",
-    "decompositions",
-    "end_allocating_to_pool",
-    "fake_mode",
-    "fake_tensor_class",
+    *("NAMES", "Call", "Schema", "decompositions", "end_allocating_to_pool", "fake_mode", "fake_tensor_class"),
+    *("look_up_all", "lower", "missing", "mode_of", "partition", "prevents_recording", "python_dispatcher"),
+    *("schema_of", "storage_key"),
     "get_proxy_mode",
-    "look_up_all",
-    "lower",
     "make_fx",
-    "missing",
-    "partition",
-    "prevents_recording",
-    "python_dispatcher",
-    "schema_of",
-    "storage_key",
 ]
 
 # What calls a graph: takes a list of tensors, and empties it.
-Call: TypeAlias = Callable[[list[Tensor]], Sequence[Any]]
+Call: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
+# A function of torch's, with any arguments, and those that are given by name.
+Function: TypeAlias = Callable[..., Any]
+Options: TypeAlias = dict[str, Any]
+# Operations of torch's dispatcher, which are of a private class, and what to do instead of each.
+Decompositions: TypeAlias = dict[Any, Function]
 
 _SLOWER = "graphs are compiled by torch.compile: a call takes some ten microseconds more, and has memory of its own"
+_MIN_CUT = "torch._functorch.partitioners:min_cut_rematerialization_partition"
 NAMES: Mapping[str, str] = {
     "torch._inductor.compile_fx:compile_fx_inner": _SLOWER,
     "torch._inductor.fx_passes.joint_graph:joint_graph_passes": _SLOWER,
@@ -68,9 +63,7 @@ NAMES: Mapping[str, str] = {
     "torch._inductor.decomposition:select_decomp_table": _SLOWER,
     "torch._inductor.config:patch": _SLOWER,
     "torch._inductor.utils:is_cudagraph_unsafe_fx_node": "no graph is a CUDA graph: kernels are launched one by one",
-    "torch._functorch.partitioners:min_cut_rematerialization_partition": (
-        "a forward keeps more for its backward, where an event between the two is observed"
-    ),
+    _MIN_CUT: "a forward keeps more for its backward, where an event between the two is observed",
     "torch._dispatch.python:enable_python_dispatcher": "some operations are traced as torch's own kernels",
     "torch:ops.aten.add.Tensor._schema": "what an operation writes to is known by its name alone",
     "torch:UntypedStorage._cdata": "nothing",
@@ -136,9 +129,17 @@ def _fake() -> Tensor:
     return value[0]
 
 
-def fake_mode() -> Any:
+def mode_of(fake: Any) -> AbstractContextManager[object]:
+    """The mode in which a tensor without numbers was made."""
+    mode: AbstractContextManager[object] = fake.fake_mode
+    return mode
+
+
+def fake_mode() -> AbstractContextManager[object]:
     """A mode, inside which tensors have no numbers."""
-    return type(_fake().fake_mode)(allow_non_fake_inputs=True)  # type: ignore[attr-defined]
+    make: Function = type(mode_of(_fake()))
+    mode: AbstractContextManager[object] = make(allow_non_fake_inputs=True)
+    return mode
 
 
 def fake_tensor_class() -> type[Tensor]:
@@ -146,10 +147,11 @@ def fake_tensor_class() -> type[Tensor]:
     return type(_fake())
 
 
-def python_dispatcher() -> Any:
+def python_dispatcher() -> AbstractContextManager[object]:
     """A context in which operations that torch also has in Python are traced as that."""
-    enable = _find("torch._dispatch.python:enable_python_dispatcher")
-    return nullcontext() if enable is None else enable()
+    enable: Function = _find("torch._dispatch.python:enable_python_dispatcher") or nullcontext
+    context: AbstractContextManager[object] = enable()
+    return context
 
 
 @attrs.frozen
@@ -202,17 +204,16 @@ def _schema_by_name(target: Any) -> Schema:
     return Schema(names, frozenset({0} if writes else ()), writes or name in _VIEWS)
 
 
-def storage_key(tensor: Tensor) -> Any:
+def storage_key(tensor: Tensor) -> object:
     """What tells the memory of two tensors, fake ones too, apart, for as long as both are there."""
     storage = tensor.untyped_storage()
     if _find("torch:UntypedStorage._cdata") is not None:
         return storage._cdata
-    from torch.multiprocessing.reductions import StorageWeakRef
+    reference: Function = reductions.StorageWeakRef
+    return reference(storage)
 
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
-
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> Decompositions:
     """Operations as others that the compiler takes; ``torch.compile`` has them by itself."""
     select = _find("torch._inductor.decomposition:select_decomp_table") if _has_inductor() else None
     return {} if select is None else dict(select())
@@ -220,7 +221,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 # Lowering.
 
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Options = {
     # What the asserts look at is in the key by which a graph was chosen.
     "size_asserts": False,
     # It makes an input of `zeros + input`, whichever code writes to that input later.
@@ -245,7 +246,7 @@ def _has_inductor() -> bool:
 
 def lower(
     graph: GraphModule, examples: list[Tensor], backward: bool | None = None, results: int | None = None
-) -> tuple[Call, Any]:
+) -> tuple[Call, Sequence[Any] | None]:
     """Machine code of a graph, and the strides of what it gives where they are known.
 
     Args:
@@ -258,13 +259,13 @@ def lower(
         CompileError: there is no C++ compiler.
     """
     if _has_inductor():
-        kept = _copied(graph)  # inductor writes to what it is given
+        original = _copied(graph)  # inductor writes to its argument
         try:
             _fix_strides(graph, results)
             result = _by_inductor(graph, examples, backward)
         except (TypeError, AttributeError, ImportError) as error:
             _note(f"torch._inductor.compile_fx:compile_fx_inner as it was ({error})", _SLOWER)
-            graph = kept
+            graph = original
         else:
             return getattr(result, "current_callable", None) or result, getattr(result, "output_strides", None)
     return _ByTorchCompile(graph), None
@@ -272,7 +273,7 @@ def lower(
 
 def _fix_strides(graph: GraphModule, count: int | None) -> None:
     """Say in inductor's words which outputs keep their strides: it lays images out with their channels last."""
-    output = next(iter(reversed(graph.graph.nodes)))
+    output = graph.graph.output_node()
     outputs: Any = output.args[0]
     values = [item.meta["val"] if isinstance(item, Node) else None for item in outputs]
     output.meta["original_output_strides"] = [value.stride() if isinstance(value, Tensor) else None for value in values]
@@ -328,9 +329,9 @@ class _ByTorchCompile:
     def __init__(self, graph: GraphModule) -> None:
         pure, self._written = _without_writes(graph)
         self._compiled = False
-        self._run: Callable[..., Sequence[Any]] = torch.compile(pure, fullgraph=True, dynamic=False)
+        self._run: Callable[..., Sequence[Tensor]] = torch.compile(pure, fullgraph=True, dynamic=False)
 
-    def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         # Of torch's own class and without autograd, whatever they are: else it would compile for each kind.
         argument = [tensor.detach() for tensor in tensors]
         tensors.clear()
@@ -351,25 +352,20 @@ class _ByTorchCompile:
 
 def _without_writes(graph: GraphModule) -> tuple[GraphModule, list[int]]:
     """The graph with what it writes to its inputs after its outputs; and to which inputs that is."""
-    nodes = list(graph.graph.nodes)
+    *nodes, output = graph.graph.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
-    writes: list[Node] = [
-        node for node in nodes if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs
-    ]
-    pure = Graph()
-    copies: dict[Node, Node] = {}
+    writes = [node for node in nodes if node.target is torch.ops.aten.copy_.default and node.args[0] in inputs]
+    pure, copies = Graph(), dict[Node, Node]()
     for node in nodes:
-        if node.op == "output":
-            values = [node.args[1] for node in writes]
-            outputs: Any = [*node.args[0], *values]
-            pure.output([copies[item] if isinstance(item, Node) else item for item in outputs])
-        elif node not in writes:
+        if node not in writes:
             copies[node] = pure.node_copy(node, copies.__getitem__)
+    outputs = [*output.args[0], *[node.args[1] for node in writes]]
+    pure.output([copies[item] if isinstance(item, Node) else item for item in outputs])
     return GraphModule(graph, pure), [inputs.index(node.args[0]) for node in writes]
 
 
-def partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModule]:
-    """Cut a graph of forward and backward in two.
+def partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModule] | None:
+    """Cut a graph of forward and backward in two, such that little is kept; None: this torch has no way to.
 
     Args:
         joint: its inputs are called ``primals_0`` and so on, and after them ``tangents_0`` and so on; it gives the
@@ -377,54 +373,18 @@ def partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModul
         results: how many there are.
 
     Returns:
-        The forward, which gives the results, and after them what is kept for the backward; and the backward, whose
-        inputs are called as what is kept is.
+        The forward, which gives the results, and after them what is kept for the backward; and the backward, with
+        inputs that are called as what is kept is.
     """
-    min_cut = _find("torch._functorch.partitioners:min_cut_rematerialization_partition")
+    min_cut: Function | None = _find(_MIN_CUT)
     if min_cut is not None:
         try:
-            first, second = min_cut(_copied(joint), None, num_fwd_outputs=results)
+            halves: tuple[GraphModule, GraphModule] = min_cut(_copied(joint), None, num_fwd_outputs=results)
         except TypeError as error:
-            path = "torch._functorch.partitioners:min_cut_rematerialization_partition"
-            _note(f"{path} as it was ({error})", NAMES[path])
+            _note(f"{_MIN_CUT} as it was ({error})", NAMES[_MIN_CUT])
         else:
-            return first, second
-    return _partition(joint, results)
-
-
-def _partition(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModule]:
-    """The same, with everything kept that the backward reads."""
-    joint.graph.eliminate_dead_code()
-    *nodes, output = joint.graph.nodes
-    outputs: Any = output.args[0]
-    later: set[Node] = set()
-    for node in nodes:
-        if node.name.startswith("tangents_") or not later.isdisjoint(node.all_input_nodes):
-            later.add(node)
-    kept: dict[Node, None] = {}
-    for node in (*later, output):
-        read = node.all_input_nodes if node is not output else [e for e in outputs[results:] if isinstance(e, Node)]
-        kept |= dict.fromkeys(item for item in read if item not in later and item.op != "get_attr")
-    first, second = Graph(), Graph()
-    in_first: dict[Node, Node] = {}
-    in_second: dict[Node, Node] = {}
-    for node in kept:
-        in_second[node] = second.placeholder(node.name)
-        in_second[node].meta = dict(node.meta)
-    for node in nodes:
-        if node in later:
-            in_second[node] = second.node_copy(node, in_second.__getitem__)
-        else:
-            in_first[node] = first.node_copy(node, in_first.__getitem__)
-            if node.op == "get_attr":
-                in_second[node] = second.node_copy(node)
-    first.output([*[in_first.get(item, item) for item in outputs[:results]], *[in_first[node] for node in kept]])
-    second.output([in_second.get(item, item) for item in outputs[results:]])
-    halves = GraphModule(joint, first), GraphModule(joint, second)
-    for half in halves:
-        half.graph.eliminate_dead_code()
-        half.recompile()
-    return halves
+            return halves
+    return None
 
 
 # Recording on a GPU.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import attrs
 from torch import Tensor
@@ -100,12 +99,13 @@ def is_on() -> bool:
     return _on.get()
 
 
-def interpret(graph: GraphModule) -> Callable[[list[Tensor]], Sequence[Any]]:
+def interpret(graph: GraphModule) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """A graph as it is, called as compiled ones are: with a list, which it empties."""
 
-    def call(tensors: list[Tensor]) -> Sequence[Any]:
+    def call(tensors: list[Tensor]) -> Sequence[Tensor]:
         value = tensors.copy()
         tensors.clear()
-        return graph(*value)  # type: ignore[no-any-return]
+        results: Sequence[Tensor] = graph(*value)
+        return results
 
     return call

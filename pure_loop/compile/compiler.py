@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any
 
+from torch import Tensor
+
+from pure_loop._internal.pytree import Batch
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
-from pure_loop.compile.microbatch import microbatch
-from pure_loop.compile.numbers import Env
+from pure_loop.compile.guards import Env
 from pure_loop.compile.segment import Ended, PerBatch, Run, Traced, at
-from pure_loop.compile.segments import BEFORE_GRADIENTS, OF_MICROBATCHES, Segments
+from pure_loop.compile.segments import BEFORE_GRADIENTS, OF_MICROBATCHES, Segments, microbatch
 from pure_loop.compile.stages import UPDATE_BAD, update
-from pure_loop.data.source import END
+from pure_loop.data.group import END
 from pure_loop.errors import NonFiniteError
 from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.batch import LoopStages, gradients
-from pure_loop.loop.call import Fit, Stopwatch
+from pure_loop.loop.call import Feed, Fit, Stopwatch
 from pure_loop.loop.driver import Script, run_to_end
 from pure_loop.loop.evaluation import current
 from pure_loop.loop.training import Eager, train_batch
@@ -48,14 +50,14 @@ class Pushback:
 
     __slots__ = ("_batches", "_held")
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, batches: Feed) -> None:
         self._batches = batches
-        self._held: list[Any] = []
+        self._held: list[Batch] = []
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         return self._held.pop() if self._held else next(self._batches)
 
-    def push(self, batch: Any) -> None:
+    def push(self, batch: Batch) -> None:
         self._held.append(batch)
 
     def close(self) -> None:
@@ -109,15 +111,15 @@ class Compiler(Segments):
         engine, before = self.stages.engine, state.timestamp
         # An input of the graphs, so that it is known before them; a batch's seconds are counted with the next batch.
         # Several ranks know what they have when they have exchanged it.
-        now = before.next_batch(*engine.counts(samples, tokens, seconds)) if not engine.exchanges else before
-        timestamps = (state.previous_timestamp, before, now)
+        after = before.next_batch(*engine.counts(samples, tokens, seconds)) if not engine.exchanges else before
+        timestamps = (state.previous_timestamp, before, after)
         asks = self.ownership is not None and Event.BATCH_END in self.observed
         while not (self.observed & _OF_A_BATCH or self.eager):
             if asks:
                 state = yield Request.COUNT_REFERENCES, state
             run = self.attempt("step", self._step, state, timestamps, (state.batch,))
             if run is not None:
-                return (yield from self._end(state, fit, run, now))
+                return (yield from self._end(state, fit, run, after))
         state = yield Event.BATCH_START, state
         state = yield Event.BEFORE_TRAIN_BATCH, state
         while not (self.observed & (OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}) or self.eager):
@@ -125,21 +127,21 @@ class Compiler(Segments):
                 state = yield Request.COUNT_REFERENCES, state
             run = self.attempt("gradients and update", self._rest, state, timestamps, (state.batch,))
             if run is not None:
-                return (yield from self._end(state, fit, run, now))
+                return (yield from self._end(state, fit, run, after))
         buffers, model = state.buffers, state.model
         state = yield from self._gradients(state, timestamps[:2])
         if engine.exchanges:
             state = engine.sync_buffers(state, buffers)
-            now = before.next_batch(*engine.counts(samples, tokens, seconds))
-            timestamps = (*timestamps[:2], now)
-        shown = False
+            after = before.next_batch(*engine.counts(samples, tokens, seconds))
+            timestamps = (*timestamps[:2], after)
+        yielded = False
         while True:
-            if not shown and (Event.AFTER_TRAIN_BATCH in self.observed or "update" in self.eager):
+            if not yielded and (Event.AFTER_TRAIN_BATCH in self.observed or "update" in self.eager):
                 state = yield Event.AFTER_TRAIN_BATCH, state
-                shown = True
+                yielded = True
             if "update" in self.eager:
                 state = self.stages.update(
-                    state, buffers=buffers, model=model, timestamp=now, previous_timestamp=before
+                    state, buffers=buffers, model=model, timestamp=after, previous_timestamp=before
                 )
                 return (yield Event.BATCH_END, current(state, fit, Event.BATCH_END))
             if asks:
@@ -150,17 +152,19 @@ class Compiler(Segments):
             per_batch = (buffers, *[None if name in around else getattr(state, name) for name in _PER_BATCH_FIELDS])
             run = self.attempt("update", self._update, state, timestamps, per_batch)
             if run is not None:
-                return (yield from self._end(state, fit, run, now, around))
+                return (yield from self._end(state, fit, run, after, around))
 
-    def _end(self, state: State, fit: Fit, run: Run, now: Timestamp, around: dict[str, Any] | None = None) -> Script:
+    def _end(
+        self, state: State, fit: Fit, run: Run, after: Timestamp, around: dict[str, object] | None = None
+    ) -> Script:
         """The State of BATCH_END, from what a graph gave, and what went around it."""
-        ended = self._ended(state, run, now)
+        ended = self._ended(state, run, after)
         if Event.BATCH_END not in self.observed:
             return ended
         fields = dict(zip(_PER_BATCH_FIELDS, run.per_batch, strict=True)) | (around or {})
         return (yield Event.BATCH_END, current(with_fields(ended, **fields), fit, Event.BATCH_END))
 
-    def feed(self, batches: Any) -> Any:
+    def feed(self, batches: Feed) -> Feed:
         """Batches as :meth:`steps_ahead` takes them."""
         return Pushback(batches) if self.steps > 1 else batches
 
@@ -178,7 +182,7 @@ class Compiler(Segments):
             and _counted(fit)
         )
 
-    def steps_ahead(self, state: State, fit: Fit, batches: Any, stopwatch: Stopwatch) -> State:
+    def steps_ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
         """Batches at which the loop has nothing to do, ``steps`` of them loaded, and then gone through, at a time.
 
         The batch after which an evaluator is due or training ends is left to the loop, and so is one that needs another
@@ -186,19 +190,20 @@ class Compiler(Segments):
         """
         if not self.goes_on(fit):
             return state
+        assert isinstance(batches, Pushback)
         segment = self.segment("step", self._step)
         end = state.timestamp.max_duration
         assert end is not None
         count = self.steps if fit.source.batches_stay and end.unit is not TimeUnit.SECOND else 1
         while segment.repeats(state):
-            before, now = state.previous_timestamp, state.timestamp
+            previous, timestamp = state.previous_timestamp, state.timestamp
             calls: list[tuple[Env, PerBatch]] = []
             env: Env | None = None
             failed: Exception | None = None
             while len(calls) < count:
                 try:
                     loaded = next(batches, END)
-                    ready = train_batch(state, fit, loaded, stopwatch.lap, now.batch)
+                    ready = train_batch(state, fit, loaded, stopwatch.lap, timestamp.batch)
                 except Exception as error:
                     failed = error  # its turn comes after the steps before it
                     break
@@ -206,10 +211,10 @@ class Compiler(Segments):
                     break
                 batch, samples, tokens = ready
                 seconds = stopwatch.lap()
-                after = now.next_batch(samples, tokens, seconds)
-                due_now = _loop_is_due(now, after, end, fit)
+                after = timestamp.next_batch(samples, tokens, seconds)
+                due_now = _loop_is_due(timestamp, after, end, fit)
                 try:
-                    env = None if due_now else segment.fits((before, now, after), (batch,), env)
+                    env = None if due_now else segment.fits((previous, timestamp, after), (batch,), env)
                 except Exception:
                     env = None  # an algorithm's arithmetic failed: the loop meets that again, after the steps before it
                 if env is None:
@@ -217,25 +222,25 @@ class Compiler(Segments):
                     stopwatch.last -= seconds  # the next lap has them, too
                     break
                 calls.append((env, (batch,)))
-                before, now = now, after
+                previous, timestamp = timestamp, after
             state, stopped = segment.again(state, calls)
             if stopped is not None:
                 number, report = stopped
-                before, now, _ = calls[number][0].timestamps
-                raise _nonfinite(_timed(state, now, before), report, calls[number][1][0])
+                previous, timestamp, _ = calls[number][0].timestamps
+                raise _nonfinite(_timed(state, timestamp, previous), report, calls[number][1][0])
             if failed is not None:
                 raise failed
-            state = _timed(state, now, before)
+            state = _timed(state, timestamp, previous)
             if len(calls) < count:
                 break
         return state
 
-    def _ended(self, state: State, run: Run, now: Timestamp) -> State:
-        """The State after a batch whose end is not observed, outside of it."""
+    def _ended(self, state: State, run: Run, after: Timestamp) -> State:
+        """The State after a batch, outside of it, where the end is not observed."""
         if run.report is not None and run.report.is_cpu and (report := run.report.item()):
             raise _nonfinite(state, int(report), state.batch)
         fields = dict(zip(run.names, run.durable, strict=True))
-        fields |= {"timestamp": now, "previous_timestamp": state.timestamp, "position": Event.BATCH_END}
+        fields |= {"timestamp": after, "previous_timestamp": state.timestamp, "position": Event.BATCH_END}
         return with_fields(outside_batch(state), **fields)
 
     def _gradients(self, state: State, timestamps: tuple[Timestamp, ...]) -> Script:
@@ -256,49 +261,48 @@ class Compiler(Segments):
 
     def _rest(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
         buffers = state.buffers
-        state = run_to_end(
-            gradients(with_fields(state, batch=per_batch[0]), traced.stages), traced.handlers, traced.stages
-        )
-        return self._finish(state, buffers, traced)
+        return self._finish(_with_gradients(state, per_batch, traced), buffers, traced)
 
     def _gradients_alone(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
-        state = run_to_end(
-            gradients(with_fields(state, batch=per_batch[0]), traced.stages), traced.handlers, traced.stages
-        )
+        state = _with_gradients(state, per_batch, traced)
         return state, None, tuple(getattr(state, name) for name in _OF_GRADIENTS)
 
     def _update(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
         buffers, *rest = per_batch
         return self._finish(with_fields(state, **dict(zip(_PER_BATCH_FIELDS, rest, strict=True))), buffers, traced)
 
-    def _finish(self, state: State, buffers: Any, traced: Traced) -> Ended:
-        before, now = traced.timestamps[1:3]
+    def _finish(self, state: State, buffers: FrozenDict[str, Tensor], traced: Traced) -> Ended:
+        before, after = traced.timestamps[1:3]
         if Event.AFTER_TRAIN_BATCH not in self.observed:
             state = at(Event.AFTER_TRAIN_BATCH, state, traced)
-        state, report = update(traced.stages, state, buffers, timestamp=now, previous_timestamp=before)
+        state, report = update(traced.stages, state, buffers, timestamp=after, previous_timestamp=before)
         if Event.BATCH_END in self.observed:
             return state, report, tuple(getattr(state, name) for name in _PER_BATCH_FIELDS)
         return at(Event.BATCH_END, state, traced), report, ()
 
 
-def _loop_is_due(now: Timestamp, after: Timestamp, end: Time, fit: Fit) -> bool:
+def _with_gradients(state: State, per_batch: PerBatch, traced: Traced) -> State:
+    script = gradients(with_fields(state, batch=per_batch[0]), traced.stages)
+    result: State = run_to_end(script, traced.handlers, traced.stages)
+    return result
+
+
+def _loop_is_due(before: Timestamp, after: Timestamp, end: Time, fit: Fit) -> bool:
     """Whether training ends with the batch between these, or an evaluator is due after it."""
     if after.get(end.unit) >= end.value:
         return True
-    return bool(fit.evaluators) and any(
-        due(item.interval.interval, now, after, Event.BATCH_END)  # type: ignore[attr-defined]
-        for item in fit.evaluators
-    )
+    cadences = (item.interval for item in fit.evaluators)
+    return any(isinstance(c, Cadence) and due(c.interval, before, after, Event.BATCH_END) for c in cadences)
 
 
-def _timed(state: State, now: Timestamp, before: Timestamp) -> State:
+def _timed(state: State, timestamp: Timestamp, previous: Timestamp) -> State:
     """The State with these timestamps."""
-    if state.timestamp is now:
+    if state.timestamp is timestamp:
         return state
-    return with_fields(state, timestamp=now, previous_timestamp=before)
+    return with_fields(state, timestamp=timestamp, previous_timestamp=previous)
 
 
-def _nonfinite(state: State, report: int, batch: Any) -> NonFiniteError:
+def _nonfinite(state: State, report: int, batch: Batch) -> NonFiniteError:
     from pure_loop.stages.search import origin_in_batch  # no other run needs it
 
     t = state.timestamp

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from pure_loop._internal.autograd import graph_of, refuse_strangers
-from pure_loop.compile._torch import partition
+from pure_loop.compile._torch import Call, mode_of, partition
 from pure_loop.compile.tracing import Tracing
-from pure_loop.compile.writing import drop_unused
 from pure_loop.errors import CompileError
 
-__all__ = ["Connection", "choosing", "connect", "differentiate", "halved"]
+__all__ = ["Connection", "choosing", "connect", "differentiate", "drop_unused", "halved"]
 
 
 @attrs.frozen
@@ -71,21 +70,15 @@ def differentiate(
     return Connection(tuple(outputs), tuple(place for place, _ in reached), count, tuple(leads))
 
 
-def _leaves_of(output: Tensor) -> Iterable[Any]:
+def _leaves_of(output: Tensor) -> Iterable[object]:
     """The leaves that a graph leads to; a parameter that is given as it is has none."""
-    return [output] if output.is_leaf else map(_variable, graph_of(output))
-
-
-def _variable(node: Any) -> Any:
-    """The leaf that a node of a graph stands for, if it does."""
-    return getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
+    nodes = (node for node in graph_of(output) if type(node).__name__ == "AccumulateGrad")
+    return [output] if output.is_leaf else [getattr(node, "variable", None) for node in nodes]
 
 
 # (graph, whether it is a backward's, how many of its outputs keep their strides; None: all) -> what calls it, and the
 # strides of what it gives where they are known.
-Lower = Callable[
-    [GraphModule, bool, "int | None"], tuple[Callable[[list[Tensor]], Sequence[Any]], "Sequence[Any] | None"]
-]
+Lower = Callable[[GraphModule, bool, "int | None"], tuple[Call, "Sequence[Any] | None"]]
 
 
 @attrs.frozen
@@ -118,7 +111,7 @@ class _Halves:
         forward, backward: take a list of tensors, and empty it.
         results: how many of the first outputs of the forward are for others; the rest is kept for the backward.
         plain: those that aren't differentiated.
-        kept: which inputs are kept.
+        saved: which inputs are kept.
         numbers: which inputs are numbers of the step.
         tangents: which gradients by outputs the backward takes, with the layout that it takes for granted.
         relaid: which gradients by inputs the backward gives in another layout than that of eager steps, and that one.
@@ -126,23 +119,22 @@ class _Halves:
         reached: for each result that is differentiated, the inputs that its graph leads to.
     """
 
-    forward: Callable[[list[Tensor]], Sequence[Any]]
-    backward: Callable[[list[Tensor]], Sequence[Any]]
+    forward: Call
+    backward: Call
     results: int
     plain: tuple[int, ...]
-    kept: tuple[int, ...]
+    saved: tuple[int, ...]
     numbers: frozenset[int]
     tangents: tuple[tuple[int, _Layout], ...]
     relaid: tuple[tuple[int, _Layout], ...]
     inputs: tuple[int | None, ...]
     reached: dict[int, frozenset[int]]
 
-    def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         value = tuple(tensors)
         tensors.clear()
         with torch.set_grad_enabled(True):
-            result: Sequence[Any] = _Function.apply(self, *value)  # type: ignore[no-untyped-call]
-        return result
+            return _apply(self, *value)
 
 
 class _Function(torch.autograd.Function):
@@ -154,8 +146,8 @@ class _Function(torch.autograd.Function):
         # What has no gradient must not seem to have one that is 0: an optimizer leaves it as it is.
         ctx.set_materialize_grads(False)
         # Numbers of the step are written anew for the next one.
-        kept = [value[i].clone() if i in halves.numbers else value[i] for i in halves.kept]
-        ctx.save_for_backward(*kept, *result[halves.results :])
+        inputs = [value[i].clone() if i in halves.numbers else value[i] for i in halves.saved]
+        ctx.save_for_backward(*inputs, *result[halves.results :])
         ctx.mark_non_differentiable(*[results[i] for i in halves.plain])
         return results
 
@@ -180,21 +172,22 @@ class _Function(torch.autograd.Function):
         return None, *[None if place is None else result[place] for place in inputs]
 
 
+_apply: Callable[..., tuple[Tensor, ...]] = _Function.apply
+
+
 def _apart(result: Sequence[Tensor], value: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The results, each an object of its own, also where a compiler makes one of two, or gives an input.
 
     Autograd notes by the object which of them are differentiated.
     """
-    known, results = set(map(id, value)), []
+    taken, results = set(map(id, value)), []
     for tensor in result:
-        results.append(tensor.clone() if id(tensor) in known else tensor)
-        known.add(id(tensor))
+        results.append(tensor.clone() if id(tensor) in taken else tensor)
+        taken.add(id(tensor))
     return tuple(results)
 
 
-def connect(
-    joint: GraphModule, connection: Connection, numbers: range, lower: Lower
-) -> tuple[Callable[[list[Tensor]], Sequence[Any]], list[int], int]:
+def connect(joint: GraphModule, connection: Connection, numbers: range, lower: Lower) -> tuple[Call, list[int], int]:
     """Cut a graph of forward and backward in two, and compile both.
 
     Args:
@@ -208,9 +201,9 @@ def connect(
         What calls the forward and keeps the backward, the inputs that it takes, and the number of operations.
     """
     count = len(_inputs(joint)) - len(connection.outputs)
-    first, second, kept, order = halved(joint, count, connection.results)
+    first, second, saved, order = halved(joint, count, connection.results)
     names = [f"primals_{position}" for position in range(count)]
-    taken = sorted({*drop_unused(first), *kept, *connection.inputs})
+    taken = sorted({*drop_unused(first), *saved, *connection.inputs})
     first.recompile()
     before = {position: place for place, position in enumerate(taken)}
     forward_takes = [before[names.index(node.name)] for node in _inputs(first)]
@@ -219,11 +212,13 @@ def connect(
     # The order of what the second half takes is its partitioner's; ours is that of `save_for_backward`.
     wanted = _inputs(second)
     if strides is not None:
-        with_layout = dict(zip(order[len(kept) :], strides[connection.results :], strict=True))
+        with_layout = dict(zip(order[len(saved) :], strides[connection.results :], strict=True))
         for node in wanted:
-            stride, value = with_layout.get(node.name), node.meta["val"]
-            if stride is not None and tuple(map(int, stride)) != value.stride():
-                node.meta["val"] = _restrided(value, tuple(map(int, stride)))
+            strides_of_node, value = with_layout.get(node.name), node.meta["val"]
+            stride = value.stride() if strides_of_node is None else tuple(map(int, strides_of_node))
+            if stride != value.stride():
+                with mode_of(value):
+                    node.meta["val"] = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
     takes: list[int] = []
     tangents: list[tuple[int, _Layout]] = []
     for node in wanted:
@@ -247,7 +242,7 @@ def connect(
         backward=choosing(backward, takes),
         results=connection.results,
         plain=tuple(place for place in range(connection.results) if place not in connection.outputs),
-        kept=tuple(before[place] for place in kept),
+        saved=tuple(before[place] for place in saved),
         numbers=frozenset(before[place] for place in taken if place in numbers),
         tangents=tuple(tangents),
         relaid=relaid,
@@ -282,18 +277,53 @@ def halved(joint: GraphModule, count: int, results: int) -> tuple[GraphModule, G
         copies[node] = named.placeholder(name)
         copies[node].meta = dict(node.meta)
     named.output(named.graph_copy(joint.graph, copies))
-    first, second = partition(GraphModule(joint, named), results)
-    output = next(iter(reversed(first.graph.nodes)))
-    kept = list(output.args[0])[results:]
-    from_inputs = [node for node in kept if node.op == "placeholder"]
-    computed = [node for node in kept if node.op != "placeholder"]
-    output.args = ([*list(output.args[0])[:results], *computed],)
+    graph = GraphModule(joint, named)
+    first, second = partition(graph, results) or _partitioned(graph, results)
+    outputs = _outputs(first)
+    from_inputs = [node for node in outputs[results:] if node.op == "placeholder"]
+    computed = [node for node in outputs[results:] if node.op != "placeholder"]
+    first.graph.output_node().args = ([*outputs[:results], *computed],)
     positions = [int(node.name.removeprefix("primals_")) for node in from_inputs]
     return first, second, positions, [node.name for node in (*from_inputs, *computed)]
 
 
+def _partitioned(joint: GraphModule, results: int) -> tuple[GraphModule, GraphModule]:
+    """A cut by which everything is kept that the backward reads."""
+    joint.graph.eliminate_dead_code()
+    *nodes, output = joint.graph.nodes
+    outputs = _outputs(joint)
+    later: set[Node] = set()
+    for node in nodes:
+        if node.name.startswith("tangents_") or not later.isdisjoint(node.all_input_nodes):
+            later.add(node)
+    saved: dict[Node, None] = {}
+    for node in (*later, output):
+        read = node.all_input_nodes if node is not output else [e for e in outputs[results:] if isinstance(e, Node)]
+        saved |= dict.fromkeys(item for item in read if item not in later and item.op != "get_attr")
+    first, second = Graph(), Graph()
+    in_first: dict[Node, Node] = {}
+    in_second: dict[Node, Node] = {}
+    for node in saved:
+        in_second[node] = second.placeholder(node.name)
+        in_second[node].meta = dict(node.meta)
+    for node in nodes:
+        if node in later:
+            in_second[node] = second.node_copy(node, in_second.__getitem__)
+        else:
+            in_first[node] = first.node_copy(node, in_first.__getitem__)
+            if node.op == "get_attr":
+                in_second[node] = second.node_copy(node)
+    first.output([*[in_first.get(item, item) for item in outputs[:results]], *[in_first[node] for node in saved]])
+    second.output([in_second.get(item, item) for item in outputs[results:]])
+    halves = GraphModule(joint, first), GraphModule(joint, second)
+    for half in halves:
+        half.graph.eliminate_dead_code()
+        half.recompile()
+    return halves
+
+
 def _outputs(graph: GraphModule) -> list[Any]:
-    outputs: Any = next(iter(reversed(graph.graph.nodes))).args[0]
+    outputs: Any = graph.graph.output_node().args[0]
     return list(outputs)
 
 
@@ -301,27 +331,30 @@ def _inputs(graph: GraphModule) -> list[Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
-def _restrided(value: Tensor, stride: tuple[int, ...]) -> Tensor:
-    mode: Any = value.fake_mode  # type: ignore[attr-defined]
-    with mode:
-        return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-
-
-def choosing(
-    call: Callable[[list[Tensor]], Sequence[Any]], places: list[int]
-) -> Callable[[list[Tensor]], Sequence[Any]]:
+def choosing(call: Call, places: list[int]) -> Call:
     """The call with these of the tensors that it is given."""
     if places == list(range(len(places))):
 
-        def first(tensors: list[Tensor]) -> Sequence[Any]:
+        def first(tensors: list[Tensor]) -> Sequence[Tensor]:
             del tensors[len(places) :]
             return call(tensors)
 
         return first
 
-    def chosen(tensors: list[Tensor]) -> Sequence[Any]:
+    def chosen(tensors: list[Tensor]) -> Sequence[Tensor]:
         value = [tensors[i] for i in places]
         tensors.clear()
         return call(value)
 
     return chosen
+
+
+def drop_unused(graph: GraphModule) -> list[int]:
+    """Take out the inputs that nothing reads; gives the positions of those that stay."""
+    taken = []
+    for position, node in enumerate(_inputs(graph)):
+        if node.users:
+            taken.append(position)
+        else:
+            graph.graph.erase_node(node)
+    return taken

@@ -11,41 +11,35 @@ derived from the numbers of the step.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import NoReturn, cast
 
 import attrs
 import torch
 import torch.fx
 from torch import Tensor
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
-from pure_loop.compile._torch import schema_of
-from pure_loop.compile.numbers import Env, Number, Seed, TraceContext
-from pure_loop.compile.writing import written
+from pure_loop.compile._torch import Function, Options, schema_of
+from pure_loop.compile.guards import Env, TraceContext
+from pure_loop.compile.numbers import Number
 from pure_loop.event import Event
 from pure_loop.random import derive, seeded
 from pure_loop.random.guards import seed_at
 from pure_loop.random.seeds import tracer
 
 __all__ = [
-    "DROPOUT",
-    "Draw",
-    "DrawnFromDataError",
-    "Group",
-    "RecordedDraw",
-    "SeedContext",
-    "StrayGeneratorError",
-    "TracedGenerator",
-    "draw_all",
-    "is_draw",
-    "traced_generators",
+    *("DROPOUT", "Draw", "DrawnFromDataError", "Group", "RecordedDraw", "SeedContext", "StrayGeneratorError"),
+    *("TracedGenerator", "draw_all", "is_draw", "traced_generators", "written"),
 ]
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 # In place, with parameters that are numbers: what was in the tensor doesn't matter.
 _FILLING = frozenset(
     {
@@ -75,9 +69,9 @@ DROPOUT = _aten.native_dropout.default
 _DRAWS = _FILLING | _MAKING | {DROPOUT}
 
 
-def is_draw(node: torch.fx.Node) -> bool:
+def is_draw(node: Node) -> bool:
     """Whether this operation of a graph draws random numbers, liftable or not."""
-    target: Any = node.target
+    target = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     # Attention may drop out, and mostly doesn't.
@@ -86,6 +80,31 @@ def is_draw(node: torch.fx.Node) -> bool:
         return True
     value = dict(zip(schema.names, node.args, strict=False)) | node.kwargs
     return bool(value.get("dropout_p", 0.0))
+
+
+def written(nodes: Iterable[Node]) -> Iterator[Node]:
+    """What these operations write to, or of what it is a view."""
+    for node in nodes:
+        schema = schema_of(node.target)
+        if schema is None or not schema.writes:
+            continue
+        value = [*node.args, *map(node.kwargs.get, schema.names[len(node.args) :])]
+        for place in schema.writes:
+            yield from map(_base, _nodes(value[place]))
+
+
+def _nodes(value: object) -> list[Node]:
+    return [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, Node)]
+
+
+def _base(node: Node) -> Node:
+    """What a node is a view of."""
+    while node.op == "call_function" and _nodes(node.args[:1]):
+        schema = schema_of(node.target)
+        if node.target is not operator.getitem and (schema is None or not schema.is_view):
+            break
+        (node,) = _nodes(node.args[:1])
+    return node
 
 
 @attrs.frozen
@@ -111,7 +130,7 @@ class Group:
 
     Attributes:
         stage: its name; None: it is a generator.
-        device: whose generator is seeded, besides that of the CPU.
+        device: its generator is seeded, besides that of the CPU.
         seed: what it is in a call.
     """
 
@@ -138,7 +157,7 @@ class Group:
             event: at which it is called.
             index: the number of the microbatch after the first one of the graph.
             slot: the number of the timestamp at which it is called.
-            device: whose generator is seeded.
+            device: its generator is seeded.
         """
 
         def seed(call: SeedContext) -> int:
@@ -146,7 +165,7 @@ class Group:
 
         return cls(None, device, seed)
 
-    def seeds(self, node: torch.fx.Node) -> bool:
+    def seeds(self, node: Node) -> bool:
         """Whether what this operation draws comes from a generator that is seeded."""
         value = node.meta["val"]
         device: torch.device = (value[0] if isinstance(value, tuple | list) else value).device
@@ -158,19 +177,17 @@ class RecordedDraw:
     """One draw of a trace.
 
     Attributes:
-        group: whose seed it is drawn by.
+        group: it is drawn by the seed of this group.
         node: the operation.
         sample: draws it by tensors that are constant; None: it reads none.
     """
 
     group: Group
-    node: torch.fx.Node
+    node: Node
     sample: Callable[[], Tensor] | None
 
     @classmethod
-    def of(
-        cls, group: Group, node: torch.fx.Node, root: torch.nn.Module, inputs: Collection[torch.fx.Node]
-    ) -> RecordedDraw | None:
+    def of(cls, group: Group, node: Node, root: torch.nn.Module, inputs: Collection[Node]) -> RecordedDraw | None:
         """
         Args:
             root: holds what is constant in the graph.
@@ -185,13 +202,11 @@ class RecordedDraw:
         return None if sample is None else cls(group, node, sample)
 
 
-def _sample(
-    draw: torch.fx.Node, root: torch.nn.Module, inputs: Collection[torch.fx.Node]
-) -> torch.fx.GraphModule | None:
+def _sample(draw: Node, root: torch.nn.Module, inputs: Collection[Node]) -> torch.fx.GraphModule | None:
     """This draw as a function without inputs, with what computes the tensors that it is given, if they are constant."""
     before = list(takewhile(lambda node: node is not draw, draw.graph.nodes))
     writers = [(node, set(written([node]))) for node in before]
-    result: set[torch.fx.Node] = set()
+    result: set[Node] = set()
     ahead = list(draw.all_input_nodes)
     while ahead:
         node = ahead.pop()
@@ -202,7 +217,7 @@ def _sample(
             ahead += node.all_input_nodes
             ahead += [writer for writer, targets in writers if node in targets]
     graph = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    copies: dict[Node, Node] = {}
     for node in [*filter(result.__contains__, before), draw]:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(copies[draw])
@@ -214,7 +229,7 @@ class Draw:
     """One input of a graph that is drawn before each call.
 
     Attributes:
-        group: whose seed it is drawn by.
+        group: it is drawn by the seed of this group.
         make: draws it.
     """
 
@@ -229,40 +244,30 @@ class Draw:
         """
         if drawn.sample is not None:
             return cls(drawn.group, torch.no_grad()(drawn.sample))
-        node = drawn.node
-        target: Any = node.target
+        node, empty = drawn.node, _empty(like)
+        draw: Callable[..., Tensor] = cast("Callable[..., Tensor]", node.target)
         args, kwargs = node.args, dict(node.kwargs)
-        if target is DROPOUT:
-            return cls(drawn.group, _mask(args[1], like))  # type: ignore[arg-type]
-        size, stride, dtype, device = tuple(like.shape), tuple(like.stride()), like.dtype, like.device
-        if target in _FILLING:
-            rest = tuple(args[1:])
-
-            def fill() -> Tensor:
-                empty = torch.empty_strided(size, stride, dtype=dtype, device=device)
-                return target(empty, *rest, **kwargs)  # type: ignore[no-any-return]
-
-            return cls(drawn.group, fill)
-        takes_tensor = bool(args) and isinstance(args[0], torch.fx.Node)
-
-        def make() -> Tensor:
-            first = (torch.empty_strided(size, stride, dtype=dtype, device=device),) if takes_tensor else ()
-            return target(*first, *args[len(first) :], **kwargs)  # type: ignore[no-any-return]
-
-        return cls(drawn.group, make)
+        if node.target is DROPOUT:
+            return cls(drawn.group, partial(_mask, cast("float", args[1]), empty))
+        if args and (node.target in _FILLING or isinstance(args[0], Node)):
+            rest = args[1:]
+            return cls(drawn.group, lambda: draw(empty(), *rest, **kwargs))
+        return cls(drawn.group, lambda: draw(*args, **kwargs))
 
 
-def _mask(p: float, like: Tensor) -> Callable[[], Tensor]:
-    """1 where dropout keeps an element, else 0, as the layer draws it in eager."""
+def _empty(like: Tensor) -> Callable[[], Tensor]:
+    """Makes memory for a tensor like this one."""
     size, stride, dtype, device = tuple(like.shape), tuple(like.stride()), like.dtype, like.device
+    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-    def make() -> Tensor:
-        empty = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        if device.type == "cpu":
-            return empty.bernoulli_(1 - p)
-        return _aten.native_dropout(empty.fill_(1), p, True)[1].to(dtype)  # type: ignore[no-any-return]
 
-    return make
+def _mask(p: float, empty: Callable[[], Tensor]) -> Tensor:
+    """1 where dropout keeps an element, else 0, as the layer draws it in eager."""
+    mask = empty()
+    if mask.is_cpu:
+        return mask.bernoulli_(1 - p)
+    drawn: Tensor = _aten.native_dropout(mask.fill_(1), p, True)[1]
+    return drawn.to(mask.dtype)
 
 
 def draw_all(draws: Sequence[Draw], call: SeedContext) -> list[Tensor]:
@@ -283,7 +288,7 @@ Drawing = Callable[[Group], AbstractContextManager[None]]
 
 
 class StrayGeneratorError(RuntimeError):
-    """A draw from a generator whose state no graph knows."""
+    """A draw from a generator, of which no graph knows the state."""
 
 
 class DrawnFromDataError(RuntimeError):
@@ -296,7 +301,7 @@ class TracedGenerator(torch.Generator):
     group: Group
     trace: _Tracer
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise StrayGeneratorError
 
     manual_seed = seed = initial_seed = get_state = set_state = clone_state = _refuse
@@ -305,7 +310,7 @@ class TracedGenerator(torch.Generator):
 
 @contextmanager
 def traced_generators(context: TraceContext, drawing: Drawing) -> Iterator[None]:
-    """Inside, on this thread, generators are those of a trace, whose numbers are those of ``context``."""
+    """Inside, on this thread, generators are those of a trace, with the numbers of ``context``."""
     trace = _Tracer(context, drawing)
     token = tracer.set(trace)
     try:
@@ -315,6 +320,15 @@ def traced_generators(context: TraceContext, drawing: Drawing) -> Iterator[None]
         tracer.reset(token)
 
 
+class Seed(Number):
+    """One that seeds are made of, which no other generator can take."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        raise TypeError("a seed of a traced step has no hash")
+
+
 class _Tracer:
     """What :mod:`pure_loop.random` asks for generators."""
 
@@ -322,19 +336,20 @@ class _Tracer:
         self._context = context
         self.drawing = drawing
 
-    def computed(self, function: Callable[..., int], *value: Any) -> int:
-        return Seed.of(self._context, function, *value)  # type: ignore[return-value]
+    def computed(self, function: Callable[..., int], *value: object) -> int:
+        # To code that takes it for an int it is one.
+        return cast("int", Seed.of(self._context, function, *value))
 
     def generator(self, seed: int, device: torch.device | str) -> torch.Generator:
         result = TracedGenerator(device)
         result.group, result.trace = _group(seed, torch.device(device)), self
         return result
 
-    def seeded(self, seed: int, device: Any) -> AbstractContextManager[None]:
+    def seeded(self, seed: int, device: torch.device | str | int | None) -> AbstractContextManager[None]:
         return self.drawing(_group(seed, torch.device("cpu" if device is None else device)))
 
 
-def _group(seed: Any, device: torch.device) -> Group:
+def _group(seed: int | Number, device: torch.device) -> Group:
     if isinstance(seed, Number):
         evaluate = seed.evaluate
         return Group(None, device, lambda context: evaluate(context.env))
@@ -348,7 +363,9 @@ class _TakenFromCalls(TorchFunctionMode):
         super().__init__()
         self._trace = trace
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Function, types: object, args: Sequence[object] = (), kwargs: Options | None = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         generator = next((item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)), None)
         if kwargs.get("generator", self) in (None, generator):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import attrs
 from torch import Tensor
 
+from pure_loop._internal.pytree import Outputs
 from pure_loop.compile.refusals import Untraceable
 from pure_loop.compile.replay import Recorders
-from pure_loop.compile.segment import Segment, Traced
+from pure_loop.compile.segment import PerBatch, Segment, Traced
+from pure_loop.compile.stages import fields_of
 from pure_loop.loop.batch import LoopStages
 from pure_loop.stages.loss import detached
 from pure_loop.state import State, raw_params, with_fields
@@ -23,7 +24,7 @@ __all__ = ["CompiledEvaluation"]
 class _Last:
     """The outputs of the last microbatch, and their loss."""
 
-    outputs: Any = None
+    outputs: Outputs = None
     loss: Tensor | None = None
     eager: bool = False
 
@@ -38,7 +39,7 @@ class CompiledEvaluation(LoopStages):
         single: the stages of this rank alone.
         segments: what is compiled, by whether it may differentiate.
         recorders: what records its graphs on a device.
-        others: the same of other tasks, by the ids of these.
+        by_task: those of other tasks, by the ids of these.
     """
 
     with_loss: bool
@@ -47,17 +48,13 @@ class CompiledEvaluation(LoopStages):
     segments: dict[bool, Segment]
     last: _Last
     recorders: Recorders
-    others: dict[int, CompiledEvaluation] = attrs.field(factory=dict, repr=False, eq=False)
+    by_task: dict[int, CompiledEvaluation] = attrs.field(factory=dict, repr=False, eq=False)
 
     @classmethod
     def of(
         cls, stages: LoopStages, recorders: Recorders, *, with_loss: bool, where_possible: bool
     ) -> CompiledEvaluation:
-        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
-
-        def program(
-            gradients: bool, state: State, per_batch: tuple[Any, ...], traced: Traced
-        ) -> tuple[State, None, tuple[Any, ...]]:
+        def program(gradients: bool, state: State, per_batch: PerBatch, traced: Traced) -> tuple[State, None, PerBatch]:
             state = with_fields(state, microbatch=per_batch[0])
             state = traced.stages.validate(state, label="", batch=0, gradients=gradients)
             loss = traced.stages.validation_loss(state, gradients=gradients) if with_loss else None
@@ -73,7 +70,7 @@ class CompiledEvaluation(LoopStages):
             for gradients in (False, True)
         }
         return cls(
-            **fields,
+            **fields_of(stages),
             with_loss=with_loss,
             where_possible=where_possible,
             single=single,
@@ -83,30 +80,29 @@ class CompiledEvaluation(LoopStages):
         )
 
     def with_task(self, task: Task) -> CompiledEvaluation:
-        if id(task) not in self.others:
-            fields = {field.name: getattr(self, field.name) for field in attrs.fields(LoopStages) if field.init}
-            self.others[id(task)] = CompiledEvaluation.of(
-                LoopStages(**{**fields, "task": task}),
+        if id(task) not in self.by_task:
+            self.by_task[id(task)] = CompiledEvaluation.of(
+                LoopStages(**fields_of(self) | {"task": task}),
                 self.recorders,
                 with_loss=self.with_loss,
                 where_possible=self.where_possible,
             )
-        return self.others[id(task)]
+        return self.by_task[id(task)]
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
         last = self.last
-        whole = self.engine.unsharded(state)
+        unsharded = self.engine.unsharded(state)
         if not last.eager:
             try:
                 timestamps = state.previous_timestamp, state.timestamp
-                run = self.segments[gradients](whole, timestamps, (state.microbatch,))
+                run = self.segments[gradients](unsharded, timestamps, (state.microbatch,))
             except Untraceable as error:
                 if not (self.where_possible or error.runs_eagerly):
                     raise error.for_users() from error.__cause__  # not twice the same text
                 error.let_go()
                 last.eager = True
         if last.eager:
-            result = self.single.validate(whole, label=label, batch=batch, index=index, gradients=gradients)
+            result = self.single.validate(unsharded, label=label, batch=batch, index=index, gradients=gradients)
             return with_fields(state, outputs=result.outputs, buffers=result.buffers, model=result.model)
         last.outputs, last.loss = run.per_batch
         if self.workspace.ownership is not None:
@@ -119,5 +115,5 @@ class CompiledEvaluation(LoopStages):
         if state.outputs is self.last.outputs and self.last.loss is not None:
             return self.last.loss
         # Where a module has a loss of its own, that may be of its parameters.
-        whole = self.engine.unsharded(state) if self.task.loss is None else state
-        return self.single.validation_loss(whole, gradients=gradients)
+        measured = self.engine.unsharded(state) if self.task.loss is None else state
+        return self.single.validation_loss(measured, gradients=gradients)

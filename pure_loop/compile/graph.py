@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop.compile.connected import Connection, differentiate
+from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf
 from pure_loop.compile.lowering import Compiled, compile_function
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
-from pure_loop.compile.numbers import Env, Evaluate, Guard, Number, TracedTimestamp
+from pure_loop.compile.numbers import Number, TracedTimestamp
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable, naming
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.stages import TracedStages, traced_handlers
@@ -27,17 +28,19 @@ from pure_loop.compile.trees import (
     durable_fields,
     is_number,
     rebuild,
+    tensors_at,
     tensors_of,
 )
-from pure_loop.data.batch import _leaves
+from pure_loop.data.batch import leaves
 from pure_loop.event import Event
+from pure_loop.frozendict import FrozenDict
 from pure_loop.hooks import Handler
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import apply
 from pure_loop.random.guards import Place
 from pure_loop.state import State, outside_batch, seal, with_fields
 
-__all__ = ["Ended", "Graph", "Leaf", "PerBatch", "Program", "Traced", "at", "make_graph"]
+__all__ = ["Ended", "Graph", "PerBatch", "Program", "Traced", "at", "make_graph"]
 
 _ANY = torch.empty(0)
 # The model is called in one place at a time; a loss that calls it again, or an algorithm, needs another instance.
@@ -50,10 +53,10 @@ class Traced:
 
     stages: TracedStages
     handlers: dict[Event, tuple[Handler, ...]]
-    timestamps: tuple[Any, ...]
+    timestamps: tuple[TracedTimestamp, ...]
 
 
-PerBatch: TypeAlias = tuple[Any, ...]
+PerBatch: TypeAlias = tuple[Batch, ...]
 # The State after a program, what it reports, and the per-batch values then.
 Ended: TypeAlias = "tuple[State, Tensor | None, PerBatch]"
 Program: TypeAlias = Callable[[State, PerBatch, Traced], Ended]
@@ -64,14 +67,6 @@ def at(event: Event, state: State, traced: Traced) -> State:
     state = seal(state, event)
     result = traced.handlers.get(event)
     return state if result is None else apply(event, state, result, traced.stages)
-
-
-@attrs.frozen
-class Leaf:
-    """The source of a Number: a leaf of the State."""
-
-    position: int
-    name: str
 
 
 @attrs.define
@@ -106,6 +101,17 @@ class Graph:
     written: list[int]
     sources: list[int]
 
+    def counted_after(self, env: Env) -> list[object]:
+        """The durable leaves after a call, where it changes nothing but memory and numbers."""
+        leaves = list(env.leaves)
+        for position, evaluate in self.counted:
+            leaves[position] = evaluate(env)
+        return leaves
+
+    def same_types(self, before: Sequence[object], after: Sequence[object]) -> bool:
+        """Whether each number is still an int, or a float: which one it is a graph takes for granted."""
+        return all(type(before[position]) is type(after[position]) for position, _ in self.counted)
+
 
 def make_graph(
     name: str,
@@ -138,7 +144,7 @@ def make_graph(
     per_batch_tensors = [tensor for item in per_batch for tensor in tensors_of(item)]
     tracing.begins_with_leaves = not connected or not any(tensor.requires_grad for tensor in per_batch_tensors)
     places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
-    tensors = [*[durable.leaves[i] for i in places], *per_batch_tensors]
+    tensors = [*tensors_at(durable.leaves, places), *per_batch_tensors]
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise _sparse(name)
     timestamps = tuple(TracedTimestamp.stand_in(t, slot, tracing.context) for slot, t in enumerate(env.timestamps))
@@ -156,7 +162,6 @@ def make_graph(
             f"the segment {name!r} can't be compiled: {error}. Forwards and losses of training may draw from the "
             "global generator; other code draws from pl.random.generator(...). "
             'compile="where possible" runs it eagerly.',
-            ("forward", None),
         ) from None
     except NotImplementedError as error:
         if "SparseTensorImpl" in str(error):  # of one between two operations
@@ -203,7 +208,7 @@ class _Function:
         argument = tuple(rebuild(item, rest) for item in self.per_batch)
         unread = {name: LazyField() for name in durable_fields(type(self.state)) if name not in self.names}
         start = self._start(stand_ins, unread)
-        leaves: Any = None
+        leaves: FrozenDict[str, Tensor] = FrozenDict()
         if self.connected:
             per_batch_tensors = [tensor for item in self.per_batch for tensor in tensors_of(item)]
             for fake, real in zip(fakes[count:], per_batch_tensors, strict=False):
@@ -227,10 +232,10 @@ class _Function:
             place_of[id(leaves.origin[name])]: leaf for name, leaf in leaves.items() if leaf.requires_grad
         }
         leaves_by_place |= {place: fake for place, fake in enumerate(fakes) if fake.requires_grad}
-        with naming(tracing, "the backward", ("forward", None)):
+        with naming(tracing, "the backward"):
             return results, written, differentiate(tracing, results, _with_graphs(self.result), leaves_by_place)
 
-    def _stand_ins(self, fakes: list[Tensor]) -> list[Any]:
+    def _stand_ins(self, fakes: list[Tensor]) -> list[object]:
         """What stands for each durable leaf."""
         leaves, names = self.durable.leaves, self.durable.names(self.names)
         result = [_stand_in(leaf, i, names[i], self.tracing) for i, leaf in enumerate(leaves)]
@@ -238,7 +243,7 @@ class _Function:
             result[position] = fake
         return result
 
-    def _start(self, stand_ins: list[Any], unread: dict[str, LazyField]) -> State:
+    def _start(self, stand_ins: list[object], unread: dict[str, LazyField]) -> State:
         """The State that the program is called with."""
         begin, fields = 0, []
         for spec, end in zip(self.durable.specs, self.durable.ends, strict=True):
@@ -259,12 +264,17 @@ def _graph(
     # What was traced has served: templates of plain tensors are rebuilt more quickly, and hold nothing.
     following.per_batch = [(rebuild(value, repeat(_ANY)), sources) for value, sources in following.per_batch]
     count = len(places)
+    # Numbers that are for the next call what they were for this one.
     carried = {which for field in following.fields for kind, which in field.leaves if kind == KEPT}
     same, same_shape = all(field.same for field in following.fields), following.same_shape(durable)
     return Graph(
         compiled=compiled,
         guards=list(guards),
-        moving=[guard for guard in guards if not all(_lasts(source, carried) for source in guard.sources)],
+        moving=[
+            guard
+            for guard in guards
+            if not all(isinstance(source, Leaf) and source.position in carried for source in guard.sources)
+        ],
         next=following,
         start=[places[i] for i in compiled.taken if i < count],
         tensors=[i - count for i in compiled.taken if i >= count],
@@ -295,23 +305,21 @@ def _with_graphs(following: NextState) -> dict[int, Tensor]:
     }
 
 
-def _refuse_closed(values: tuple[Any, ...], value: tuple[Any, ...]) -> None:
+def _refuse_closed(values: PerBatch, inputs: PerBatch) -> None:
     """Refuse what would be for ever what it was while the graph was made; what was given passes."""
-    known = {id(leaf) for _, leaf in _leaves(value)}
-    for _, leaf in _leaves(values):
-        if isinstance(leaf, Tensor) or id(leaf) in known:
+    passed = {id(leaf) for _, leaf in leaves(inputs)}
+    for _, leaf in leaves(values):
+        if isinstance(leaf, Tensor) or id(leaf) in passed:
             continue
         if isinstance(leaf, Number):
             raise Untraceable(
                 "a number of the step is put into the batch, the outputs or the loss: make a tensor of it, "
                 f"torch.zeros(()) + state.timestamp.batch; {WHERE_POSSIBLE}",
-                ("forward", None),
             )
         if any(isinstance(item, Tensor) for item in getattr(leaf, "__dict__", {}).values()):
             raise Untraceable(
                 f"a {type(leaf).__name__} holds tensors where no graph finds them: register the class with "
                 f"optree.register_pytree_node(..., namespace={NAMESPACE!r}), or give a dict; {WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
 
@@ -323,16 +331,10 @@ def _refuse_graphs(state: State, names: tuple[str, ...]) -> None:
             raise Untraceable(
                 f"{name} carries a graph of autograd from the forward to what follows an event that is observed "
                 f"to: leave the event out of watch=, or keep the tensor's detach(); {WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
 
-def _lasts(source: Any, carried: set[int]) -> bool:
-    """Whether a number is for the next call what it was for this one."""
-    return isinstance(source, Leaf) and source.position in carried
-
-
-def _stand_in(leaf: Any, position: int, name: str, tracing: Tracing) -> Any:
+def _stand_in(leaf: object, position: int, name: str, tracing: Tracing) -> object:
     if not is_number(leaf):
         return leaf
     return Number(tracing.context, leaf, lambda env: env.leaves[position], frozenset({Leaf(position, name)}))

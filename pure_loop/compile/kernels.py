@@ -12,7 +12,7 @@ nothing that follows reads what was there before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -20,53 +20,51 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from pure_loop._internal.torch_private import fused_adam, fused_adamw
-from pure_loop.compile._torch import Call, storage_key
+from pure_loop.compile._torch import Call, Function, storage_key
 from pure_loop.stages.nonfinite import find_nonfinite
 
 __all__ = [
-    "ADAM",
-    "CutGraph",
-    "NONFINITE",
-    "TENSORS",
-    "cut",
-    "has_kernels",
-    "memory_of",
-    "origin",
-    "run_adam",
-    "run_nonfinite",
-    "serves",
+    *("ADAM", "NONFINITE", "TENSORS", "CutGraph", "cut", "has_kernels", "memory_of"),
+    *("origin", "run_nonfinite", "serves"),
 ]
 
 # A list of so many tensors is walked by the kernel. Below that loops of its own, fused with what is around them, are
 # faster, and soon compiled.
 TENSORS = 32
 
-_library: Any = torch.library.Library("pure_loop", "DEF")  # type: ignore[no-untyped-call]
-_library.define(
-    "adam(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] largest, Tensor[] steps, "
+torch.library.define(
+    "pure_loop::adam",
+    "(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] largest, Tensor[] steps, "
     "Tensor lr, int[] which, str name, float beta1, float beta2, float weight_decay, float eps, bool maximize, "
-    "Tensor? live) -> Tensor[]"
+    "Tensor? live) -> Tensor[]",
 )
-_library.define("nonfinite(Tensor[] tensors, Tensor zero) -> Tensor")
+torch.library.define("pure_loop::nonfinite", "(Tensor[] tensors, Tensor zero) -> Tensor")
 
 # Parameters, averages, squares and largest squares after the step, one list after the other. `which` says for each
 # parameter which of the steps counts for it. `live` holds beta1, beta2 and the weight decay, where one of them is a
 # schedule: float64, shape (3,).
-ADAM: Any = torch.ops.pure_loop.adam.default
+ADAM = torch.ops.pure_loop.adam.default
 # Whether any element is NaN or infinite.
-NONFINITE: Any = torch.ops.pure_loop.nonfinite.default
+NONFINITE = torch.ops.pure_loop.nonfinite.default
 
 
-def _like_adam(params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, largest: Any, *_: Any) -> list[Tensor]:
+def _like_adam(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    largest: list[Tensor],
+    *_: object,
+) -> list[Tensor]:
     return [torch.empty_like(item) for item in (*params, *exp_avgs, *exp_avg_sqs, *largest)]
 
 
-def _like_nonfinite(tensors: Any, zero: Tensor) -> Tensor:
+def _like_nonfinite(tensors: list[Tensor], zero: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.bool, device=zero.device)
 
 
-torch.library.register_fake("pure_loop::adam", _like_adam, lib=_library)
-torch.library.register_fake("pure_loop::nonfinite", _like_nonfinite, lib=_library)
+torch.library.register_fake("pure_loop::adam", _like_adam)
+torch.library.register_fake("pure_loop::nonfinite", _like_nonfinite)
 
 
 def serves(tensors: list[Tensor]) -> bool:
@@ -80,51 +78,12 @@ def serves(tensors: list[Tensor]) -> bool:
     )
 
 
-def run_adam(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    largest: list[Tensor],
-    steps: list[Tensor],
-    lr: Tensor,
-    which: list[int],
-    name: str,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    maximize: bool,
-    live: Tensor | None,
-) -> None:
-    """The step, in place."""
-    if live is not None:
-        beta1, beta2, weight_decay = live.tolist()
-    run = fused_adamw if name == "adamw" else fused_adam
-    assert run is not None
-    run(
-        params,
-        [grad.contiguous() for grad in grads],
-        exp_avgs,
-        exp_avg_sqs,
-        largest,
-        [steps[i] for i in which],
-        lr=lr.item(),
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=bool(largest),
-        maximize=maximize,
-    )
-
-
 def run_nonfinite(tensors: list[Tensor], zero: Tensor) -> Tensor:
     """Whether any element is NaN or infinite. The tensors are written to, and stay what they are."""
     return find_nonfinite(zero, tensors).bool().reshape(())
 
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 _SAME = frozenset({_aten.clone.default, _aten.alias.default, _aten.detach.default})
 # Of ADAM's arguments: those that it writes to, and the others that are tensors.
 _WRITES, _READS = (0, 2, 3, 4), (1, 5, 6, 14)
@@ -144,15 +103,13 @@ def origin(value: Any) -> Any:
 
 def _copies(node: Node) -> bool:
     """Whether it is what its second argument is, in the place of the first."""
-    return node.target is _aten.copy.default and _alike(*node.args[:2])
-
-
-def _alike(one: Any, other: Any) -> bool:
-    a, b = one.meta["val"], other.meta["val"]
+    if node.target is not _aten.copy.default:
+        return False
+    a, b = map(_value, _of(node, (0, 1)))
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
-def memory_of(value: Any) -> Any:
+def memory_of(value: object) -> object:
     """What tells two tensors' memory apart."""
     result = value.meta.get("val") if isinstance(value, Node) else None
     return storage_key(result) if isinstance(result, Tensor) else None
@@ -164,6 +121,9 @@ def has_kernels(graph: GraphModule) -> bool:
     return bool(result) and all(serves([_value(item) for item in _of(node, _WRITES)]) for node in result)
 
 
+Values: TypeAlias = dict[str, Tensor]
+
+
 @attrs.frozen
 class CutGraph:
     """A graph in two pieces, and the kernels between them.
@@ -173,7 +133,7 @@ class CutGraph:
         first: takes that, and gives what the kernels and the second piece take of it.
         kernels: in their order.
         second: takes what the graph took, what the first piece gave, and what the kernels found.
-        given, found: the names of these.
+        needed, looked: the names of these.
         taken: the inputs that kernels take.
         written: those of them that they write to.
         places: which outputs of the second piece are written to which input.
@@ -183,8 +143,8 @@ class CutGraph:
     first: GraphModule
     kernels: list[Node]
     second: GraphModule
-    given: list[str]
-    found: list[str]
+    needed: list[str]
+    looked: list[str]
     taken: list[int]
     written: list[int]
     places: dict[int, int]
@@ -203,18 +163,20 @@ class CutGraph:
             of_first, of_second: which of their inputs they take.
             taken: which inputs the joined call takes.
         """
-        names = [*self.inputs, *self.given, *self.found]
+        names = [*self.inputs, *self.needed, *self.looked]
         wanted, wanted_then = [names[i] for i in of_first], [names[i] for i in of_second]
-        chosen, value = [names[i] for i in taken], self.given
+        chosen, value = [names[i] for i in taken], self.needed
         kernels = list(map(_prepared, self.kernels))
 
         def call(tensors: list[Tensor]) -> Sequence[Any]:
-            known: dict[str, Any] = dict(zip(chosen, tensors, strict=True))
+            values: Values = dict(zip(chosen, tensors, strict=True))
             tensors.clear()
-            known.update(zip(value, first([known[name] for name in wanted]), strict=True))
+            values.update(zip(value, first([values[name] for name in wanted]), strict=True))
             for name, run in kernels:
-                known[name] = run(known)
-            return second([known[name] for name in wanted_then])
+                result = run(values)
+                if result is not None:
+                    values[name] = result
+            return second([values[name] for name in wanted_then])
 
         return call
 
@@ -246,7 +208,8 @@ def cut(graph: GraphModule, places: dict[int, int]) -> CutGraph | None:
         ):
             return None
         for item in kernel.users:
-            index: Any = item.args[1]
+            index = item.args[1]
+            assert isinstance(index, int)
             if replaced.get(item) is not before[index]:
                 return None
             result[item] = before[index]
@@ -256,12 +219,12 @@ def cut(graph: GraphModule, places: dict[int, int]) -> CutGraph | None:
     for look in looks:
         if any(origin(element) not in result for element in look.args[0]) or look.args[1] in following:
             return None
-    kept = [number for number in range(len(results)) if number not in places or origin(results[number]) not in result]
+    left = [number for number in range(len(results)) if number not in places or origin(results[number]) not in result]
     needed: dict[Node, None] = {}
     # What they copy to would have to be there for nothing: they are what a kernel has written.
     copies = {node for node in following if _copies(node) and node.args[1] in result}
     readers = [[node.args[1]] if node in copies else node.all_input_nodes for node in nodes if node in following]
-    readers += [[element for element in map(results.__getitem__, kept) if isinstance(element, Node)]]
+    readers += [[element for element in map(results.__getitem__, left) if isinstance(element, Node)]]
     readers += [_of(kernel, _READS) for kernel in adams] + [_of(look, (1,)) for look in looks]
     for source in (element for reader in readers for element in reader):
         if source in result or source in following or source in kernels:
@@ -285,7 +248,7 @@ def cut(graph: GraphModule, places: dict[int, int]) -> CutGraph | None:
         elif node not in ours and node not in kernels and node not in result:
             ours[node] = first.node_copy(node, ours.__getitem__)
     first.output([ours[node] for node in needed])
-    second.output([theirs[results[n]] if isinstance(results[n], Node) else results[n] for n in kept])
+    second.output([theirs[results[n]] if isinstance(results[n], Node) else results[n] for n in left])
     read = {origin(node) for kernel in adams for node in _of(kernel, _WRITES)} | {
         node for kernel in kernels for node in kernel.all_input_nodes
     }
@@ -294,11 +257,11 @@ def cut(graph: GraphModule, places: dict[int, int]) -> CutGraph | None:
         first=GraphModule(graph, first),
         kernels=[*adams, *looks],
         second=GraphModule(graph, second),
-        given=[node.name for node in needed],
-        found=[node.name for node in looks],
+        needed=[node.name for node in needed],
+        looked=[node.name for node in looks],
         taken=[position for position, node in enumerate(inputs) if node in read],
         written=[position for position, node in enumerate(inputs) if node in written],
-        places={index: places[number] for index, number in enumerate(kept) if number in places},
+        places={index: places[number] for index, number in enumerate(left) if number in places},
     )
 
 
@@ -322,22 +285,28 @@ def _followers(nodes: list[Node], kernels: list[Node]) -> set[Node]:
     return result
 
 
-def _prepared(kernel: Node) -> tuple[str, Callable[[dict[str, Any]], Any]]:
+def _prepared(kernel: Node) -> tuple[str, Callable[[Values], Tensor | None]]:
     """A kernel's name, and a call of it with values that are known by name."""
     if kernel.target is NONFINITE:
         # What it looks at is where the kernel before it has written.
         looked = [_written_to(item) for item in _of(kernel, (0,))]
         (zero,) = (node.name for node in _of(kernel, (1,)))
-        return kernel.name, lambda known: run_nonfinite([known[name] for name in looked], known[zero])
+        return kernel.name, lambda values: run_nonfinite([values[name] for name in looked], values[zero])
     lists = [[(origin(item) if i in _WRITES else item).name for item in _of(kernel, (i,))] for i in range(6)]
     (lr,) = (node.name for node in _of(kernel, (6,)))
-    *options, live = kernel.args[7:]
-    live_name = live.name if isinstance(live, Node) else ""
+    which, name, *numbers, live = cast("tuple[Any, ...]", kernel.args[7:])
+    live_name = live.name if isinstance(live, Node) else None
+    step: Function | None = fused_adamw if name == "adamw" else fused_adam
+    assert step is not None
 
-    def run(known: dict[str, Any]) -> None:
-        tensors: Any = [[known[name] for name in names] for names in lists]
-        rest: Any = (known[lr], *options, known.get(live_name))
-        run_adam(*tensors, *rest)
+    def run(values: Values) -> None:
+        params, grads, exp_avgs, exp_avg_sqs, largest, steps = ([values[name] for name in names] for names in lists)
+        beta1, beta2, weight_decay, eps, maximize = numbers
+        if live_name is not None:
+            beta1, beta2, weight_decay = values[live_name].tolist()
+        rest = [exp_avgs, exp_avg_sqs, largest, [steps[i] for i in which]]
+        options = {"lr": values[lr].item(), "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
+        step(params, [grad.contiguous() for grad in grads], *rest, **options, amsgrad=bool(largest), maximize=maximize)
 
     return kernel.name, run
 
@@ -347,5 +316,6 @@ def _written_to(value: Node) -> str:
     return str(origin(_of(kernel, _WRITES)[index]).name)
 
 
-def _value(node: Node) -> Any:
-    return node.meta["val"]
+def _value(node: Node) -> Tensor:
+    result: Tensor = node.meta["val"]
+    return result

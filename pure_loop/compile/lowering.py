@@ -10,28 +10,26 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
-import torch.fx
 from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from pure_loop.compile import _torch
 from pure_loop.compile._torch import Call, make_fx
 from pure_loop.compile.compilations import interpret, is_on
-from pure_loop.compile.connected import Connection, connect
+from pure_loop.compile.connected import Connection, connect, drop_unused
 from pure_loop.compile.draws import Draw, traced_generators
-from pure_loop.compile.kernels import CutGraph, cut, has_kernels
-from pure_loop.compile.numbers import Env, Evaluate
+from pure_loop.compile.guards import Env, Evaluate, refusing_global_state
+from pure_loop.compile.kernels import CutGraph, cut, has_kernels, memory_of, origin
 from pure_loop.compile.operations import Constructors, DrawnApart, declared, decompositions, taken_apart
 from pure_loop.compile.refusals import refusing_recurrent_layers
 from pure_loop.compile.replay import Replaying, device_of_recording, note_not_recorded
-from pure_loop.compile.trace_guards import trace_guards
 from pure_loop.compile.tracing import Tracing, in_order, lift_captured, lift_draws, lift_inputs
 from pure_loop.compile.trees import describe
-from pure_loop.compile.writing import drop_unused, write_back
 from pure_loop.errors import CompileError
 from pure_loop.random.seeds import rng_lock
 
@@ -87,12 +85,12 @@ class Compiled:
         kernels: which of them are calls of an optimizer's kernel.
     """
 
-    call: Callable[[list[Tensor]], Sequence[Any]]
+    call: Call
     taken: list[int]
     numbers: list[_Scalar]
     draws: list[Draw]
     drawn: list[int]
-    captured: list[tuple[Tensor, tuple[Any, ...]]]
+    captured: list[tuple[Tensor, tuple[object, ...]]]
     written: list[int]
     seconds: float
     operations: int
@@ -165,20 +163,20 @@ def _compile(
 
     with _torch.python_dispatcher(), tracing.mode:
         generators = traced_generators(tracing.context, tracing.drawing)
-        with refusing_recurrent_layers(), trace_guards(), Constructors(), DrawnApart(), generators:
+        with refusing_recurrent_layers(), refusing_global_state(), Constructors(), DrawnApart(), generators:
             raw = make_fx(body, decomposition_table=declared())(*fakes)
         lift_inputs(raw, tracing)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)
         pieces = cut(_functional(raw, decompositions()), places) if connection is None and has_kernels(raw) else None
         if pieces is None:
-            whole = _functional(raw, {**decompositions(), **taken_apart()})
+            graph = _functional(raw, {**decompositions(), **taken_apart()})
     if connection is not None:
         numbers = range(len(tensors), len(tensors) + len(tracing.numbers))
-        call, taken, operations = connect(whole, connection, numbers, _half)
+        call, taken, operations = connect(graph, connection, numbers, _half)
         code = _Code(call, taken, [], operations)
     else:
-        code = _code(whole, places) if pieces is None else _joined(pieces)
+        code = _code(graph, places) if pieces is None else _joined(pieces)
     first = len(tensors)
     second = first + len(tracing.numbers)
     third = second + len(draws)
@@ -223,8 +221,8 @@ def _sharing(tensors: Sequence[Tensor]) -> frozenset[int]:
     return frozenset(result)
 
 
-def _functional(raw: torch.fx.GraphModule, instead: dict[Any, Any]) -> torch.fx.GraphModule:
-    """The same without operations that write, and with others instead of some."""
+def _functional(raw: GraphModule, instead: _torch.Decompositions) -> GraphModule:
+    """The graph without operations that write, and with others instead of some."""
     inputs = [node.meta["val"] for node in raw.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         functional = torch.func.functionalize(raw)
@@ -245,7 +243,7 @@ class _Code:
     device: torch.device | None = None
 
 
-def _code(graph: torch.fx.GraphModule, places: dict[int, int]) -> _Code:
+def _code(graph: GraphModule, places: dict[int, int]) -> _Code:
     written = write_back(graph, places)
     graph.graph.eliminate_dead_code()
     taken = drop_unused(graph)
@@ -268,21 +266,89 @@ def _joined(pieces: CutGraph) -> _Code:
     )
 
 
-def _device(graph: torch.fx.GraphModule) -> torch.device | None:
+def _device(graph: GraphModule) -> torch.device | None:
     device, why_not = device_of_recording(graph)
     if why_not is not None:
         note_not_recorded(why_not)
     return device
 
 
-def lower(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Call:
+def lower(graph: GraphModule, examples: list[Tensor]) -> Call:
     """Machine code of a graph, entered with the least Python: no guards, no wrappers of autograd."""
     return interpret(graph) if is_on() else _torch.lower(graph, examples)[0]
 
 
-def _half(graph: torch.fx.GraphModule, backward: bool, results: int | None) -> tuple[Call, Sequence[Any] | None]:
-    """Machine code of a forward whose backward is compiled too, or of that, and the strides of what it gives."""
+def _half(graph: GraphModule, backward: bool, results: int | None) -> tuple[Call, Sequence[Any] | None]:
+    """Machine code of a forward or of its backward, which are compiled together, and the strides of what it gives."""
     if is_on():
         return interpret(graph), None
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     return _torch.lower(graph, examples, backward, results)
+
+
+_aten = torch.ops.aten
+_COPYING = frozenset({_aten.copy.default, _aten.slice_scatter.default})
+
+
+def write_back(graph: GraphModule, places: dict[int, int]) -> list[int]:
+    """End the graph with writing outputs into the inputs that they replace; gives the positions of these."""
+    nodes = graph.graph
+    output = next(iter(reversed(nodes.nodes)))
+    inputs = [node for node in nodes.nodes if node.op == "placeholder"]
+    results = [origin(item) if number in places else item for number, item in enumerate(output.args[0])]
+    targets = {number: inputs[position] for number, position in places.items()}
+    written = {memory_of(node) for node in targets.values()}
+    in_place = _could_be_in(graph, written)
+    with nodes.inserting_before(output):
+        safe: dict[object, Node] = {}
+        for number, node in enumerate(results):
+            if not isinstance(node, Node) or node in safe:
+                continue
+            result = memory_of(node)
+            own = number in targets and in_place.get(result) == {memory_of(targets[number])}
+            # It is, looks at, or may come to be in memory that is about to be written to.
+            if result in written or (result in in_place and not own):
+                # A `clone` the compiler takes out again, whatever is written to what was cloned (pytorch #198131).
+                safe[node] = nodes.call_function(_aten.lift_fresh_copy.default, (node,))
+                safe[node].meta["val"] = node.meta["val"]
+        for number, target in targets.items():
+            value = results[number]
+            if value is not target:
+                nodes.call_function(_aten.copy_.default, (target, safe.get(value, value))).meta["val"] = target.meta[
+                    "val"
+                ]
+    output.args = ([safe.get(item, item) for number, item in enumerate(results) if number not in targets],)
+    return sorted(position for number, position in places.items() if results[number] is not inputs[position])
+
+
+def _could_be_in(graph: GraphModule, written: set[object]) -> dict[object, set[object]]:
+    """Memory that a compiler may lay into memory that is written to in the end; and which.
+
+    It computes ``index_put(a, ...)`` in a's own memory if that is written to at all, with whatever (pytorch #198096).
+    """
+    result: dict[object, set[object]] = {}
+    for node in graph.graph.nodes:
+        own = memory_of(node)
+        if own in written:
+            continue
+        for base in _bases(node):
+            if _as_large(base, node):
+                memory = memory_of(base)
+                inside = result.get(memory, {memory} & written)
+                if inside:
+                    result[own] = result.get(own, set()) | inside
+    return result
+
+
+def _bases(node: Node) -> Iterator[Node]:
+    """The tensors that this one could be computed in: by PyTorch's custom the first, or what is copied."""
+    if node.op != "call_function" or not node.args:
+        return
+    operands = node.args[: 2 if node.target in _COPYING else 1]
+    yield from (item for item in operands if isinstance(item, Node))
+
+
+def _as_large(base: Node, node: Node) -> bool:
+    """Whether two tensors have the same shape; their dtypes may be made one by leaving out casts."""
+    a, b = base.meta.get("val"), node.meta.get("val")
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.device) == (b.shape, b.device)

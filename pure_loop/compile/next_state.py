@@ -9,8 +9,10 @@ import attrs
 import optree
 from torch import Tensor
 
+from pure_loop._internal.pytree import Batch
 from pure_loop.compile._torch import storage_key
-from pure_loop.compile.numbers import Env, Number, named
+from pure_loop.compile.guards import Env, named
+from pure_loop.compile.numbers import Number
 from pure_loop.compile.trees import DurableFields, tensors_of
 from pure_loop.state import State
 
@@ -33,7 +35,7 @@ class Field:
         same: whether the field is what it was where no tensor was copied.
     """
 
-    spec: Any
+    spec: optree.PyTreeSpec
     leaves: list[Source]
     written: bool
     same: bool
@@ -50,7 +52,7 @@ class NextState:
     """
 
     fields: list[Field]
-    per_batch: list[tuple[Any, list[tuple[int, int]]]]
+    per_batch: list[tuple[Batch, list[tuple[int, int]]]]
     reports: bool
 
     def leaves(self) -> list[Source]:
@@ -86,7 +88,7 @@ class Inputs:
 
 
 def plan(
-    state: State, report: Tensor | None, per_batch: tuple[Any, ...], inputs: Inputs, *, in_place: bool
+    state: State, report: Tensor | None, per_batch: tuple[Batch, ...], inputs: Inputs, *, in_place: bool
 ) -> tuple[NextState, list[Tensor], dict[int, int]]:
     """How the next State is made, what the graph gives for it, and which of that is written to which input.
 
@@ -148,7 +150,7 @@ class _Plan:
             return KEPT, slot
         return (NUMBER, named(leaf.where, leaf.evaluate)) if isinstance(leaf, Number) else (PLAIN, leaf)
 
-    def per_batch(self, values: tuple[Any, ...]) -> list[tuple[Any, list[tuple[int, int]]]]:
+    def per_batch(self, values: tuple[Batch, ...]) -> list[tuple[Batch, list[tuple[int, int]]]]:
         """The per-batch values, and where the tensors in them come from."""
         tensors = self.inputs.tensors
         overwritten = set(self.written.values())
@@ -172,22 +174,22 @@ class _Plan:
         return [(value, [source(tensor) for tensor in tensors_of(value)]) for value in values]
 
 
-def _equal(one: object, other: object) -> bool:
+def _equal(left: object, right: object) -> bool:
     """Whether two plain leaves are of one class, and equal."""
-    return type(one) is type(other) and one == other
+    return type(left) is type(right) and left == right
 
 
-def _like(one: Tensor, other: Tensor) -> bool:
-    """Whether the one can be written where the other is.
+def _like(tensor: Tensor, place: Tensor) -> bool:
+    """Whether the tensor can be written where ``place`` is.
 
     Complex numbers can't: the compiler may read them after it has written there.
     """
-    same = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return same and not one.is_complex()
+    same = (tensor.shape, tensor.dtype, tensor.device) == (place.shape, place.dtype, place.device)
+    return same and not tensor.is_complex()
 
 
 def after(
-    fields: list[Field], durable: DurableFields, leaves: list[Any], env: Env, outputs: Sequence[Any], copied: bool
+    fields: list[Field], durable: DurableFields, leaves: list[object], env: Env, outputs: Sequence[Tensor], copied: bool
 ) -> DurableFields:
     """The durable fields after a call.
 
@@ -198,8 +200,8 @@ def after(
         outputs: of the graph.
         copied: whether there are copies.
     """
-    new_values: list[Any] = []
-    new_leaves: list[Any] = []
+    new_values: list[object] = []
+    new_leaves: list[object] = []
     ends, specs = [], []
     begin = 0
     for field, value, end in zip(fields, durable.values, durable.ends, strict=True):

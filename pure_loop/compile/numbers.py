@@ -1,9 +1,9 @@
-"""Python numbers while a step is traced: what is computed from them, and what was decided by them.
+"""Python numbers while a step is traced, and what is computed from them.
 
 A graph is a recording, so a number that Python code reads while it is made would be in it for ever. A
 :class:`Number` stands in for it: arithmetic gives another one, which remembers how to compute its value anew for every
 step; a tensor that meets it makes it an input of the graph; and whatever needs to know its value (``if``, ``int()``, an
-index) leaves a :class:`Guard`: the graph serves the steps for which that comes out the same.
+index) leaves a guard (:mod:`pure_loop.compile.guards`).
 """
 
 from __future__ import annotations
@@ -11,174 +11,84 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, Self
 
 import attrs
 import torch
 from torch import Tensor
 
+from pure_loop.compile._torch import Function, Options
+from pure_loop.compile.guards import Evaluate, Guard, Source, TraceContext, named
 from pure_loop.optim.optimizer import rate_at
+from pure_loop.state import State
 from pure_loop.time import Timestamp
 
-__all__ = [
-    "Env",
-    "Guard",
-    "TraceContext",
-    "Number",
-    "Seed",
-    "TracedTimestamp",
-    "decided",
-    "named",
-    "stands_for_elements",
-]
+__all__ = ["Number", "TracedTimestamp", "decided", "stands_for_elements", "traced_timestamp"]
 
 
-@attrs.define
-class Env:
-    """What a step's numbers are computed from: its timestamps, in order, and the plain leaves of its State."""
-
-    timestamps: Sequence[Timestamp]
-    leaves: Sequence[Any]
-
-
-Evaluate: TypeAlias = Callable[[Env], Any]
-
-
-def named(where: str, evaluate: Evaluate) -> Evaluate:
-    """The same; what it raises says whose arithmetic it is."""
-
-    def value(env: Env) -> Any:
-        try:
-            return evaluate(env)
-        except Exception as error:
-            error.add_note(f"raised by {where}, batch {env.timestamps[1].batch}")
-            raise
-
-    return value
-
-
-@attrs.frozen
-class Guard:
-    """A value that was decided on while tracing.
-
-    Attributes:
-        evaluate: what it is in a step.
-        value: what it was while tracing.
-        sources: what it depends on: the names of fields, and the positions of leaves.
-        where: the code that asked for it; where the loop did, the owner of the number.
-    """
-
-    evaluate: Evaluate
-    value: Any
-    sources: frozenset[Any]
-    where: str
-
-    def holds(self, env: Env) -> bool:
-        result = named(self.where, self.evaluate)(env)
-        if type(result) is not type(self.value) or result != self.value:
-            return False
-        return bool(result) or str(result) == str(self.value)  # 0.0 and -0.0 are equal, and not the same
-
-
-class TraceContext:
-    """The Python side of one trace: its guards, and the numbers that become inputs.
-
-    Attributes:
-        lift: makes a 0-d tensor of a dtype that the graph takes as an input; on that of the State, or another device.
-        where: the algorithm and event whose code runs, for guards.
-        recording: whether the code that runs is user code: what the loop itself reads is not recorded.
-    """
-
-    def __init__(self, lift: Callable[..., Tensor]) -> None:
-        self.lift = lift
-        self.guards: list[Guard] = []
-        self.where = "the loop"
-        self.recording = False
-
-    def guard(self, number: Number) -> Any:
-        evaluate, sources = number.evaluate, number.sources
-        if not any(item.sources == sources and item.evaluate is evaluate for item in self.guards):
-            where = self.where if self.recording else number.where
-            self.guards.append(Guard(evaluate, number.value, sources, where))
-        return number.value
-
-    @contextmanager
-    def on_behalf_of(self, where: str) -> Iterator[None]:
-        """User code runs."""
-        before = self.where, self.recording
-        self.where, self.recording = where, True
-        try:
-            yield
-        finally:
-            self.where, self.recording = before
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """The loop's own code runs."""
-        before, self.recording = self.recording, False
-        try:
-            yield
-        finally:
-            self.recording = before
-
-
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     """Whether it is an array of NumPy's, or a table of such; one number of NumPy's is none."""
     return not isinstance(value, Number) and hasattr(type(value), "__array_ufunc__")
 
 
-def _computed(function: Callable[..., Any], context: TraceContext, *value: Any) -> Any:
-    """A number; beside an array, which no graph takes, an array of this graph's own."""
-    if any(map(_is_array, value)):
-        return function(*[item.decide() if isinstance(item, Number) else item for item in value])
-    return Number.of(context, function, *value)
+def _lifted(function: Function) -> Function:
+    """An operator: it gives a number; beside an array, which no graph takes, an array of this graph's own."""
 
-
-def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(self: Number, *others: Any) -> Any:
-        if any(isinstance(other, Tensor) for other in others):
+    def apply(self: Number, *operands: object) -> object:
+        if any(isinstance(operand, Tensor) for operand in operands):
             return NotImplemented
-        return _computed(function, self.context, self, *others)
+        if any(map(_is_array, operands)):
+            return function(self.decide(), *operands)
+        return Number.of(self.context, function, self, *operands)
 
     return apply
 
 
-def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(self: Number, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return NotImplemented
-        return _computed(function, self.context, other, self)
+def _reflected(function: Function) -> Function:
+    return _lifted(lambda right, left: function(left, right))
+
+
+def _asked(function: Function) -> Function:
+    def apply(self: Number, *operands: object) -> object:
+        return Number.of(self.context, function, self, *operands).decide()
 
     return apply
 
 
-def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(self: Number, *others: Any) -> Any:
-        return Number.of(self.context, function, self, *others).decide()
+def _compared(function: Function) -> Function:
+    lifted = _lifted(function)
 
-    return apply
-
-
-def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(self: Number, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return NotImplemented
-        result = _computed(function, self.context, self, other)
+    def apply(self: Number, operand: object) -> object:
+        result = lifted(self, operand)
         return result.decide() if isinstance(result, Number) else result
 
     return apply
 
 
-def _hash(value: Any) -> int | None:
+_equal: Callable[[object, object], bool] = _compared(operator.eq)
+
+
+def _hash(value: object) -> int | None:
     """None where the hash of a number is another number."""
     return None if isinstance(value, int) and not 0 <= value < sys.hash_info.modulus else hash(value)
 
 
-class Number:
+class _Uncopied:
+    """What is no other thing where it is copied."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class Number(_Uncopied):
     """A number of this step, which is another one in the next."""
 
     __slots__ = ("_kind_is_known", "context", "evaluate", "sources", "value", "where")
@@ -186,16 +96,16 @@ class Number:
     # NumPy's operators leave it to these then.
     __array_priority__ = 1.0
 
-    def __init__(self, context: TraceContext, value: Any, evaluate: Evaluate, sources: frozenset[Any]) -> None:
+    def __init__(self, context: TraceContext, value: object, evaluate: Evaluate, sources: frozenset[Source]) -> None:
         self.context = context
-        self.value = value
+        self.value: Any = value
         self.evaluate = evaluate
         self.sources = sources
         self.where = context.where
         self._kind_is_known = False
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:
+    def __class__(self) -> type:
         # To `isinstance`, of int or float, it is what it stands for.
         return self.kind()
 
@@ -207,19 +117,21 @@ class Number:
         return type(self.value)
 
     @classmethod
-    def of(cls, context: TraceContext, function: Callable[..., Any], *value: Any) -> Number:
-        """``function(*given)``, some of which are numbers or timestamps of this step."""
-        sources: frozenset[Any] = frozenset().union(*(_sources(item) for item in value))
-        parts = [_evaluator(item) for item in value]
-        values = [_value(item) for item in value]
-        result = cls(context, function(*values), lambda env: function(*[part(env) for part in parts]), sources)
+    def of(cls, context: TraceContext, function: Function, *value: object) -> Number:
+        """``function(*value)``, where some values are numbers or timestamps of this step."""
+        parts, values, sources = zip(*map(_parts, value), strict=True)
+        result = cls(
+            *(context, function(*values), lambda env: function(*[part(env) for part in parts])),
+            frozenset[Source]().union(*sources),
+        )
         if not context.recording:
             result.where = next((item.where for item in value if isinstance(item, Number)), context.where)
         return result
 
     def decide(self) -> Any:
         """Its value, on which the graph depends from here on."""
-        return self.context.guard(self)
+        self.context.guard(Guard(self.evaluate, self.value, self.sources, self.where))
+        return self.value
 
     def tensor(self, dtype: torch.dtype, device: torch.device, *, held: bool = False) -> Tensor:
         """A tensor of it.
@@ -229,19 +141,19 @@ class Number:
         """
         if dtype.is_floating_point or dtype.is_complex:
             return self.context.lift(dtype, named(self.where, self.evaluate), device)
-        if dtype is torch.bool:
-            truth = Number.of(self.context, bool, self)
-            return self.context.lift(torch.int64, named(self.where, truth.evaluate), device).to(dtype)
-        whole = Number.of(self.context, partial(_held, dtype if held else None), self)
-        return self.context.lift(torch.int64, named(self.where, whole.evaluate), device).to(dtype)
+        function = bool if dtype is torch.bool else partial(_held, dtype if held else None)
+        integer = Number.of(self.context, function, self)
+        return self.context.lift(torch.int64, named(self.where, integer.evaluate), device).to(dtype)
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, function: Function, types: object, args: Sequence[Any] = (), kwargs: Options | None = None
+    ) -> object:
         kwargs, name = kwargs or {}, function.__name__.strip("_")
-        tensors = [tensor for item in (*args, *kwargs.values()) for tensor in _tensors_in(item)]
-        numbers = [item for item in (*args, *kwargs.values()) if isinstance(item, Number)]
+        values = (*args, *kwargs.values())
+        numbers = [item for item in values if isinstance(item, Number)]
+        lists = (item if isinstance(item, list | tuple) else (item,) for item in values)
+        tensors = [item for items in lists for item in items if isinstance(item, Tensor)]
         imaginary = any(map(torch.is_complex, tensors)) or any(type(number.value) is complex for number in numbers)
         if imaginary or not stands_for_elements(function):
             return function(*decided(args), **decided(kwargs))
@@ -251,25 +163,29 @@ class Number:
             args = (args[0], decided(args[1]), *args[2:])
         narrow = _narrow(name, tensors)
         wide = {id(item): item.float() for item in tensors} if narrow is not None else {}
+        # A number of the host's would be copied to the device in every step.
+        device = next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
 
-        def lift(each: Any) -> Any:
-            if name in ("clamp", "clip") and type(each) in (int, float):
-                each = Number.of(numbers[0].context, operator.pos, each)  # both bounds are tensors, or none is
-            if isinstance(each, Number):
-                dtype = torch.float32 if wide else _dtype_beside(each, tensors)
+        def lift(item: object) -> object:
+            if name in ("clamp", "clip") and type(item) in (int, float):
+                item = Number.of(numbers[0].context, operator.pos, item)  # both bounds are tensors, or none is
+            if isinstance(item, Number):
+                dtype = torch.float32 if wide else _dtype_beside(item, tensors)
                 if name == "float_power":
                     dtype = torch.float64  # whatever it is given
                 elif name in _FRACTIONS and kwargs.get("rounding_mode") is None and not dtype.is_floating_point:
                     dtype = torch.get_default_dtype()  # which integers are divided in
-                held = name in _HOLDING or (name in ("pow", "ipow") and each is not args[0])
-                return each.tensor(dtype, _device_beside(tensors), held=held)
-            return wide.get(id(each), each)
+                held = name in _HOLDING or (name in ("pow", "ipow") and item is not args[0])
+                return item.tensor(dtype, device, held=held)
+            return wide.get(id(item), item)
 
-        argument = {key: lift(each) if key in _OPERANDS else decided(each) for key, each in kwargs.items()}
+        argument = {key: lift(item) if key in _OPERANDS else decided(item) for key, item in kwargs.items()}
         result = function(*map(lift, args), **argument)
         if narrow is None:
             return result
-        return args[0].copy_(result) if _is_in_place(function) else result.to(narrow)
+        name = function.__name__  # mul_, or __imul__
+        in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+        return args[0].copy_(result) if in_place else result.to(narrow)
 
     __add__, __radd__ = _lifted(operator.add), _reflected(operator.add)
     __sub__, __rsub__ = _lifted(operator.sub), _reflected(operator.sub)
@@ -286,16 +202,14 @@ class Number:
     __neg__, __abs__, __pos__ = _lifted(operator.neg), _lifted(operator.abs), _lifted(operator.pos)
     __invert__ = _lifted(operator.invert)
 
-    def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other
+    def __divmod__(self, operand: object) -> tuple[object, object]:
+        return self // operand, self % operand
 
-    def __rdivmod__(self, other: Any) -> Any:
-        return other // self, other % self
+    def __rdivmod__(self, operand: Any) -> tuple[object, object]:
+        return operand // self, operand % self
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return _equal(self, other)  # type: ignore[no-any-return]
+    def __eq__(self, operand: object) -> bool:
+        return self is operand or _equal(self, operand)
 
     __ne__ = _compared(operator.ne)
     __lt__, __le__ = _compared(operator.lt), _compared(operator.le)
@@ -306,26 +220,20 @@ class Number:
 
     def __hash__(self) -> int:
         # Python's random takes a whole number for its seed as it is, and of what stands for one the hash.
-        result = Number.of(self.context, _hash, self).decide()
+        result: int | None = Number.of(self.context, _hash, self).decide()
         if result is None:
             raise TypeError("a number of the step that is negative, or very large, has no hash: write int(number)")
-        return result  # type: ignore[no-any-return]
-
-    def __copy__(self) -> Number:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Number:
-        return self
+        return result
 
     def __format__(self, how: str) -> str:
         return format(self.decide(), how)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: Any, **kwargs: Any) -> object:
         import numpy  # imported already by the code that asks
 
         return numpy.asarray(self.decide()).__array__(*args, **kwargs)
 
-    def __array_ufunc__(self, function: Any, method: str, *value: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, function: Any, method: str, *value: Any, **options: object) -> object:
         # What NumPy makes of one number of its own on the way is one again.
         value = tuple([item[()] if _is_array(item) and not item.ndim else item for item in value])
         if method != "__call__" or function.nout != 1 or options or any(map(_is_array, value)):
@@ -339,17 +247,6 @@ class Number:
         # What only real numbers have (is_integer, as_integer_ratio): of its value.
         return getattr(self.decide(), name)
 
-
-class Seed(Number):
-    """One that seeds are made of, which no other generator can take."""
-
-    __slots__ = ()
-
-    def __hash__(self) -> int:
-        raise TypeError("a seed of a traced step has no hash")
-
-
-_equal = _compared(operator.eq)
 
 # By name: operations of torch that compute in a wider type than they round to; those in which a number stands for a
 # tensor of that number; and the arguments by which they take it. Elsewhere a number is a size, a dimension, an index.
@@ -372,19 +269,15 @@ _OPERANDS = frozenset({"input", "self", "other", "exponent", "weight", "min", "m
 _FRACTIONS = frozenset({"div", "divide", "true_divide", "truediv", "copysign"})
 # Those that refuse a number that the tensor's dtype can't hold. In others it wraps around.
 _HOLDING = frozenset({"clamp", "clip", "clamp_min", "clamp_max", "where", "masked_fill", "fill", "setitem"})
-_HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
-def stands_for_elements(function: Callable[..., Any]) -> bool:
+def stands_for_elements(function: Function) -> bool:
     """Whether a number that this operation of torch takes stands for a tensor of it."""
     return getattr(function, "__name__", "").strip("_") in _OF_ELEMENTS
 
 
 def _held(dtype: torch.dtype | None, value: int) -> int:
-    """The number, if an integer dtype can hold it; None: if 64 bits can.
-
-    What is negative becomes a large one where there is no sign.
-    """
+    """The number, if an integer dtype can hold it; None: if 64 bits can. Without a sign what is negative gets large."""
     if dtype is None:
         if not -(2**63) <= value < 2**64:
             raise OverflowError("int too big to convert")
@@ -395,26 +288,15 @@ def _held(dtype: torch.dtype | None, value: int) -> int:
     return value - 2**64 if value >= 2**63 else value  # the bits that an int64 has
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    """A tensor, or those in a list of tensors."""
-    return [item for item in (value if isinstance(value, list | tuple) else (value,)) if isinstance(item, Tensor)]
-
-
 def _narrow(name: str, tensors: list[Tensor]) -> torch.dtype | None:
     """The half that a result is rounded to, beside which a number keeps its precision and its range until then.
 
     None where there is none. On a CPU a sum takes the number as it is in that half.
     """
     name, dtypes = name.removeprefix("r").removeprefix("i"), {tensor.dtype for tensor in tensors}
-    if name not in _WIDE or len(dtypes) != 1 or not dtypes <= _HALVES:
+    if name not in _WIDE or len(dtypes) != 1 or not dtypes <= {torch.float16, torch.bfloat16}:
         return None
     return None if name in _SUMS and all(tensor.is_cpu for tensor in tensors) else dtypes.pop()
-
-
-def _is_in_place(function: Callable[..., Any]) -> bool:
-    """Whether it writes to its first argument: ``mul_``, or ``__imul__``."""
-    name = function.__name__
-    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 def decided(value: Any) -> Any:
@@ -424,7 +306,7 @@ def decided(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(decided, value))
     if type(value) is dict:
-        return {key: decided(each) for key, each in value.items()}
+        return {key: decided(item) for key, item in value.items()}
     if type(value) is slice:
         return slice(decided(value.start), decided(value.stop), decided(value.step))
     return value
@@ -435,40 +317,24 @@ def _dtype_beside(number: Number, tensors: list[Tensor]) -> torch.dtype:
     floating = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     if floating:
         return max(floating, key=lambda dtype: torch.finfo(dtype).bits)
-    # An int in this step may be a float in another one, whose graph is another one then.
+    # An int in this step may be a float in another one, which has another graph then.
     if not issubclass(number.kind(), Integral):
         return torch.get_default_dtype()
     integral = [tensor.dtype for tensor in tensors if tensor.dtype is not torch.bool]
     return integral[0] if integral else torch.int64
 
 
-def _device_beside(tensors: list[Tensor]) -> torch.device:
-    """Where a Python number takes part: a number of the host's would be copied to the device in every step."""
-    return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
-
-
-def _evaluator(value: Any) -> Evaluate:
+def _parts(value: object) -> tuple[Evaluate, object, frozenset[Source]]:
+    """How an operand is computed in a step, what it is while tracing, and what it depends on."""
     if isinstance(value, Number):
-        return value.evaluate
+        return value.evaluate, value.value, value.sources
     if isinstance(value, TracedTimestamp):
         slot = value.slot
-        return lambda env: env.timestamps[slot]
-    return lambda env: value
+        return lambda env: env.timestamps[slot], value.real, frozenset({"state.timestamp"})
+    return lambda env: value, value, frozenset()
 
 
-def _value(argument: Any) -> Any:
-    if isinstance(argument, Number):
-        return argument.value
-    return argument.real if isinstance(argument, TracedTimestamp) else argument
-
-
-def _sources(value: Any) -> frozenset[Any]:
-    if isinstance(value, Number):
-        return value.sources
-    return frozenset({"state.timestamp"}) if isinstance(value, TracedTimestamp) else frozenset()
-
-
-class TracedTimestamp(Timestamp):
+class TracedTimestamp(_Uncopied, Timestamp):
     """A timestamp of the step that is traced; to code that is not the loop's own its fields are Numbers.
 
     Attributes:
@@ -485,9 +351,8 @@ class TracedTimestamp(Timestamp):
     @classmethod
     def stand_in(cls, real: Timestamp, slot: int, context: TraceContext) -> TracedTimestamp:
         result = object.__new__(cls)
-        for name in _FIELDS:
-            object.__setattr__(result, name, getattr(real, name))
-        for name, value in (("real", real), ("slot", slot), ("context", context)):
+        fields = {name: getattr(real, name) for name in _FIELDS}
+        for name, value in {**fields, "real": real, "slot": slot, "context": context}.items():
             object.__setattr__(result, name, value)
         return result
 
@@ -507,13 +372,7 @@ class TracedTimestamp(Timestamp):
     def replace(self, **changes: Any) -> Timestamp:
         return Timestamp(**({name: getattr(self, name) for name in _FIELDS} | changes))
 
-    def __copy__(self) -> TracedTimestamp:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> TracedTimestamp:
-        return self
-
-    def ask(self, question: Callable[..., Any], *value: Any) -> Any:
+    def ask(self, question: Function, *value: object) -> Any:
         """The answer to a question about timestamps, as a whole: the graph depends on the answer alone."""
         return Number.of(self.context, question, *value).decide()
 
@@ -529,6 +388,12 @@ class TracedTimestamp(Timestamp):
         """``function(timestamp)`` as an input of the graph, computed anew in each step; float64, shape ()."""
         slot = self.slot
         return self.context.lift(torch.float64, lambda env: function(env.timestamps[slot]))
+
+
+def traced_timestamp(state: State) -> TracedTimestamp:
+    """The timestamp of a State inside a trace."""
+    assert isinstance(state.timestamp, TracedTimestamp)
+    return state.timestamp
 
 
 _FIELDS = tuple(field.name for field in attrs.fields(Timestamp))

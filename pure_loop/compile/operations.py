@@ -13,7 +13,7 @@ Functions of Python's ``math`` read the number instead (``__float__``), which le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from inspect import signature
 from types import FunctionType
@@ -25,18 +25,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from pure_loop.compile._torch import Decompositions, Function, Options
 from pure_loop.compile.kernels import ADAM, NONFINITE
 from pure_loop.compile.numbers import Number, decided, stands_for_elements
 
 __all__ = ["Constructors", "DrawnApart", "declared", "decompositions", "taken_apart"]
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 
 
 @cache
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> Decompositions:
     """What to do instead of each of these operations."""
-    table: dict[Any, Callable[..., Any]] = {
+    table: Decompositions = {
         _aten.add.Tensor: _with_factor(_aten.add.Tensor),
         _aten.sub.Tensor: _with_factor(_aten.sub.Tensor),
         _aten.addmm.default: _product_and_bias,
@@ -44,14 +45,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     in_torch = [name for name in dir(torch) if name.startswith("_foreach_")]
     # What writes has a form that doesn't, which may have no place in torch itself.
     for name in sorted({*in_torch, *[name.removesuffix("_") for name in in_torch]}):
-        packet: Any = getattr(_aten, name, None)
+        packet = getattr(_aten, name, None)
         for overload in () if packet is None else packet.overloads():
             if overload != "out" and not overload.endswith("_out"):
                 table[getattr(packet, overload)] = _looped(name.removeprefix("_foreach_"))
     return table
 
 
-def declared() -> dict[Any, Callable[..., Any]]:
+def declared() -> Decompositions:
     """What to trace instead of operations that write without saying so in their schema.
 
     torch's own dispatcher in Python does that before they are traced; this is for a torch that has it elsewhere.
@@ -63,51 +64,66 @@ def declared() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _batch_norm(images: Any, weight: Any, bias: Any, mean: Any, var: Any, *options: Any) -> Any:
+def _batch_norm(
+    images: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    *options: object,
+) -> tuple[Tensor, ...]:
     if mean is None:
-        return _aten._native_batch_norm_legit.no_stats(images, weight, bias, *options)
-    return _aten._native_batch_norm_legit.default(images, weight, bias, mean, var, *options)
+        result: tuple[Tensor, ...] = _aten._native_batch_norm_legit.no_stats(images, weight, bias, *options)
+    else:
+        result = _aten._native_batch_norm_legit.default(images, weight, bias, mean, var, *options)
+    return result
 
 
-def _cudnn_batch_norm(images: Tensor, *rest: Any) -> Any:
-    return *_batch_norm(images, *rest), images.new_empty((0,), dtype=torch.uint8)
+def _cudnn_batch_norm(
+    images: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, *options: object
+) -> tuple[Tensor, ...]:
+    return *_batch_norm(images, weight, bias, mean, var, *options), images.new_empty((0,), dtype=torch.uint8)
 
 
 def _cudnn_batch_norm_backward(
-    images: Any, grad: Any, weight: Any, mean: Any, var: Any, save_mean: Any, save_var: Any, eps: float, reserved: Any
-) -> Any:
+    images: Tensor, grad: Tensor, weight: Tensor, *rest: Tensor | float | None
+) -> tuple[Tensor | None, ...]:
+    mean, var, save_mean, save_var, eps, _ = rest
     saved = (save_mean, save_var, True, eps, [True, True, True])
-    return _aten.native_batch_norm_backward.default(grad, images, weight, mean, var, *saved)
+    result: tuple[Tensor | None, ...] = _aten.native_batch_norm_backward.default(
+        grad, images, weight, mean, var, *saved
+    )
+    return result
 
 
-def _with_factor(target: Any) -> Callable[..., Any]:
-    def apply(one: Any, other: Any, *, alpha: Any = 1) -> Any:
-        return NotImplemented if alpha == 1 else target(one, other * alpha)
+def _with_factor(target: Function) -> Function:
+    def apply(left: Tensor, right: Tensor, *, alpha: float = 1) -> object:
+        return NotImplemented if alpha == 1 else target(left, right * alpha)
 
     return apply
 
 
-def _product_and_bias(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+def _product_and_bias(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> object:
     """On a CPU, apart: torch's kernel writes the bias to each row first, and apart it is added by what comes next."""
     if not (bias.is_cpu and bias.dtype is torch.float32 and beta == 1 and alpha == 1):
         return NotImplemented
     # Subtracted, because torch's compiler puts a product and an addition together again.
-    return torch.mm(one, other) - (-bias)
+    return torch.mm(left, right) - (-bias)
 
 
-def _looped(name: str) -> Callable[..., Any]:
-    single: Any = _SINGLE.get(name) or getattr(torch.Tensor, name, None) or getattr(torch, name, None)
+def _looped(name: str) -> Function:
+    single: Function | None = _SINGLE.get(name) or getattr(torch.Tensor, name, None) or getattr(torch, name, None)
 
-    def loop(*args: Any, **kwargs: Any) -> Any:
+    def loop(*args: object, **kwargs: object) -> object:
         if single is None:
             return NotImplemented
         count = max(len(item) for item in args if isinstance(item, list | tuple))
 
-        def at(each: Any, index: int) -> Any:
-            return each[index] if isinstance(each, list | tuple) else each
+        def at(argument: object, index: int) -> object:
+            return argument[index] if isinstance(argument, list | tuple) else argument
 
         results = [
-            single(*[at(item, i) for item in args], **{key: at(each, i) for key, each in kwargs.items()})
+            single(*[at(item, i) for item in args], **{key: at(item, i) for key, item in kwargs.items()})
             for i in range(count)
         ]
         return None if name.endswith("_") else results
@@ -115,14 +131,15 @@ def _looped(name: str) -> Callable[..., Any]:
     return loop
 
 
-def _norm(tensor: Any, order: Any = 2, dtype: Any = None) -> Any:
-    return torch.linalg.vector_norm(tensor, order, dtype=dtype)
+def _norm(tensor: Tensor, order: float = 2, dtype: torch.dtype | None = None) -> Tensor:
+    result: Tensor = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+    return result
 
 
-_SINGLE: dict[str, Callable[..., Any]] = {"norm": _norm, "pow": torch.pow}
+_SINGLE: dict[str, Function] = {"norm": _norm, "pow": torch.pow}
 
 
-def taken_apart() -> dict[Any, Callable[..., Any]]:
+def taken_apart() -> Decompositions:
     """What to do instead of an optimizer's kernel, tensor by tensor."""
     return {ADAM: adam, NONFINITE: nonfinite}
 
@@ -137,9 +154,9 @@ def adam(
     lr: Tensor,
     which: list[int],
     name: str,
-    beta1: Any,
-    beta2: Any,
-    weight_decay: Any,
+    beta1: float | Tensor,
+    beta2: float | Tensor,
+    weight_decay: float | Tensor,
     eps: float,
     maximize: bool,
     live: Tensor | None = None,
@@ -149,7 +166,7 @@ def adam(
         beta1, beta2, weight_decay = live.unbind()
     corrections = [_corrections(step, beta1, beta2, lr) for step in steps]
     shrink = 1 - lr * weight_decay
-    new: list[list[Tensor]] = [[], [], [], []]
+    results: list[list[Tensor]] = [[], [], [], []]
     for i, (param, grad, exp_avg, exp_avg_sq) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
         size, root = corrections[which[i]]
         g = -grad if maximize else grad
@@ -163,9 +180,9 @@ def adam(
         v = exp_avg_sq * beta2 + g * g * (1 - beta2)
         most = torch.maximum(largest[i], v) if largest else v
         denominator = most.sqrt() / root.to(v.dtype) + eps
-        for result, value in zip(new, (p - size.to(p.dtype) * (m / denominator), m, v, most), strict=True):
+        for result, value in zip(results, (p - size.to(p.dtype) * (m / denominator), m, v, most), strict=True):
             result.append(value)
-    return [*new[0], *new[1], *new[2], *(new[3] if largest else ())]
+    return [*results[0], *results[1], *results[2], *(results[3] if largest else ())]
 
 
 def nonfinite(tensors: list[Tensor], zero: Tensor) -> Tensor:
@@ -180,17 +197,17 @@ def nonfinite(tensors: list[Tensor], zero: Tensor) -> Tensor:
     return torch.isnan(total)
 
 
-def _corrections(step: Tensor, beta1: Any, beta2: Any, lr: Tensor) -> tuple[Tensor, Tensor]:
+def _corrections(step: Tensor, beta1: float | Tensor, beta2: float | Tensor, lr: Tensor) -> tuple[Tensor, Tensor]:
     """The size of a step, and what the root of squares is divided by.
 
     By exp, because a compiler computes that once and keeps it, and puts a power into each element's loop.
     """
     n = step.double()
-    one, two = (1 - _power(beta, n) for beta in (beta1, beta2))
-    return lr / one, two.sqrt()
+    first, second = (1 - _power(beta, n) for beta in (beta1, beta2))
+    return lr / first, second.sqrt()
 
 
-def _power(beta: Any, n: Tensor) -> Tensor:
+def _power(beta: float | Tensor, n: Tensor) -> Tensor:
     if isinstance(beta, Tensor):
         return torch.exp(n * beta.log())
     return torch.exp(n * math.log(beta)) if beta else torch.zeros_like(n)
@@ -202,10 +219,13 @@ _SIGNATURE = signature(multi_head_attention_forward)
 class DrawnApart(TorchFunctionMode):
     """Inside, attention with dropout is no kernel of its own; without, it is what it was."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Function, types: object, args: Sequence[object] = (), kwargs: Options | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if function is scaled_dot_product_attention:
-            drops_out = bool(_dropout_p(*args, **kwargs))
+            # The fifth argument.
+            drops_out = bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
         elif function is multi_head_attention_forward:  # and what that calls is not asked for again
             value = _SIGNATURE.bind(*args, **kwargs)
             value.apply_defaults()
@@ -218,16 +238,12 @@ class DrawnApart(TorchFunctionMode):
             return function(*args, **kwargs)
 
 
-def _dropout_p(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
-) -> float:
-    return dropout_p
-
-
 class Constructors(TorchFunctionMode):
     """New tensors of numbers of the step."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Function, types: object, args: Sequence[object] = (), kwargs: Options | None = None
+    ) -> object:
         kwargs, result = kwargs or {}, None
         if function in _FILLED:
             result = _filled(function, list(args), dict(kwargs))
@@ -240,13 +256,13 @@ class Constructors(TorchFunctionMode):
 
 
 # At which place each of them takes the number, and under which name.
-_FILLED: dict[Any, tuple[int, str]] = {
+_FILLED: dict[Function, tuple[int, str]] = {
     torch.full: (1, "fill_value"),
     torch.full_like: (1, "fill_value"),
     Tensor.new_full: (2, "fill_value"),
     torch.scalar_tensor: (0, "s"),
 }
-_OF_DATA: dict[Any, tuple[int, str]] = {
+_OF_DATA: dict[Function, tuple[int, str]] = {
     torch.tensor: (0, "data"),
     torch.as_tensor: (0, "data"),
     torch.asarray: (0, "obj"),
@@ -254,42 +270,41 @@ _OF_DATA: dict[Any, tuple[int, str]] = {
 }
 
 
-def _place(table: dict[Any, tuple[int, str]], function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """What holds the argument, and where in it."""
-    position, name = table[function]
-    return (args, position) if len(args) > position else (kwargs, name)
-
-
-def _filled(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    held, key = _place(_FILLED, function, args, kwargs)
-    number = held[key] if held is args else held.get(key)
+def _filled(function: Function, args: list[object], kwargs: Options) -> Tensor | None:
+    position, name = _FILLED[function]
+    by_place = len(args) > position
+    number = args[position] if by_place else kwargs.get(name)
     if not isinstance(number, Number) or "out" in kwargs:
         return None
     number.kind()
-    held[key] = number.value
-    requires_grad = kwargs.pop("requires_grad", False)
-    result = function(*decided(args), **decided(kwargs))
+    if by_place:
+        args[position] = number.value
+    else:
+        kwargs[name] = number.value
+    requires_grad = bool(kwargs.pop("requires_grad", False))
+    result: Tensor = function(*decided(args), **decided(kwargs))
     return _leaf(result.fill_(_converted(number, result.dtype, result.device)), requires_grad)
 
 
-def _of_data(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    held, key = _place(_OF_DATA, function, args, kwargs)
-    data = held[key] if held is args else held.get(key)
-    result = _leaves(data)
+def _of_data(function: Function, args: list[Any], kwargs: Options) -> Tensor | None:
+    position, name = _OF_DATA[function]
+    result = _leaves(args[position] if len(args) > position else kwargs.get(name))
     if result is None or not any(isinstance(item, Number) for item in result[0]):
         return None
     leaves, shape = result
     like = args[0] if function is Tensor.new_tensor else None
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    dtype: torch.dtype | None = kwargs.get("dtype")
+    device: torch.device | None = kwargs.get("device")
     if dtype is None:
         dtype = _inferred(leaves) if like is None else like.dtype
     if dtype is None:
-        return function(*decided(args), **decided(kwargs))  # type: ignore[no-any-return]
+        result_by_torch: Tensor = function(*decided(args), **decided(kwargs))
+        return result_by_torch
     if device is None:
         device = torch.get_default_device() if like is None else like.device
     instance = torch.empty(len(leaves), dtype=dtype, device=device)
-    for i, each in enumerate(leaves):
-        instance[i] = _converted(each, dtype, instance.device) if isinstance(each, Number) else each
+    for i, leaf in enumerate(leaves):
+        instance[i] = _converted(leaf, dtype, instance.device) if isinstance(leaf, Number) else leaf
     return _leaf(instance.reshape(shape), kwargs.get("requires_grad", False))
 
 
@@ -297,9 +312,9 @@ def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
     return tensor.requires_grad_() if requires_grad else tensor  # inside torch.func's transforms nothing may ask
 
 
-def _leaves(data: Any) -> tuple[list[Any], tuple[int, ...]] | None:
+def _leaves(data: object) -> tuple[list[Any], tuple[int, ...]] | None:
     """The numbers in lists of lists, and the shape of a tensor of them; None where they make none."""
-    if type(data) not in (list, tuple):
+    if type(data) is not list and type(data) is not tuple:
         return [data], ()
     parts = list(map(_leaves, data))
     shapes = {None if part is None else part[1] for part in parts}
@@ -308,7 +323,7 @@ def _leaves(data: Any) -> tuple[list[Any], tuple[int, ...]] | None:
     return [leaf for part in parts if part is not None for leaf in part[0]], (len(parts), *(shapes.pop() or ()))
 
 
-def _inferred(leaves: list[Any]) -> torch.dtype | None:
+def _inferred(leaves: list[object]) -> torch.dtype | None:
     """The dtype that torch takes for these numbers; None where it is neither Python's nor one number of NumPy's."""
     kinds = {leaf.kind() if isinstance(leaf, Number) else type(leaf) for leaf in leaves}
     if kinds <= {bool, int, float}:

@@ -12,39 +12,29 @@ import linecache
 import random
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import optree
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.compile._torch import fake_tensor_class
-from pure_loop.compile.draws import DrawnFromDataError, StrayGeneratorError, TracedGenerator
-from pure_loop.compile.trace_guards import DefaultDtypeError, GuardedCallError
+from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop.compile._torch import Function, Options, fake_tensor_class
+from pure_loop.compile.draws import DrawnFromDataError, StrayGeneratorError, TracedGenerator, written
+from pure_loop.compile.guards import DefaultDtypeError, GuardedCallError
 from pure_loop.compile.tracing import Tracing
-from pure_loop.compile.writing import written
 from pure_loop.errors import CompileError, PureLoopError
 from pure_loop.event import Event
 from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 
 __all__ = [
-    "WHERE_POSSIBLE",
-    "RecurrentLayerError",
-    "Undifferentiated",
-    "Untraceable",
-    "naming",
-    "recurrent_layer",
-    "refuse_kept",
-    "refuse_memory",
-    "refuse_plain",
-    "refuse_recurrence",
-    "refuse_subclasses",
+    *("FORWARD", "WHERE_POSSIBLE", "Part", "RecurrentLayerError", "Undifferentiated", "Untraceable", "naming"),
+    *("recurrent_layer", "refuse_kept", "refuse_memory", "refuse_plain", "refuse_recurrence", "refuse_subclasses"),
     "refusing_recurrent_layers",
 ]
 
@@ -56,21 +46,26 @@ _DRAW = (
 _NUMERIC = "Compute with tensors instead: torch.where(condition, a, b) for a branch; " + WHERE_POSSIBLE
 
 
+# What is left out where a part can't be traced: "forward", "update", or the handlers of an event.
+Part: TypeAlias = tuple[str, Event | None]
+FORWARD: Part = ("forward", None)
+
+
 class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
     """A CompileError that knows which part it is about: ``(kind, event)``, by which that part is left out."""
 
-    def __init__(self, message: str, part: tuple[str, Event | None], *, runs_eagerly: bool = False) -> None:
+    def __init__(self, message: str, part: Part = FORWARD, *, runs_eagerly: bool = False) -> None:
         super().__init__(message)
         self.part = part
         # Whether the part runs eagerly with ``compile=True`` as well.
         self.runs_eagerly = runs_eagerly
 
     def for_users(self) -> CompileError:
-        """The same under the name that is documented."""
-        shown = CompileError(*self.args)
+        """This error under the name that is documented."""
+        error = CompileError(*self.args)
         for note in getattr(self, "__notes__", ()):
-            shown.add_note(note)
-        return shown
+            error.add_note(note)
+        return error
 
     def let_go(self) -> None:
         """Free what the frames of the trace hold, among it what the graph would have been called with."""
@@ -83,7 +78,7 @@ class Untraceable(CompileError):  # noqa: N818 - users see a CompileError
 
 
 @contextmanager
-def naming(tracing: Tracing, what: str, part: tuple[str, Event | None]) -> Iterator[None]:
+def naming(tracing: Tracing, what: str, part: Part = FORWARD) -> Iterator[None]:
     """Turn an error of the tracer, raised inside user code, into one that names that code.
 
     What it doesn't notice is an error, too: writing to memory that others read, which a graph has apart.
@@ -201,11 +196,13 @@ def _place(error: BaseException) -> str:
 class Undifferentiated(TorchFunctionMode):
     """Where the forward is in another graph, a gradient would silently end at what that graph gave."""
 
-    def __init__(self, what: str, part: tuple[str, Event | None]) -> None:
+    def __init__(self, what: str, part: Part) -> None:
         super().__init__()
         self._what, self._part = what, part
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Function, types: object, args: Sequence[object] = (), kwargs: Options | None = None
+    ) -> object:
         if function in (torch.autograd.grad, Tensor.backward, torch.autograd.backward):
             raise Untraceable(
                 f"{self._what} can't be compiled: it differentiates, and the forward is in another graph, because "
@@ -216,9 +213,9 @@ class Undifferentiated(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def refuse_memory(what: str, memory: Any, part: tuple[str, Event | None]) -> None:
+def refuse_memory(what: str, memory: PyTree, part: Part) -> None:
     """Refuse what a graph would hold as it was when that was made: what NumPy computes, at once, and generators."""
-    leaves: list[Any] = optree.tree_leaves(memory, namespace=NAMESPACE)
+    leaves: list[object] = optree.tree_leaves(memory, namespace=NAMESPACE)
     if any(isinstance(leaf, TracedGenerator) for leaf in leaves):
         raise Untraceable(f"{what} can't be compiled: its memory is a generator. {_DRAW}", part)
     # By their types: to ask a number anything is to decide by it.
@@ -236,9 +233,7 @@ def refuse_recurrence(what: str, model: ModelDef) -> None:
     """
     layer = recurrent_layer(model.skeleton)
     if layer is not None:
-        raise Untraceable(
-            f"{what} is not compiled: {layer} is a recurrent layer.", ("forward", None), runs_eagerly=True
-        )
+        raise Untraceable(f"{what} is not compiled: {layer} is a recurrent layer.", runs_eagerly=True)
 
 
 def refuse_kept(what: str, model: ModelDef) -> None:
@@ -249,11 +244,10 @@ def refuse_kept(what: str, model: ModelDef) -> None:
                 f"{what} can't be compiled: it gives a tensor to an object outside of the module tree to keep (a "
                 f"{type(value).__name__}, by a hook or an attribute), and Python runs only while a graph is made. "
                 f"Return the tensor from the forward; {WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
 
-def refuse_subclasses(what: str, result: Any) -> None:
+def refuse_subclasses(what: str, result: PyTree) -> None:
     """Refuse what a graph can't give: tensors of other classes than torch's own, and those that aren't dense."""
     plain = (Tensor, torch.nn.Parameter, fake_tensor_class())
     for leaf in optree.tree_leaves(result, namespace=NAMESPACE):
@@ -261,15 +255,13 @@ def refuse_subclasses(what: str, result: Any) -> None:
             raise Untraceable(
                 f"{what} can't be compiled: it returned a tensor of class {type(leaf).__name__} and layout "
                 f"{leaf.layout}, and a graph gives dense tensors of torch's own class. Return those; {WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
 
-def refuse_plain(before: Any, after: Any) -> None:
+def refuse_plain(before: PyTree, after: PyTree) -> None:
     """A step that may be skipped can't change plain numbers of the optimizer: which ones hold is known to the data."""
-    old: list[Any] = optree.tree_leaves(before, namespace=NAMESPACE)
-    new: list[Any] = optree.tree_leaves(after, namespace=NAMESPACE)
-    if any(a is not b for a, b in zip(old, new, strict=False) if not isinstance(b, Tensor)):
+    pairs = zip(*(optree.tree_leaves(tree, namespace=NAMESPACE) for tree in (before, after)), strict=False)
+    if any(a is not b for a, b in pairs if not isinstance(b, Tensor)):
         raise Untraceable(
             "the optimizer counts steps in Python, or a parameter that has no gradient in this batch, and whether a "
             'step counts depends on its data (nonfinite="skip", or a loss scale): take one of pl.optim, freeze a '
@@ -300,7 +292,9 @@ def recurrent_layer(module: nn.Module) -> str | None:
 class refusing_recurrent_layers(TorchFunctionMode):  # noqa: N801 - a context
     """Inside, on this thread, a call of a recurrent layer is an error."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Function, types: object, args: Sequence[object] = (), kwargs: Options | None = None
+    ) -> object:
         if function in _FUNCTIONS:
             raise RecurrentLayerError(function.__name__)
         return function(*args, **(kwargs or {}))

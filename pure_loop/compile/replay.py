@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakSet
 
 import optree
@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pure_loop.compile._torch import end_allocating_to_pool, prevents_recording
+from pure_loop.compile._torch import Call, Function, end_allocating_to_pool, prevents_recording
 from pure_loop.random.seeds import rng_lock
 
 __all__ = ["Recorders", "Replaying", "device_of_recording", "note_not_recorded"]
 
-Call: TypeAlias = Callable[[list[Tensor]], Sequence[Any]]
 # (what is recorded, what it is called with) -> what replays it, what it gives.
-Recorder: TypeAlias = Callable[[Call, list[Tensor]], tuple[Callable[[], None], Sequence[Any]]]
+Recorder: TypeAlias = Callable[[Call, list[Tensor]], tuple[Callable[[], None], Sequence[Tensor]]]
 
 # Calls with the same addresses, one after the other, that come before one that is recorded: kernels are loaded and
 # tuned in them, and a run that keeps every State, which moves the memory at each step, records nothing.
@@ -59,7 +58,7 @@ class Recorders:
 
 
 class _Recorder:
-    """Records calls whose kernels don't run meanwhile, by CUDA."""
+    """Records calls by CUDA; their kernels don't run meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,16 +66,17 @@ class _Recorder:
 
     def _begin_anew(self) -> None:
         # Torch's own stream for this is of the device that was first to record, and has nothing to do on another one.
-        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        make: Function = torch.cuda.Stream
+        self._stream = make(self._device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: WeakSet[Any] = WeakSet()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
-    def __call__(self, call: Call, tensors: list[Tensor]) -> tuple[Callable[[], None], Sequence[Any]]:
+    def __call__(self, call: Call, tensors: list[Tensor]) -> tuple[Callable[[], None], Sequence[Tensor]]:
         # One at a time in a process, without draws meanwhile: CUDA would take either for a part of the recording.
         with rng_lock, torch.cuda.device(self._device):
             if not self._graphs:
                 self._begin_anew()  # a pool goes with the last recording in it
-            graph: Any = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             # A recording notes in the generator's state that it is under way, and in torch 2.11 one that fails leaves
             # it so, for all that share it. Nothing is drawn in it, so it may have a state of its own.
@@ -99,7 +99,7 @@ class _Recorder:
         return graph.replay, outputs
 
     def _end_allocating(self) -> None:
-        """After a recording that failed, and whose memory torch's allocator, up to 2.12, would give out for ever."""
+        """After a recording that failed: torch's allocator, up to 2.12, would give out its memory for ever."""
         if end_allocating_to_pool is not None:
             with suppress(RuntimeError):  # it has ended: what else this might say, it says of that
                 end_allocating_to_pool(torch.cuda.current_device(), self._pool)
@@ -132,7 +132,7 @@ class Replaying:
         self._repeated = 0
         self._recordings: dict[tuple[int, ...], _Recording] = {}
 
-    def __call__(self, tensors: list[Tensor]) -> Sequence[Any]:
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         if self._record is None:
             return self._call(tensors)
         addresses = tuple([tensors[i].data_ptr() for i in self._lasting])
@@ -177,12 +177,12 @@ class Replaying:
 
 
 class _Recording:
-    def __init__(self, replay: Callable[[], None], inputs: list[Tensor], outputs: Sequence[Any]) -> None:
+    def __init__(self, replay: Callable[[], None], inputs: list[Tensor], outputs: Sequence[Tensor]) -> None:
         self._replay = replay
         self._inputs = inputs
         self._outputs = outputs
 
-    def replay(self, batch: list[Tensor]) -> list[Any]:
+    def replay(self, batch: list[Tensor]) -> list[Tensor]:
         if batch:
             torch._foreach_copy_(self._inputs, batch)
         self._replay()

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any
+from typing import cast
 
 import attrs
 import torch
@@ -15,25 +15,27 @@ from torch import Tensor
 from pure_loop._internal.tree_ops import clone_all
 from pure_loop.compile import compilations
 from pure_loop.compile.draws import SeedContext, draw_all
-from pure_loop.compile.graph import Ended, Graph, Leaf, PerBatch, Program, Traced, at, make_graph
-from pure_loop.compile.memory import Memory
+from pure_loop.compile.graph import Ended, Graph, PerBatch, Program, Traced, at, make_graph
+from pure_loop.compile.guards import MOST_DECISIONS, Env, all_hold, reasons, too_many_decisions
 from pure_loop.compile.next_state import OUTPUT, after
-from pure_loop.compile.numbers import Env, Guard
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable
 from pure_loop.compile.replay import Recorders
 from pure_loop.compile.trees import (
     DurableFields,
+    Memory,
     UnreadFieldError,
     describe,
     durable_fields,
     field_of,
     is_number,
+    key_of,
     reader_of,
     rebuild,
-    tensors_of,
+    tensors_at,
+    tensors_in,
     walk,
 )
-from pure_loop.data.batch import _leaves
+from pure_loop.data.batch import leaves
 from pure_loop.errors import CompileError
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.loop.batch import LoopStages
@@ -45,8 +47,6 @@ __all__ = ["Ended", "PerBatch", "Program", "Run", "Segment", "Traced", "at"]
 
 # Results of evaluations come and go; memory of the optimizer may be large, and is no matter of forwards and losses.
 _READ_BY_FEW = ("metrics", "opt_state")
-# Graphs of one segment that differ only in what Python decided by a number.
-MOST_DECISIONS = 8
 
 
 @attrs.frozen
@@ -61,7 +61,7 @@ class Run:
     """
 
     names: tuple[str, ...]
-    durable: tuple[Any, ...]
+    durable: tuple[object, ...]
     report: Tensor | None
     per_batch: PerBatch
 
@@ -71,6 +71,7 @@ class Run:
         return with_fields(state, **fields, **dict(zip(names, self.per_batch, strict=False)))
 
 
+@attrs.define(eq=False, repr=False)
 class Segment:
     """One program, compiled for what it is called with.
 
@@ -87,38 +88,26 @@ class Segment:
             writes to no memory.
     """
 
-    def __init__(
-        self,
-        name: str,
-        program: Program,
-        stages: LoopStages,
-        recorders: Recorders,
-        *,
-        ownership: Ownership | None = None,
-        left_out: tuple[str, ...] = (),
-        brief: bool = False,
-        connected: bool = False,
-    ) -> None:
-        self.name = name
-        self.program = program
-        self.stages = stages
-        self.recorders = recorders
-        self.ownership = ownership
-        self.left_out = left_out
-        self.brief = brief
-        self.connected = connected
-        self._graphs: dict[Any, list[Graph]] = {}
-        # How many of them there are for batches that differ in no tensor, but in what else they hold.
-        self._alike: Counter[Any] = Counter()
-        self.names: tuple[str, ...] = ()
-        self._fields: Callable[[State], tuple[Any, ...]] | None = None
-        # Of the last call: what it gave, whose memory is ours, and what it was called with.
-        self._values: tuple[Any, ...] = ()
-        self._durable: DurableFields | None = None
-        self._per_batch_key: Any = None
-        self._made: Graph | None = None
-        self._arguments: list[Tensor] | None = None
-        self._memory: Memory | None = None
+    name: str
+    program: Program
+    stages: LoopStages
+    recorders: Recorders
+    ownership: Ownership | None = attrs.field(default=None, kw_only=True)
+    left_out: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    brief: bool = attrs.field(default=False, kw_only=True)
+    connected: bool = attrs.field(default=False, kw_only=True)
+    names: tuple[str, ...] = attrs.field(default=(), init=False)
+    _graphs: dict[object, list[Graph]] = attrs.field(factory=dict, init=False)
+    # How many of them there are for batches that differ in no tensor, but in what else they hold.
+    _alike: Counter[object] = attrs.field(factory=Counter, init=False)
+    _fields: Callable[[State], tuple[object, ...]] | None = attrs.field(default=None, init=False)
+    # Of the last call: what it gave, which has memory of ours, and what it was called with.
+    _values: tuple[object, ...] = attrs.field(default=(), init=False)
+    _durable: DurableFields | None = attrs.field(default=None, init=False)
+    _per_batch_key: object = attrs.field(default=None, init=False)
+    _made: Graph | None = attrs.field(default=None, init=False)
+    _arguments: list[Tensor] | None = attrs.field(default=None, init=False)
+    _memory: Memory | None = attrs.field(default=None, init=False)
 
     def __call__(self, state: State, timestamps: tuple[Timestamp, ...], per_batch: PerBatch, index: int = 0) -> Run:
         """
@@ -145,8 +134,8 @@ class Segment:
         values = self._fields(state)
         durable, result = self._durable, self._made
         ours = durable is not None and all(map(is_, values, self._values))
-        tensors = _tensors(per_batch)
-        key = _per_batch_key(per_batch, tensors)
+        tensors = tensors_in(per_batch)
+        key = key_of(per_batch, tensors)
         if self.connected:
             key = key, tuple([tensor.requires_grad for tensor in tensors])
         if durable is None or not ours:
@@ -159,7 +148,7 @@ class Segment:
             self._arguments = None
         else:
             env = Env(timestamps, durable.leaves)
-            if result is None or key != self._per_batch_key or not _hold(result.moving, env):
+            if result is None or key != self._per_batch_key or not all_hold(result.moving, env):
                 result = self._find(state, durable, key, env, per_batch)
                 self._arguments = None
         self._per_batch_key, self._made = key, result
@@ -183,13 +172,13 @@ class Segment:
         result = self._made
         assert result is not None
         assert self._durable is not None
-        env = Env(timestamps, self._durable.leaves if before is None else _counted(result, before))
-        same = _per_batch_key(per_batch, _tensors(per_batch)) == self._per_batch_key
-        if before is not None and not _same_types(result, before.leaves, env.leaves):
+        env = Env(timestamps, self._durable.leaves if before is None else result.counted_after(before))
+        same = key_of(per_batch, tensors_in(per_batch)) == self._per_batch_key
+        if before is not None and not result.same_types(before.leaves, env.leaves):
             return None
-        return env if same and _hold(result.moving, env) else None
+        return env if same and all_hold(result.moving, env) else None
 
-    def again(self, state: State, calls: Sequence[tuple[Env, tuple[Any, ...]]]) -> tuple[State, tuple[int, int] | None]:
+    def again(self, state: State, calls: Sequence[tuple[Env, PerBatch]]) -> tuple[State, tuple[int, int] | None]:
         """The last call again and again, with other data that fits.
 
         Args:
@@ -206,11 +195,11 @@ class Segment:
         assert durable is not None
         arguments = self._arguments
         if arguments is None:
-            arguments = self._arguments = [durable.leaves[i] for i in instance.start]
+            arguments = self._arguments = tensors_at(durable.leaves, instance.start)
         with self.stages.running(state, "batch", code=None, gradients=False, casts=False):
             for number, (env, per_batch) in enumerate(calls):
                 drawn = self._drawn(instance, state, env, 0)
-                report = instance.compiled.call(self._given(instance, arguments, env, _tensors(per_batch), drawn))[0]
+                report = instance.compiled.call(self._given(instance, arguments, env, tensors_in(per_batch), drawn))[0]
                 if report.is_cpu and (result := report.item()):
                     return state, (number, int(result))
         if instance.same or not calls:
@@ -218,7 +207,7 @@ class Segment:
         before = durable.leaves
         durable = after(instance.next.fields, durable, before, calls[-1][0], [report], False)
         self._values, self._durable = durable.values, durable
-        if not _same_types(instance, before, durable.leaves):
+        if not instance.same_types(before, durable.leaves):
             self._made = self._durable = None
         return with_fields(state, **dict(zip(self.names, durable.values, strict=True))), None
 
@@ -244,9 +233,9 @@ class Segment:
             if describe(tensor) != before:
                 raise CompileError(
                     f"a tensor outside of the State, to which the model, the loss or an algorithm refers, had shape "
-                    f"{tuple(before[0])} and dtype {before[2]} when the segment {self.name!r} was compiled, and has "
-                    f"{tuple(tensor.shape)} and {tensor.dtype}, or other strides, at batch {env.timestamps[1].batch}: "
-                    "keep values that change in the State, state.remember(...)."
+                    f"{tuple(cast('torch.Size', before[0]))} and dtype {before[2]} when the segment {self.name!r} was "
+                    f"compiled, and has {tuple(tensor.shape)} and {tensor.dtype}, or other strides, at batch "
+                    f"{env.timestamps[1].batch}: keep values that change in the State, state.remember(...)."
                 )
             value.append(tensor.detach())
         return value
@@ -268,7 +257,7 @@ class Segment:
         instance: Graph,
         state: State,
         durable: DurableFields,
-        values: tuple[Any, ...],
+        values: tuple[object, ...],
         env: Env,
         tensors: Sequence[Tensor],
         index: int,
@@ -279,7 +268,7 @@ class Segment:
         copied = leaves is not durable.leaves
         arguments = None if copied else self._arguments
         if arguments is None:
-            arguments = [leaves[i] for i in instance.start]
+            arguments = tensors_at(leaves, instance.start)
             self._arguments = None if copied else arguments
         # Else operations outside of the machine code would note down what they do, where autograd continues through it.
         with torch.set_grad_enabled(False):
@@ -291,7 +280,7 @@ class Segment:
         self._values, self._durable = values, durable
         if self.brief:
             self._forget()
-        elif not (instance.same_shape and _same_types(instance, leaves, durable.leaves)):
+        elif not (instance.same_shape and instance.same_types(leaves, durable.leaves)):
             self._made = self._durable = None
         elif copied:
             self._memory = Memory(instance.written, durable)
@@ -301,19 +290,21 @@ class Segment:
             names = values = ()
         if not following.per_batch:
             return Run(names, values, report, ())
-        inputs = [*[leaves[i] for i in instance.sources], *tensors]
+        inputs = [*tensors_at(leaves, instance.sources), *tensors]
         per_batch = []
         for template, places in following.per_batch:
             result = [outputs[index] if kind == OUTPUT else inputs[index] for kind, index in places]
             per_batch.append(rebuild(template, iter(result)))
         return Run(names, values, report, tuple(per_batch))
 
-    def _writable(self, result: Graph, state: State, durable: DurableFields, values: tuple[Any, ...]) -> list[Any]:
+    def _writable(
+        self, result: Graph, state: State, durable: DurableFields, values: tuple[object, ...]
+    ) -> list[object]:
         """The durable leaves, with copies in the places of those that the graph may not write to."""
         leaves = durable.leaves
         if not result.written:
             return leaves
-        before = [leaves[i] for i in result.written]
+        before = tensors_at(leaves, result.written)
         memory = self._memory
         # Memory that user code made may be shared with anything. So may that which graphs of this segment have
         # only read so far.
@@ -328,16 +319,18 @@ class Segment:
             owned = clone_all(before) if owned is before else owned
         else:
 
-            def are_private(shown: State | None) -> bool:
+            def are_private(observed: State | None) -> bool:
                 self._arguments = None
                 if hasattr(state, "__dict__"):
                     return False  # a subclass without slots: vars(state) may be referred to, which no count shows
                 holders = len({id(item) for item in (values, self._values, durable.values)})
-                if len(memory.positions) != len(result.written) or not memory.alone(self.names, values, holders, shown):
+                if len(memory.positions) != len(result.written) or not memory.alone(
+                    self.names, values, holders, observed
+                ):
                     return False
                 for field in memory.fields():
-                    if shown is not None and field_of(shown, self.names[field]) is values[field]:
-                        _overwrite(shown, self.names[field])
+                    if observed is not None and field_of(observed, self.names[field]) is values[field]:
+                        _overwrite(observed, self.names[field])
                     _overwrite(state, self.names[field])
                 return True
 
@@ -349,16 +342,18 @@ class Segment:
             copied[position] = tensor
         return copied
 
-    def _find(self, state: State, durable: DurableFields, per_batch_key: Any, env: Env, per_batch: PerBatch) -> Graph:
+    def _find(
+        self, state: State, durable: DurableFields, per_batch_key: object, env: Env, per_batch: PerBatch
+    ) -> Graph:
         """The graph that serves this call; compiled if there is none."""
         key = durable.key(), per_batch_key
-        known = self._graphs.setdefault(key, [])
-        for result in known:
-            if _hold(result.guards, env):
+        graphs = self._graphs.setdefault(key, [])
+        for result in graphs:
+            if all_hold(result.guards, env):
                 return result
-        if len(known) >= MOST_DECISIONS:
-            raise _too_many(self.name, known[-1], env)
-        if not known:
+        if len(graphs) >= MOST_DECISIONS:
+            raise too_many_decisions(self.name, graphs[-1].guards, env)
+        if not graphs:
             # Of the loop's own per-batch values, the weight of a microbatch takes few values.
             alike = durable.key(), tuple([walk(value, by_value=is_number(value)) for value in per_batch])
             self._alike[alike] += 1
@@ -366,32 +361,19 @@ class Segment:
                 raise _too_many_values(self.name, per_batch, env)
             reason = "the first" if len(self._graphs) == 1 else "other shapes or another structure"
         else:
-            reason = "; ".join(sorted({_about(guard) for guard in known[-1].guards if not guard.holds(env)}))
+            reason = reasons(graphs[-1].guards, env)
         result = make_graph(
             *(self.name, self.program, self.stages, state, self.names, durable, env, per_batch),
             recorders=self.recorders,
             connected=self.connected,
         )
-        known.append(result)
+        graphs.append(result)
         count = sum(map(len, self._graphs.values()))
         code = result.compiled
         note = compilations.Compilation(self.name, count, reason, code.operations, code.seconds, code.kernels)
         logging.getLogger("pure_loop.compile").info("%s", note)
         compilations.note(note)
         return result
-
-
-def _counted(result: Graph, env: Env) -> list[Any]:
-    """The durable leaves after a call, where it changes nothing but memory and numbers."""
-    leaves = list(env.leaves)
-    for position, evaluate in result.counted:
-        leaves[position] = evaluate(env)
-    return leaves
-
-
-def _same_types(result: Graph, before: Sequence[Any], now: Sequence[Any]) -> bool:
-    """Whether each number is still an int, or a float: which one it is a graph takes for granted."""
-    return all(type(before[position]) is type(now[position]) for position, _ in result.counted)
 
 
 def _overwrite(state: State, field: str) -> None:
@@ -402,54 +384,12 @@ def _overwrite(state: State, field: str) -> None:
     object.__setattr__(state, field, Overwritten.by(public, what) if is_mapping else OverwrittenValue(public, what))
 
 
-def _hold(guards: list[Guard], env: Env) -> bool:
-    for guard in guards:  # noqa: SIM110 - in every step
-        if not guard.holds(env):
-            return False
-    return True
-
-
-def _tensors(per_batch: PerBatch) -> Sequence[Tensor]:
-    """The per-batch tensors: where a batch is a tuple of tensors, that tuple itself."""
-    if len(per_batch) == 1 and type(per_batch[0]) is tuple:
-        for item in per_batch[0]:
-            if type(item) is not Tensor:
-                break
-        else:
-            return per_batch[0]
-    return [tensor for value in per_batch for tensor in tensors_of(value)]
-
-
-def _per_batch_key(per_batch: PerBatch, tensors: Sequence[Tensor]) -> Any:
-    if tensors is per_batch[0]:
-        return tuple(map(describe, tensors))
-    return tuple(map(walk, per_batch))
-
-
-def _about(guard: Guard) -> str:
-    names = sorted(source.name if isinstance(source, Leaf) else source for source in guard.sources)
-    return f"{guard.where} decides by {', '.join(names) or 'a constant'}"
-
-
 def _too_many_values(name: str, per_batch: PerBatch, env: Env) -> Untraceable:
-    leaves = [result for value in per_batch if value is not None and not is_number(value) for result in _leaves(value)]
-    what = ", ".join(f"{path} is {leaf!r:.40}" for path, leaf in leaves if not isinstance(leaf, Tensor | None))
+    values = [value for value in per_batch if value is not None and not is_number(value)]
+    pairs = [pair for value in values for pair in leaves(value)]
+    what = ", ".join(f"{path} is {leaf!r:.40}" for path, leaf in pairs if not isinstance(leaf, Tensor | None))
     return Untraceable(
         f"{MOST_DECISIONS} graphs of the segment {name!r} differ only in what a batch holds besides tensors, and batch "
         f"{env.timestamps[1].batch} would need one more: {what}. A graph holds it for ever. Make it a tensor "
         f"(torch.tensor(index)), or leave it out of the batch; {WHERE_POSSIBLE}",
-        ("forward", None),
-    )
-
-
-def _too_many(name: str, result: Graph, env: Env) -> CompileError:
-    failed = [guard for guard in result.guards if not guard.holds(env)]
-    what = "; ".join(sorted({_about(guard) for guard in failed}))
-    return CompileError(
-        f"{MOST_DECISIONS} graphs of the segment {name!r} differ only in a number that Python code read, and batch "
-        f"{env.timestamps[1].batch} would need one more: {what}. A graph holds such a number for ever. Let it meet "
-        "tensors before anything asks for its value (state.loss * state.timestamp.elapsed is fine, float(...) of it or "
-        "an `if` is not). A function of Python's math asks for it: numpy.cos(x) does not, nor does a schedule. Or "
-        "count in a tensor (state.remember(name, count + 1) with count=torch.zeros(())), say "
-        'how often with when=pl.every("10ba"), or write compile="where possible".'
     )

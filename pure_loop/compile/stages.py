@@ -6,7 +6,7 @@ steps it reads from the device whether anything was not finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -14,10 +14,14 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop.compile._torch import Function
 from pure_loop.compile.draws import Group
 from pure_loop.compile.kernels import NONFINITE
+from pure_loop.compile.numbers import traced_timestamp
 from pure_loop.compile.refusals import (
+    FORWARD,
     WHERE_POSSIBLE,
+    Part,
     Undifferentiated,
     Untraceable,
     naming,
@@ -40,7 +44,7 @@ from pure_loop.stages.update import in_order, select
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, raw_loss, raw_params, with_fields
 
-__all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "traced_handlers", "update"]
+__all__ = ["LOSS_BAD", "UPDATE_BAD", "TracedStages", "fields_of", "traced_handlers", "update"]
 
 # What the one number that a step reports is made of.
 LOSS_BAD, UPDATE_BAD = 1, 2
@@ -68,13 +72,14 @@ def _traced(handler: Handler, event: Event, tracing: Tracing, place: Place) -> H
     def drawing(state: State, path: tuple[str | int, ...] | None) -> AbstractContextManager[None]:
         if path is None:
             return nullcontext()
-        slot: int = state.timestamp.slot  # type: ignore[attr-defined]
-        return tracing.drawing(Group.of_code(path, event, place.microbatch, slot, tracing.device))
+        return tracing.drawing(
+            Group.of_code(path, event, place.microbatch, traced_timestamp(state).slot, tracing.device)
+        )
 
-    def guarded(function: Callable[..., Any], path: tuple[str | int, ...] | None) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            whole = nullcontext() if tracing.begins_with_leaves else Undifferentiated(what, part)
-            with tracing.context.on_behalf_of(what), naming(tracing, what, part), whole, drawing(args[0], path):
+    def guarded(function: Function, path: tuple[str | int, ...] | None) -> Function:
+        def call(*args: Any) -> object:
+            connected = _connected(tracing, what, part)
+            with tracing.context.on_behalf_of(what), naming(tracing, what, part), connected, drawing(args[0], path):
                 result = function(*args)
                 refuse_memory(what, args[0].algorithm_state.get(handler.algorithm), part)
             return result
@@ -84,6 +89,16 @@ def _traced(handler: Handler, event: Event, tracing: Tracing, place: Place) -> H
     path = handler.path
     when = None if handler.when is None else guarded(handler.when, None if path is None else (*path, "when"))
     return attrs.evolve(handler, function=guarded(handler.function, path), when=when, path=None)
+
+
+def _connected(tracing: Tracing, what: str, part: Part = FORWARD) -> AbstractContextManager[object]:
+    """Around code that may differentiate, if the forward is in its graph."""
+    return nullcontext() if tracing.begins_with_leaves else Undifferentiated(what, part)
+
+
+def fields_of(stages: LoopStages) -> dict[str, Any]:
+    """What the loop's stages are made of, for others."""
+    return {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
 
 
 @attrs.frozen(kw_only=True)
@@ -96,10 +111,9 @@ class TracedStages(LoopStages):
     def of(
         cls, stages: LoopStages, tracing: Tracing, handlers: dict[Event, tuple[Handler, ...]], place: Place
     ) -> TracedStages:
-        fields = {field.name: getattr(stages, field.name) for field in attrs.fields(LoopStages) if field.init}
         # Each event has its turn, and what is written to is decided outside.
-        fields |= {"handlers": handlers, "observed": frozenset(Event), "workspace": Workspace(), "place": place}
-        return cls(**fields, tracing=tracing)
+        changes = {"handlers": handlers, "observed": frozenset(Event), "workspace": Workspace(), "place": place}
+        return cls(**fields_of(stages) | changes, tracing=tracing)
 
     def gradients(self, state: State) -> State:
         with self.tracing.context.quiet():
@@ -108,7 +122,7 @@ class TracedStages(LoopStages):
     def forward(self, state: State, *, index: int = 0, last: bool = True) -> State:
         what = f"the forward of {type(state.model.skeleton).__name__}"
         refuse_recurrence(what, state.model)
-        with self.tracing.context.quiet(), naming(self.tracing, what, ("forward", None)):
+        with self.tracing.context.quiet(), naming(self.tracing, what):
             result = LoopStages.forward(self, state, index=index, last=last)
             self._refuse_other_buffers(what, state, result)
             refuse_subclasses(what, result.outputs)
@@ -122,11 +136,11 @@ class TracedStages(LoopStages):
             return
         result: list[str] = []
         for name in {**before, **after.buffers}:
-            was, now = before.get(name), after.buffers.get(name)
-            if was is None or now is None:
+            was, buffer = before.get(name), after.buffers.get(name)
+            if was is None or buffer is None:
                 result.append(f"{'registers' if was is None else 'removes'} the buffer {name!r}")
-            elif was.shape != now.shape or was.dtype is not now.dtype:
-                shapes = f"{tuple(was.shape)} {was.dtype} to {tuple(now.shape)} {now.dtype}"
+            elif was.shape != buffer.shape or was.dtype is not buffer.dtype:
+                shapes = f"{tuple(was.shape)} {was.dtype} to {tuple(buffer.shape)} {buffer.dtype}"
                 result.append(f"changes the buffer {name!r} from {shapes}")
         if result or after.model is not model:
             raise Untraceable(
@@ -134,41 +148,40 @@ class TracedStages(LoopStages):
                 "graph has buffers of one shape. Register a buffer of the full size in __init__ and write into it (a "
                 "ring buffer, with its position), or call the model on one batch before training; "
                 f"{WHERE_POSSIBLE}",
-                ("forward", None),
             )
 
     def loss(self, state: State, *, index: int = 0) -> State:
-        with self.tracing.context.quiet(), naming(self.tracing, "the loss", ("forward", None)), self._whole("the loss"):
+        with (
+            self.tracing.context.quiet(),
+            naming(self.tracing, "the loss"),
+            _connected(self.tracing, "the loss"),
+        ):
             result = LoopStages.loss(self, state, index=index)
             self._refuse_other_buffers("the loss", state, result)
             refuse_subclasses("the loss", result.loss)
             return result
 
-    def _whole(self, what: str) -> AbstractContextManager[Any]:
-        return nullcontext() if self.tracing.begins_with_leaves else Undifferentiated(what, ("forward", None))
-
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:
-        with self.tracing.context.quiet(), naming(self.tracing, "the backward", ("forward", None)):
+        with self.tracing.context.quiet(), naming(self.tracing, "the backward"):
             state = LoopStages.backward(self, state, weight=weight)
         for name, gradient in (state._grads or {}).items():
             if gradient is not None and gradient.is_sparse:
                 raise Untraceable(
                     f"the gradient of {name!r} is sparse, and a graph holds dense tensors: use "
                     f"torch.nn.Embedding(..., sparse=False); {WHERE_POSSIBLE}",
-                    ("forward", None),
                 )
         return state
 
     def validate(self, state: State, *, label: str, batch: int, index: int = 0, gradients: bool = False) -> State:
         what = f"the forward of {type(state.model.skeleton).__name__} in evaluation"
         refuse_recurrence(what, state.model)
-        with naming(self.tracing, what, ("forward", None)):
+        with naming(self.tracing, what):
             result = LoopStages.validate(self, state, label=label, batch=batch, index=index, gradients=gradients)
         self._refuse_other_buffers(what, state, result)
         return result
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
-        with naming(self.tracing, "the loss in evaluation", ("forward", None)):
+        with naming(self.tracing, "the loss in evaluation"):
             return LoopStages.validation_loss(self, state, gradients=gradients)
 
     def code_of(self, state: State, stage: str) -> Code:
@@ -181,7 +194,7 @@ class TracedStages(LoopStages):
     ) -> AbstractContextManager[None]:
         if code is None:
             return NO_CONTEXT
-        return self.tracing.drawing(Group.of_stage(stage, index, state.timestamp.slot, self.tracing.device))  # type: ignore[attr-defined]
+        return self.tracing.drawing(Group.of_stage(stage, index, traced_timestamp(state).slot, self.tracing.device))
 
 
 def update(
@@ -200,10 +213,10 @@ def update(
     what = f"optimizer {optimizer.name!r}"
     with torch.set_grad_enabled(False):
         with context.on_behalf_of(what), naming(stages.tracing, what, ("update", None)):
-            new, opt_state = in_order(optimizer, stages.engine.update(optimizer, state, trained), trained)
+            updated, opt_state = in_order(optimizer, stages.engine.update(optimizer, state, trained), trained)
         loss = total_loss(raw_loss(state))
         old = list(trained.values())
-        fresh = [tensor for tensor, before in zip(new.values(), old, strict=True) if tensor is not before]
+        fresh = [tensor for tensor, before in zip(updated.values(), old, strict=True) if tensor is not before]
         grads = [gradient for gradient in state._grads.values() if gradient is not None]
         scale = state.loss_scale
         skips = stages.nonfinite == "skip" or scale is not None
@@ -218,19 +231,19 @@ def update(
             left_out = bad_loss | NONFINITE(grads, zero)
             bad_update = bad_update & ~left_out
             wrong = bad_update if stages.nonfinite == "skip" else bad_update | bad_loss
-            new, opt_state = select(left_out, trained, new), select(left_out, state.opt_state, opt_state)
+            updated, opt_state = select(left_out, trained, updated), select(left_out, state.opt_state, opt_state)
             fields["skipped"] = state.skipped + left_out
             if scale is not None:
                 fields["loss_scale"] = _next_scale(scale, left_out)
             if stages.nonfinite == "skip":
                 fields["buffers"] = select(left_out, buffers, state.buffers)
         if not wrong.is_cpu:
-            batch = state.timestamp.rate("batch", lambda timestamp: float(timestamp.batch))  # type: ignore[attr-defined]
+            batch = traced_timestamp(state).as_input(lambda timestamp: float(timestamp.batch))
             earlier = cast("Tensor", state.nonfinite)
             noted = torch.zeros_like(earlier) + batch.to(torch.int64)
             fields["nonfinite"] = torch.where(wrong & (earlier < 0), noted, earlier)
         report = wrong.long() * (LOSS_BAD * bad_loss.long() + UPDATE_BAD * bad_update.long())
-    fields["params"] = new if trained is params else FrozenDict({**params, **new})
+    fields["params"] = updated if trained is params else FrozenDict({**params, **updated})
     return with_fields(state, opt_state=opt_state, **fields, **counted), report
 
 
@@ -239,8 +252,8 @@ def _next_scale(scale: LossScale, bad: Tensor) -> LossScale:
     grown = scale.growth_tracker + 1
     grows = grown == LossScale.GROWTH_INTERVAL
     larger = scale.scale * LossScale.GROWTH_FACTOR
-    kept = torch.where(grows & torch.isfinite(larger), larger, scale.scale)
+    grown_scale = torch.where(grows & torch.isfinite(larger), larger, scale.scale)
     return LossScale(
-        torch.where(bad, scale.scale * LossScale.BACKOFF_FACTOR, kept),
+        torch.where(bad, scale.scale * LossScale.BACKOFF_FACTOR, grown_scale),
         torch.where(bad | grows, torch.zeros_like(grown), grown),
     )

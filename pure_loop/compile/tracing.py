@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import torch
-import torch.fx
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node, Tracer
 
 from pure_loop.compile import _torch
 from pure_loop.compile._torch import get_proxy_mode, schema_of
 from pure_loop.compile.draws import DROPOUT, Draw, DrawnFromDataError, Group, RecordedDraw, is_draw
-from pure_loop.compile.numbers import Evaluate, TraceContext
+from pure_loop.compile.guards import Evaluate, TraceContext
 from pure_loop.compile.replay import Recorders
 from pure_loop.errors import CompileError
 
 __all__ = ["StrayDrawError", "Tracing", "in_order", "lift_captured", "lift_draws", "lift_inputs"]
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 # What Python makes of numbers while it is traced, torch.tensor(2.0), is copied before it is used. It may be folded.
 _MADE = frozenset({_aten.lift_fresh.default, _aten.lift_fresh_copy.default})
 
@@ -55,10 +55,10 @@ class Tracing:
         self.numbers: list[tuple[torch.dtype, Evaluate, torch.device]] = []
         self.lifted: list[Tensor] = []
         # By their operations, in order.
-        self.draws: dict[torch.fx.Node, RecordedDraw] = {}
+        self.draws: dict[Node, RecordedDraw] = {}
         self.tangents = 0
         # Operations of the trace that are inputs of the graph, by their names.
-        self.inputs: dict[str, torch.fx.Node] = {}
+        self.inputs: dict[str, Node] = {}
         self.begins_with_leaves = True
         self.sharing: frozenset[int] = frozenset()
 
@@ -83,7 +83,7 @@ class Tracing:
 
     def tangent(self, output: Tensor) -> Tensor:
         """The gradient by an output as an input of the graph."""
-        # Whose elements lie apart, as those of an output need not.
+        # Its elements lie apart, as those of an output need not.
         fake = self._input(f"tangent_{self.tangents}", lambda: torch.empty_like(output.detach()))
         self.tangents += 1
         return fake
@@ -94,13 +94,14 @@ class Tracing:
         It is made in another thread, where there is no mode but those of the trace, and no transform of torch.func,
         which would wrap it as a tensor of its own.
         """
-        proxies: Any = get_proxy_mode()
+        proxies = get_proxy_mode()
+        assert proxies is not None
 
         def make() -> Tensor:
             with self.mode:
-                known = like()
+                fake = like()
                 with proxies:
-                    return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
+                    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
         with ThreadPoolExecutor(1) as thread:
             fake = thread.submit(make).result()
@@ -120,10 +121,12 @@ class Tracing:
         if stray is not None:
             raise DrawnFromDataError(str(stray.target))
 
-    def _note_draws(self, last: Any, group: Group) -> torch.fx.Node | None:
-        """Note whose what was drawn after a place is; gives a draw that depends on what the graph is given."""
+    def _note_draws(self, last: Node | None, group: Group) -> Node | None:
+        """Note what was drawn after a place as of this group; gives a draw that depends on the graph's arguments."""
         stray = None
-        proxies: Any = get_proxy_mode()
+        proxies = get_proxy_mode()
+        assert proxies is not None
+        assert isinstance(proxies.tracer, Tracer)
         for node in self.stray_draws(last):
             if not group.seeds(node):
                 continue
@@ -140,16 +143,16 @@ class Tracing:
                 self.draws[node] = draw
         return stray
 
-    def stray_draws(self, last: Any) -> list[torch.fx.Node]:
+    def stray_draws(self, last: Node | None) -> list[Node]:
         """What was drawn after a place and is of no group."""
         return [node for node in self.since(last) if is_draw(node) and node not in self.draws]
 
-    def mark(self) -> Any:
+    def mark(self) -> Node | None:
         """A place in the list of operations."""
         mode = get_proxy_mode()
         return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
-    def in_shared_memory(self) -> set[torch.fx.Node]:
+    def in_shared_memory(self) -> set[Node]:
         """The inputs that share memory with another one, and don't here."""
         mode = get_proxy_mode()
         if mode is None or not self.sharing:
@@ -157,7 +160,7 @@ class Tracing:
         inputs = [node for node in mode.tracer.graph.nodes if node.op == "placeholder"]
         return {inputs[position] for position in self.sharing}
 
-    def since(self, last: Any) -> list[torch.fx.Node]:
+    def since(self, last: Node | None) -> list[Node]:
         """The operations after a place."""
         mode = get_proxy_mode()
         if mode is None:
@@ -170,7 +173,7 @@ class Tracing:
         return result[::-1]
 
 
-def lift_inputs(raw: torch.fx.GraphModule, tracing: Tracing) -> None:
+def lift_inputs(raw: GraphModule, tracing: Tracing) -> None:
     """Make inputs of what the trace has as operations in their place."""
     graph = raw.graph
     nodes = {node.name: node for node in graph.nodes}
@@ -184,19 +187,19 @@ def lift_inputs(raw: torch.fx.GraphModule, tracing: Tracing) -> None:
             graph.erase_node(node)
 
 
-def lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
+def lift_draws(raw: GraphModule, tracing: Tracing) -> list[Draw]:
     """Make inputs of what is drawn."""
     graph = raw.graph
     result: list[Draw] = []
-    known = {node.name for node in tracing.draws}
-    stray = next((node for node in graph.nodes if is_draw(node) and node.name not in known), None)
+    recorded_names = {node.name for node in tracing.draws}
+    stray = next((node for node in graph.nodes if is_draw(node) and node.name not in recorded_names), None)
     if stray is not None:
         raise StrayDrawError(f"random numbers are drawn ({stray.target}) where a compiled step has no seed for them")
     nodes = {node.name: node for node in graph.nodes}
     for recorded, draw in tracing.draws.items():
         like = recorded.meta["val"]
         if recorded.target is DROPOUT:
-            like, p = like[0], float(recorded.args[1])  # type: ignore[arg-type]
+            like, p = like[0], cast("float", recorded.args[1])
             if p == 1:
                 continue  # which draws nothing
         result.append(Draw.of(draw, like))
@@ -209,7 +212,8 @@ def lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
         if node.target is DROPOUT:
             _drop(graph, node, value, p)
             continue
-        if schema_of(node.target).writes:  # type: ignore[union-attr]
+        schema = schema_of(node.target)
+        if schema is not None and schema.writes:
             with graph.inserting_before(node):
                 copied = graph.call_function(_aten.copy_.default, (node.args[0], value))
             copied.meta["val"] = like
@@ -220,13 +224,13 @@ def lift_draws(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Draw]:
     return result
 
 
-def lift_captured(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Tensor]:
+def lift_captured(raw: GraphModule, tracing: Tracing) -> list[Tensor]:
     """Make inputs of the tensors that Python had from elsewhere (a loss's weights, a teacher's parameters).
 
     As constants of the graph they would be what they were while it was made.
     """
     graph = raw.graph
-    result: dict[int, torch.fx.Node] = {}
+    result: dict[int, Node] = {}
     tensors: list[Tensor] = []
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         tensor = getattr(raw, str(node.target))
@@ -244,7 +248,7 @@ def lift_captured(raw: torch.fx.GraphModule, tracing: Tracing) -> list[Tensor]:
     return tensors
 
 
-def in_order(raw: torch.fx.GraphModule) -> None:
+def in_order(raw: GraphModule) -> None:
     """Bring all inputs to the front, by their kinds."""
     placeholders = [node for node in raw.graph.nodes if node.op == "placeholder"]
     ordered = sorted(placeholders, key=lambda node: _rank(node.name))
@@ -253,17 +257,17 @@ def in_order(raw: torch.fx.GraphModule) -> None:
     raw.recompile()
 
 
-def _drop(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node, p: float) -> None:
+def _drop(graph: Graph, node: Node, mask: Node, p: float) -> None:
     """Dropout with a mask that is there already, in the operations of eager."""
     value = mask.meta["val"]
     with graph.inserting_before(node):
         noise = graph.call_function(_aten.div.Scalar, (mask, 1 - p))
-        kept = graph.call_function(_aten.mul.Tensor, (node.args[0], noise))
-        there = graph.call_function(_aten.ne.Scalar, (mask, 0))
-    for item in (noise, kept, there):
+        scaled = graph.call_function(_aten.mul.Tensor, (node.args[0], noise))
+        mask_of_kept = graph.call_function(_aten.ne.Scalar, (mask, 0))
+    for item in (noise, scaled, mask_of_kept):
         item.meta["val"] = value
     for user in list(node.users):
-        user.replace_all_uses_with((kept, there)[user.args[1]])  # type: ignore[index]
+        user.replace_all_uses_with(mask_of_kept if user.args[1] else scaled)
         graph.erase_node(user)
     graph.erase_node(node)
 

@@ -6,10 +6,10 @@ nothing changed is never built again. What belongs to the batch may be of any ki
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, cast
 
 import attrs
 import optree
@@ -17,23 +17,17 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal import pytree as _pytree
-from pure_loop._internal.pytree import NAMESPACE
-from pure_loop.data.batch import _open, map_tensors
+from pure_loop._internal.pytree import NAMESPACE, Batch, PyTree
+from pure_loop.data.batch import map_tensors, open_node
 from pure_loop.errors import PureLoopError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.precision import LossScale
+from pure_loop.stages.references import can_count, count_in, storages_are_unshared
 from pure_loop.state import State
 
 __all__ = [
-    "DurableFields",
-    "LazyField",
-    "UnreadFieldError",
-    "describe",
-    "durable_fields",
-    "field_of",
-    "reader_of",
-    "rebuild",
-    "tensors_of",
-    "walk",
+    *("DurableFields", "LazyField", "Memory", "UnreadFieldError", "describe", "durable_fields", "field_of", "key_of"),
+    *("reader_of", "rebuild", "tensors_at", "tensors_in", "tensors_of", "walk"),
 ]
 
 _OF_THE_STEP = frozenset(
@@ -49,32 +43,33 @@ def durable_fields(cls: type[State]) -> tuple[str, ...]:
     return tuple(field.name for field in attrs.fields(cls) if field.name not in _OF_THE_STEP)
 
 
-def field_of(state: State, name: str) -> Any:
+def _flatten(tree: PyTree) -> tuple[list[object], optree.PyTreeSpec]:
+    return optree.tree_flatten(tree, namespace=NAMESPACE)
+
+
+def field_of(state: State, name: str) -> object:
     """A field of a State; that it was read is not noted on it, because it is kept by what counts references itself."""
     return getattr(state, state._slots_behind.get(name, name))
 
 
-def reader_of(cls: type[State], names: Sequence[str]) -> Callable[[State], Any]:
+def reader_of(cls: type[State], names: Sequence[str]) -> Callable[[State], tuple[object, ...]]:
     """Reads several fields, as :func:`field_of` does."""
     return attrgetter(*[cls._slots_behind.get(name, name) for name in names])
 
 
-_nothing: Any = None
-_no_items: Any = FrozenDict()
-_NONE = optree.tree_structure(_nothing, namespace=NAMESPACE)
-_EMPTY = optree.tree_structure(_no_items, namespace=NAMESPACE)
+_NONE, _EMPTY = (_flatten(value)[1] for value in (None, FrozenDict[str, object]()))
 
 
 class UnreadFieldError(PureLoopError):
     """Traced code looked at a field that its graph was thought not to need."""
 
 
-class LazyField(FrozenDict[str, Any]):
+class LazyField(FrozenDict[str, object]):
     """Stands in for a field that would cost something to take along, until traced code looks at it."""
 
     __slots__ = ()
 
-    def _look(self, *_: Any) -> NoReturn:
+    def _look(self, *_: object) -> NoReturn:
         raise UnreadFieldError("a field that no graph takes was read while a step was compiled")
 
     __getitem__ = __iter__ = __len__ = __contains__ = __eq__ = __or__ = __ror__ = _look
@@ -86,7 +81,7 @@ class LazyField(FrozenDict[str, Any]):
 _pytree.register(LazyField, LazyField._look, lambda _, children: LazyField(), attributes=False)
 
 
-def describe(tensor: Tensor) -> tuple[Any, ...]:
+def describe(tensor: Tensor) -> tuple[object, ...]:
     """What a graph takes for granted about a tensor."""
     if tensor.layout is not torch.strided:  # which has no strides, and which no graph takes
         return tensor.shape, tensor.layout, tensor.dtype, tensor.device
@@ -104,15 +99,15 @@ class DurableFields:
         leaves: those of all fields, in order: tensors and what else there is.
     """
 
-    values: tuple[Any, ...]
-    specs: tuple[Any, ...]
+    values: tuple[object, ...]
+    specs: tuple[optree.PyTreeSpec, ...]
     ends: tuple[int, ...]
-    leaves: list[Any]
+    leaves: list[object]
 
     @classmethod
     def of(cls, state: State, names: tuple[str, ...]) -> DurableFields:
         values = tuple([field_of(state, name) for name in names])
-        leaves: list[Any] = []
+        leaves: list[object] = []
         specs, ends = [], []
         for value in values:
             # Most fields are one of these, and optree takes longer to say so.
@@ -121,13 +116,13 @@ class DurableFields:
             elif type(value) is FrozenDict and not value:
                 spec = _EMPTY
             else:
-                result, spec = optree.tree_flatten(value, namespace=NAMESPACE)
+                result, spec = _flatten(value)
                 leaves += result
             specs.append(spec)
             ends.append(len(leaves))
         return cls(values, tuple(specs), tuple(ends), leaves)
 
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> object:
         """What a graph depends on; numbers go in as numbers, and are none of it."""
         return self.specs, tuple(map(_leaf_key, self.leaves))
 
@@ -135,17 +130,20 @@ class DurableFields:
         """What each leaf is called, for errors."""
         result = []
         for field, value in zip(fields, self.values, strict=True):
-            paths = optree.tree_paths(value, namespace=NAMESPACE)
-            result += ["state." + field + "".join(f"[{part!r}]" for part in path) for path in paths]
+            result += ["state." + field + "".join(f"[{part!r}]" for part in path) for path in _paths(value)]
         return result
 
 
-def is_number(leaf: Any) -> bool:
+def is_number(leaf: object) -> bool:
     """Whether it is a number of Python's or NumPy's, and no truth value."""
     return type(leaf) is int or type(leaf) is float or (isinstance(leaf, Real) and type(leaf).__module__ == "numpy")
 
 
-def _leaf_key(leaf: Any) -> Any:
+def _paths(tree: PyTree) -> list[tuple[object, ...]]:
+    return optree.tree_paths(tree, namespace=NAMESPACE)
+
+
+def _leaf_key(leaf: object) -> object:
     if isinstance(leaf, Tensor):
         return describe(leaf)
     if is_number(leaf):
@@ -161,16 +159,21 @@ def _leaf_key(leaf: Any) -> Any:
 class _This:
     """Equal to itself alone, by the object that it holds, so that no other object has its address meanwhile."""
 
-    held: Any
+    held: object
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _This) and other.held is self.held
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, _This) and value.held is self.held
 
     def __hash__(self) -> int:
         return id(self.held)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_at(leaves: Sequence[object], positions: Iterable[int]) -> list[Tensor]:
+    """The leaves at these positions, all of which are tensors."""
+    return cast("list[Tensor]", [leaves[i] for i in positions])
+
+
+def tensors_of(value: Batch) -> list[Tensor]:
     """The tensors of a batch, or of anything of its kind."""
     plain = () if value is None or is_number(value) else _plain(value)
     if plain is not None:
@@ -202,7 +205,7 @@ def _plain(value: Any) -> Sequence[Tensor] | None:
     return tensors
 
 
-def walk(value: Any, *, by_value: bool = True) -> Any:
+def walk(value: Batch, *, by_value: bool = True) -> object:
     """What a graph depends on in a batch: its structure, its tensors' shapes, and all else by value, or by its type."""
     if isinstance(value, Tensor):
         return describe(value)
@@ -211,13 +214,31 @@ def walk(value: Any, *, by_value: bool = True) -> Any:
     plain = _plain(value)
     if plain is not None:
         return type(value), tuple(value) if isinstance(value, dict) else (), tuple(map(describe, plain))
-    node = _open(value)
+    node = open_node(value)
     if node is None:
         return _leaf_key(value) if by_value else type(value)
-    return type(value), tuple(node[1]), tuple([walk(item, by_value=by_value) for item in node[0]])
+    return type(value), tuple(node.names), tuple([walk(item, by_value=by_value) for item in node.children])
 
 
-def rebuild(template: Any, tensors: Iterator[Tensor]) -> Any:
+def tensors_in(per_batch: tuple[Batch, ...]) -> Sequence[Tensor]:
+    """The per-batch tensors: where a batch is a tuple of tensors, that tuple itself."""
+    if len(per_batch) == 1 and type(per_batch[0]) is tuple:
+        for item in per_batch[0]:
+            if type(item) is not Tensor:
+                break
+        else:
+            return per_batch[0]
+    return [tensor for value in per_batch for tensor in tensors_of(value)]
+
+
+def key_of(per_batch: tuple[Batch, ...], tensors: Sequence[Tensor]) -> object:
+    """What a graph depends on in per-batch values, of which these are the tensors."""
+    if tensors is per_batch[0]:
+        return tuple(map(describe, tensors))
+    return tuple(map(walk, per_batch))
+
+
+def rebuild(template: Batch, tensors: Iterator[Tensor]) -> Batch:
     """A value like ``template`` with other tensors in it."""
     if template is None:
         return None
@@ -228,3 +249,97 @@ def rebuild(template: Any, tensors: Iterator[Tensor]) -> Any:
             return tuple([next(tensors) for _ in template])
         return FrozenDict([(name, next(tensors)) for name in template])
     return map_tensors(lambda _: next(tensors), template)
+
+
+# The memory that a segment writes to. A segment writes to whatever lasts, algorithms' memory included, and refers to it
+# itself, from one call to the next; pure_loop.stages.ownership does the like for eager steps.
+
+# What refers to a tensor besides mappings and the list here: the list of what the graph writes to, and the leaves.
+_OURS = 2
+
+
+Path: TypeAlias = tuple[object, ...]
+
+
+class Memory:
+    """Tensors that a segment has made, unaliased then.
+
+    Attributes:
+        positions: of the durable leaves that they are.
+    """
+
+    __slots__ = (*("_containers", "_ends", "_fields", "_inner", "_tensors"), "positions")
+
+    def __init__(self, positions: Sequence[int], durable: DurableFields) -> None:
+        self.positions = frozenset(positions)
+        self._ends = durable.ends
+        self._tensors = tensors_at(durable.leaves, positions)
+        # Which fields they are in, and for each tensor the field and the path to what it is in; None: it is the field.
+        self._fields: list[int] | None = []
+        self._containers: list[tuple[int, Path | None]] = []
+        # The mappings inside those fields on the way to them, once: field and path.
+        self._inner: list[tuple[int, Path]] = []
+        begin = 0
+        for field, (value, end) in enumerate(zip(durable.values, durable.ends, strict=True)):
+            chosen = [i - begin for i in positions if begin <= i < end]
+            if chosen:
+                paths = _paths(value)
+                if not all(_in_ours(value, paths[i]) for i in chosen):
+                    self._fields = None  # in containers that may be aliased
+                    return
+                self._fields.append(field)
+                self._containers += [(field, paths[i][:-1] if paths[i] else None) for i in chosen]
+                inner = {paths[i][:depth] for i in chosen for depth in range(1, len(paths[i]))}
+                self._inner += [(field, path) for path in inner]
+            begin = end
+
+    def fields(self) -> list[int]:
+        """The durable fields that they are in."""
+        return self._fields or []
+
+    def is_in(self, durable: DurableFields, values: Sequence[object], before: Sequence[object]) -> bool:
+        """Whether these durable fields have it where the segment's last ones, ``before``, had it."""
+        fields = range(len(values)) if self._fields is None else self._fields
+        return durable.ends == self._ends and all(values[field] is before[field] for field in fields)
+
+    def alone(self, names: Sequence[str], values: Sequence[object], holders: int, observed: State | None) -> bool:
+        """Whether only the segment, one State, and the observed State refer to these tensors.
+
+        Args:
+            names, values: the durable fields.
+            holders: how many tuples of the segment have the values.
+            observed: the State that the consumer is about to give up, if that is alive.
+        """
+        if self._fields is None or not self._tensors or not can_count():
+            return False
+        of_fields = {}
+        for field in self._fields:
+            has = observed is not None and field_of(observed, names[field]) is values[field]
+            of_fields[field] = holders + has + 1  # the State has it, too
+        mappings = [field for field in self._fields if not isinstance(values[field], Tensor)]
+        if count_in([values[field] for field in mappings]) != [of_fields[field] for field in mappings]:
+            return False
+        inner = [_at(values, *key) for key in self._inner]
+        if count_in(inner) != [1] * len(inner):  # in the mapping around it
+            return False
+        fields_of: dict[tuple[int, Path | None], int] = {(field, None): count for field, count in of_fields.items()}
+        references = [_OURS + fields_of.get(key, 1) for key in self._containers]
+        return count_in(self._tensors) == references and storages_are_unshared(self._tensors)
+
+
+def _at(values: Sequence[object], field: int, path: Path) -> object:
+    value: Any = values[field]
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _in_ours(value: object, path: Path) -> bool:
+    """Whether a leaf is the field itself, in a loss scale, or in a mapping of ours, in one of ours, and so on."""
+    if type(value) is LossScale:
+        return True
+    for key in path:
+        if type(value) is not FrozenDict:
+            return False
+        value = value[key]
+    return True

@@ -1,5 +1,6 @@
 """Batches by epoch and position: what a loader, a sampler, a generator or a list becomes.
 
 May import: ``errors``, ``_internal``, ``random``. Begin with ``source.py``: a ``Source`` gives the batches of an epoch
-from any position. ``dataloaders.py`` makes one of torch's DataLoader, ``batch.py`` counts, splits and moves a batch.
+from any position. ``dataloaders.py`` makes one of any dataloader, ``batch.py`` opens and moves a batch, and
+``samples.py`` counts and splits it.
 """

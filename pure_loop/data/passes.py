@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from itertools import islice
+from types import GeneratorType
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import attrs
 
+from pure_loop._internal.torch_private import end_workers
 from pure_loop.data.copies import Private
 from pure_loop.data.group import END, steps
 from pure_loop.errors import DataError
 
-__all__ = ["Passes"]
+__all__ = ["ITERATOR_MADE", "Passes", "iterator_made", "shut"]
 
 T = TypeVar("T")
 
 
 @attrs.define(eq=False)
-class _Walk:
+class _Walk(Generic[T]):
     """One copy, and the passes made on it.
 
     Attributes:
@@ -26,17 +31,17 @@ class _Walk:
         passes: how many have ended.
         items: the pass that the next epoch continues.
         taken: the items taken, of all passes.
-        cut_short: what ``taken`` was when a pass ended whose last step had fewer items.
+        cut_short: what ``taken`` was when a pass ended with a step of fewer items.
     """
 
-    copy: Private
+    copy: Private[Any]
     passes: int = 0
-    items: Iterator[Any] | None = None
+    items: Iterator[T] | None = None
     taken: int = 0
     cut_short: int = -1
 
     def close(self) -> None:
-        _close(self.items)
+        shut(self.items)
         self.items = None
 
 
@@ -59,12 +64,12 @@ class Passes(Generic[T]):
 
     def __init__(
         self,
-        renew: Callable[[], Private],
-        run: Callable[[Private, int], Iterator[T]],
+        renew: Callable[[], Private[Any]],
+        run: Callable[[Private[Any], int], Iterator[T]],
         *,
         limit: int | None,
         continues: bool,
-        independent: Callable[[Private], bool | None],
+        independent: Callable[[Private[Any]], bool | None],
         stream: str,
         per_step: int = 1,
     ) -> None:
@@ -76,7 +81,7 @@ class Passes(Generic[T]):
         self._stream = stream
         self._per_step = per_step
         # The walk that no epoch is using; and whether there was another before it.
-        self._idle: _Walk | None = None
+        self._idle: _Walk[T] | None = None
         self._began = False
 
     def epoch(self, epoch: int, start: int, seen: int) -> Generator[T, None, None]:
@@ -98,7 +103,7 @@ class Passes(Generic[T]):
         try:
             yield from islice(items, start, self._limit)
         finally:
-            _close(items)
+            shut(items)
         walk.passes = epoch + 1
         self._idle = walk
 
@@ -108,7 +113,7 @@ class Passes(Generic[T]):
         if walk is None or walk.taken != seen:
             if walk is not None:
                 walk.close()
-            walk = _Walk(self._fresh())
+            walk = _Walk[T](self._fresh())
             ends = 0
             while walk.taken < seen and ends < 2:  # two ends in a row: nothing comes
                 ends = ends + 1 if self._next(walk) is END else 0
@@ -127,7 +132,7 @@ class Passes(Generic[T]):
             self.close()
             self._idle = walk
 
-    def _next(self, walk: _Walk) -> Any:
+    def _next(self, walk: _Walk[T]) -> T:
         """The next item of a pass; END where it has ended, after which another one begins."""
         if walk.items is None:
             walk.items = self._run(walk.copy, walk.passes)
@@ -142,11 +147,11 @@ class Passes(Generic[T]):
             walk.taken += 1
         return item
 
-    def _taken_over(self) -> _Walk | None:
+    def _taken_over(self) -> _Walk[T] | None:
         walk, self._idle = self._idle, None
         return walk
 
-    def _fresh(self) -> Private:
+    def _fresh(self) -> Private[Any]:
         copy = self._renew()
         if copy.drawn_once and self._began:
             raise DataError(
@@ -156,9 +161,9 @@ class Passes(Generic[T]):
         self._began = True
         return copy
 
-    def _at(self, epoch: int) -> _Walk:
+    def _at(self, epoch: int) -> _Walk[T]:
         """A copy on which ``epoch`` passes were made, or might as well have been."""
-        walk = _Walk(self._fresh(), epoch)
+        walk = _Walk[T](self._fresh(), epoch)
         if epoch == 0:
             return walk
         independent = self._independent(walk.copy)
@@ -171,26 +176,58 @@ class Passes(Generic[T]):
             if not walk.copy.changed():
                 walk.items = _with_first(first, items)
                 return walk
-            _close(items)
-            walk = _Walk(self._renew(), epoch)
+            shut(items)
+            walk = _Walk[T](self._renew(), epoch)
         for number in range(epoch):
             result = self._run(walk.copy, number)
             for _ in islice(result, self._limit):
                 pass
-            _close(result)
+            shut(result)
         return walk
 
 
-def _with_first(first: Any, items: Iterator[T]) -> Generator[T, None, None]:
+def _with_first(first: T, items: Iterator[T]) -> Generator[T, None, None]:
     try:
         if first is not END:
             yield first
             del first
             yield from items
     finally:
-        _close(items)
+        shut(items)
 
 
-def _close(items: Any) -> None:
-    if isinstance(items, Generator):
-        items.close()
+ITERATOR_MADE: list[Callable[[], None]] = []
+"""Functions to call after an iterator over a dataloader is made: by then torch has set its signal handlers."""
+
+
+def iterator_made(batches: Iterator[object]) -> None:
+    """An iterator over a dataloader was made: call the functions in ``ITERATOR_MADE``."""
+    with suppress(TypeError):  # no weak references: an iterator of a builtin type, which has no workers
+        _iterators.add(batches)
+    for function in ITERATOR_MADE:
+        function()
+
+
+# Those of this process, and those of the parents that it was forked from. A child keeps the latter to its end: the end
+# of an iterator of torch tells its workers to stop, and they are the parent's.
+_iterators: WeakSet[Iterator[object]] = WeakSet()
+_inherited: list[Iterator[object]] = []
+
+
+def _inherit() -> None:
+    _inherited.extend(_iterators)
+    _iterators.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_inherit)
+
+
+def shut(batches: Iterator[object] | None) -> None:
+    """End the iterator of a loader or a generator now: a traceback may keep it from being collected for long."""
+    if any(batches is iterator for iterator in _inherited):
+        return
+    if isinstance(batches, GeneratorType):
+        batches.close()
+    else:
+        end_workers(batches)

@@ -13,128 +13,30 @@ its own that a dataset with indices keeps between items, and an iterator that wa
 
 from __future__ import annotations
 
-import os
-import zlib
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import count, islice
-from types import FrameType, GeneratorType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-from weakref import WeakSet
-
-import attrs
-import optree
-import torch
-from torch import Tensor
+from types import FrameType
+from typing import Any, Literal, TypeAlias
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.frames import callers, variable
-from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.torch_private import default_collate_functions, end_workers
-from pure_loop.data.group import END, grouped, steps
-from pure_loop.data.group import Batches as Group
+from pure_loop._internal.pytree import Batch
+from pure_loop._internal.torch_private import default_collate_functions
+from pure_loop.data.batch import are_alike
+from pure_loop.data.changes import has_epochs
+from pure_loop.data.copies import Private
+from pure_loop.data.group import END, Share, grouped, joined, steps
+from pure_loop.data.passes import Passes, iterator_made, shut
 from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.authors import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
 
-if TYPE_CHECKING:
-    from pure_loop.data.copies import Private
-    from pure_loop.data.passes import Passes
+__all__ = ["Batches", "Iterated", "Listed", "OneShot", "Source", "is_loading"]
 
-__all__ = ["END", "ITERATOR_MADE", "Part", "Share", "Source", "is_loading"]
-
-Batches: TypeAlias = Generator[Any, None, None]
-
-ITERATOR_MADE: list[Callable[[], None]] = []
-"""Functions to call after an iterator over a dataloader is made: by then torch has set its signal handlers."""
-
-
-@attrs.frozen
-class Part:
-    """A rank's part of a batch that several ranks split, and what all of them must have seen of the whole.
-
-    Attributes:
-        batch: the part; of a batch with too few samples for all ranks, another rank's.
-        counts: whether its samples count here; if not, they only keep this rank company while others have some.
-        samples: of the whole batch.
-        order: a checksum of the indices of the whole batch; 0 where they are not known.
-    """
-
-    batch: Any
-    counts: bool = True
-    samples: int = 0
-    order: int = 0
-
-
-@attrs.frozen
-class Share:
-    """Which part of every batch a rank takes: the ``rank``-th of ``ranks`` parts of one size, the last ones smaller.
-
-    Args:
-        rank, ranks: this process among how many.
-        samples: ``batch -> int``: how many it holds.
-        split: ``(batch, size) -> list`` of batches of at most ``size`` samples.
-
-    >>> import torch
-    >>> from pure_loop.data.batch import num_samples, split
-    >>> Share(1, 3, num_samples, split).of(torch.arange(4))
-    Part(batch=tensor([2, 3]), counts=True, samples=4, order=0)
-    >>> Share(2, 3, num_samples, split).of(torch.arange(4))
-    Part(batch=tensor([2, 3]), counts=False, samples=4, order=0)
-    """
-
-    rank: int
-    ranks: int
-    samples: Callable[[Any], int]
-    split: Callable[[Any, int], list[Any]]
-
-    def of(self, batch: Any) -> Part:
-        """This rank's part of a batch; another one's, which doesn't count, where there are too few samples."""
-        samples = self.samples(batch)
-        return self._taken(self.split(batch, -(-samples // self.ranks)), samples, 0)
-
-    def of_indices(self, indices: list[Any]) -> Part:
-        """The same of a list of samples' indices."""
-        size = -(-len(indices) // self.ranks)
-        parts = [indices[i : i + size] for i in range(0, len(indices), max(size, 1))]
-        return self._taken(parts, len(indices), _checksum(indices))
-
-    def _taken(self, parts: list[Any], samples: int, order: int) -> Part:
-        counts = self.rank < len(parts)
-        return Part(parts[self.rank if counts else -1], counts, samples, order)
-
-
-def _joined(loaded: tuple[Any, ...]) -> Any:
-    """Several batches as one; of parts of a rank those that count, if any does."""
-    if type(loaded[0]) is not Part:
-        return Group(loaded)
-    counted = [part.batch for part in loaded if part.counts]
-    order = 0
-    for part in loaded:
-        order = (31 * order + part.order) % _CHECKSUMS
-    batch = Group(counted or (loaded[0].batch,))
-    return Part(batch, bool(counted), sum(part.samples for part in loaded), order)
-
-
-# Ranks compare checksums as float64, and sums of them.
-_CHECKSUMS = 1 << 32
-
-
-def _checksum(indices: list[Any]) -> int:
-    """A checksum of indices that are whole numbers; 0 of others."""
-    try:
-        return zlib.crc32(array("q", indices))
-    except (TypeError, OverflowError):
-        return 0
-
-
-def assigns_in_iter(loader: Any) -> bool:
-    from pure_loop.data.copies import writes_attributes
-
-    return writes_attributes(type(loader), "__iter__")
+Batches: TypeAlias = Generator[Batch, None, None]
 
 
 class Source(ABC):
@@ -146,7 +48,7 @@ class Source(ABC):
     _shares = False
     uneven: Literal["stop", "pad"] | None = None
     # What a rank keeps company with, when its own data has ended and that of others has not.
-    last_batch: Any = END
+    last_batch: Batch = END
 
     def __init__(
         self, loader: Any, seed: int, stream: str, limit: int | None, share: Share | None, per_step: int = 1
@@ -158,19 +60,21 @@ class Source(ABC):
             limit: the steps of an epoch, at most.
             per_step: how many batches of the loader are that of a step.
         """
-        self._share = share
-        self._per_step = per_step
-        self._loader = loader
+        self._loader, self._share, self._per_step = loader, share, per_step
         self._seed = derive(seed, stream)
         self._stream = stream
         # In batches of the loader, as is everything below but what says steps.
         self._limit = None if limit is None else limit * per_step
+        self._prepare()
+
+    def _prepare(self) -> None:  # noqa: B027  (most have nothing to prepare)
+        """Make what a source of this kind keeps."""
 
     @cached_property
     def length(self) -> int | None:
         """Steps in an epoch, as far as the loader can tell; ``batches_per_epoch`` where it can't; or else None."""
-        known = [number for number in (self.loader_length, self._limit) if number is not None]
-        return steps(min(known), self._per_step) if known else None
+        limits = [number for number in (self.loader_length, self._limit) if number is not None]
+        return steps(min(limits), self._per_step) if limits else None
 
     @cached_property
     def loader_length(self) -> int | None:
@@ -182,7 +86,7 @@ class Source(ABC):
             return None
 
     @property
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """What has to be equal on ranks that split each batch, as far as the loader can tell."""
         return {} if self.uneven else {"batches": self.length}
 
@@ -218,28 +122,25 @@ class Source(ABC):
             DataError: the epoch has no batch at all, or more than the loader's own length, or an iterator doesn't stand
                 where it must.
         """
-        length, limit, per_step = self.loader_length, self._limit, self._per_step
-        start, seen = start * per_step, seen * per_step
-        stop = None if limit is None else max(limit - start, 0)
+        length, limit = self.loader_length, self._limit
+        start, seen = start * self._per_step, seen * self._per_step
         # A batch beyond the length is asked for once, at the end.
         checked = length is not None and (limit is None or limit > length)
-        if checked:
-            assert length is not None
-            stop = max(length - start, 0)
+        end = length if checked else limit
+        stop = None if end is None else max(end - start, 0)
         with closing(self._batches(epoch, start, seen)) as value:
             share = None if self._shares else self._share
-            batches: Any = value if stop is None else islice(value, stop)
+            batches: Iterator[Batch] = value if stop is None else islice(value, stop)
             if share is not None:
                 batches = (share.of(batch) for batch in batches)  # in which a StopIteration is an error
-            if per_step > 1:
-                batches = grouped(iter(batches), per_step, _joined)
+            if self._per_step > 1:
+                batches = grouped(batches, self._per_step, joined)
             first = next(batches, END)
+            is_empty = first is END and start == 0
             if first is not END:
                 yield first
                 del first  # it would be there for as long as the others come
                 yield from batches
-            elif start == 0 and stop != 0:
-                raise self._empty_epoch(epoch)
             if checked and next(value, END) is not END:
                 number = max(start, length or 0) + 1
                 raise DataError(
@@ -247,10 +148,10 @@ class Source(ABC):
                     " its __len__ is too small. Correct it (that of the loader, its dataset or its sampler), or cut"
                     f" epochs with batches_per_epoch={length}"
                 )
-            if stop == 0 and start == 0:
-                raise self._empty_epoch(epoch)
+            if is_empty:
+                raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
-    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Batch], int], *, changed: bool) -> int:
         """How many steps of an epoch are left out when training resumes, perhaps with batches of another size.
 
         Args:
@@ -265,16 +166,13 @@ class Source(ABC):
         """
         return start
 
-    def _refuse_other_sizes(self, epoch: int, batches: int, samples: int, now: int, why: str) -> ResumeError:
-        made = "the first batch" if batches == 1 else f"the first {batches} batches"
+    def _refuse_other_sizes(self, epoch: int, batches: int, samples: int, following: int, why: str) -> ResumeError:
+        first = "the first batch" if batches == 1 else f"the first {batches} batches"
         return ResumeError(
-            f"the {self._stream} dataloader has {now} samples in {made} of epoch {epoch}, and "
+            f"the {self._stream} dataloader has {following} samples in {first} of epoch {epoch}, and "
             f"the State has seen {samples} in as many: batches have another size now, so that samples would be left "
             f"out or come twice. {why} Resume with batches as they were, or from a State at the end of an epoch."
         )
-
-    def _empty_epoch(self, epoch: int) -> DataError:
-        return DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
     def close(self) -> None:  # noqa: B027  (most have nothing to stop)
         """Stop what outlives an epoch: the workers of a loader with ``persistent_workers=True``."""
@@ -286,10 +184,7 @@ class Source(ABC):
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
         """The batches of an epoch from ``start`` on."""
 
-    def _guard(self, *path: int | str) -> AbstractContextManager[None]:
-        return seeded_all(derive(self._seed, *path))
-
-    def _guard_of(self, code: list[Any]) -> Callable[[int], AbstractContextManager[None]]:
+    def _guard_of(self, code: list[object]) -> Callable[[int], AbstractContextManager[None]]:
         """What seeds the global generators for the batches of an epoch: torch's alone if no other code loads them."""
         # The default collate calls those that were registered with it.
         collating = (default_collate_functions or {}).values()
@@ -298,6 +193,8 @@ class Source(ABC):
 
 class Listed(Source):
     """A sequence of batches."""
+
+    _loader: Sequence[Batch]
 
     @property
     def repeats(self) -> bool:
@@ -308,12 +205,12 @@ class Listed(Source):
         # A sequence of the user's own may make its batches when asked.
         return type(self._loader) in (list, tuple)
 
-    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Batch], int], *, changed: bool) -> int:
         if self.batches_stay and not self.uneven:
             batches = start * self._per_step
-            now = sum(map(count, self._loader[:batches]))
-            if now != samples:
-                raise self._refuse_other_sizes(epoch, batches, samples, now, "A list of batches has no indices.")
+            following = sum(map(count, self._loader[:batches]))
+            if following != samples:
+                raise self._refuse_other_sizes(epoch, batches, samples, following, "A list of batches has no indices.")
         return start
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
@@ -328,30 +225,40 @@ class Listed(Source):
             yield batch
 
 
-class Iterated(Source):
-    """Anything that can be iterated over again and again: what was seen is drawn and dropped."""
+class _Unindexed(Source):
+    """Batches without indices: what was seen is drawn and dropped."""
 
-    _in_workers = False
+    # What was made of an epoch when training resumes, to compare it with what is dropped.
+    _made: tuple[tuple[int, int], int, Callable[[Batch], int]] | None = None
 
-    # What was made of an epoch, to compare it with what is dropped.
-    _made: tuple[int, int, int, Callable[[Any], int]] | None = None
-
-    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Batch], int], *, changed: bool) -> int:
         if not self.uneven and self._per_step == 1:
-            self._made = epoch, start, samples, count
+            self._made = (epoch, start), samples, count
         return start
 
+    def _take_made(self, epoch: int, start: int) -> tuple[int, Callable[[Batch], int]] | None:
+        """How many samples were made of an epoch, and what counts them; None where training begins."""
+        resumed, self._made = self._made, None
+        return None if resumed is None or resumed[0] != (epoch, start) else resumed[1:]
+
+
+class Iterated(_Unindexed):
+    """Anything that can be iterated over again and again."""
+
+    _loader: Iterable[Batch]
+    _in_workers = False
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        made, self._made = self._made, None
-        if made is None or made[:2] != (epoch, start):
+        resumed = self._take_made(epoch, start)
+        if resumed is None:
             yield from self._passes.epoch(epoch, start, seen)
             return
-        _, _, samples, count = made
+        samples, count = resumed
         with closing(self._passes.epoch(epoch, 0, seen - start)) as batches:
-            now = sum(map(count, islice(batches, start)))
-            if now != samples:
+            following = sum(map(count, islice(batches, start)))
+            if following != samples:
                 why = "The loader has no indices by which samples could be skipped."
-                raise self._refuse_other_sizes(epoch, start, samples, now, why)
+                raise self._refuse_other_sizes(epoch, start, samples, following, why)
             yield from batches
 
     def close(self) -> None:
@@ -361,13 +268,11 @@ class Iterated(Source):
     def reads_once(self) -> bool:
         # An iterator in an attribute is shared with every copy.
         owners = (self._loader, getattr(self._loader, "dataset", None))
-        held = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-        return any(type(value) is not count and isinstance(value, Iterator) for value in held)
+        values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+        return any(type(value) is not count and isinstance(value, Iterator) for value in values)
 
     @cached_property
-    def _passes(self) -> Passes[Any]:
-        from pure_loop.data.passes import Passes
-
+    def _passes(self) -> Passes[Batch]:
         return Passes(
             self._copy,
             self._run,
@@ -378,13 +283,13 @@ class Iterated(Source):
             per_step=self._per_step,
         )
 
-    def _run(self, copy: Private, number: int) -> Batches:
+    def _run(self, copy: Private[Any], number: int) -> Batches:
         return self._pass(self._copy() if number and self._selects else copy, number)
 
-    def _pass(self, copy: Private, number: int) -> Batches:
-        batches: Any = None
+    def _pass(self, copy: Private[Any], number: int) -> Batches:
+        batches: Iterator[Batch] | None = None
         try:
-            with self._guard(number, "iter"):
+            with seeded_all(derive(self._seed, number, "iter")):
                 batches = iter(self._for_pass(copy, number))
             iterator_made(batches)
             guard = nullcontext if self._in_workers else self._guard_of([batches])
@@ -396,26 +301,22 @@ class Iterated(Source):
                 yield batch
                 del batch
         finally:
-            with self._guard(number, "close"):
+            with seeded_all(derive(self._seed, number, "close")):
                 if not copy.keeps(batches):
                     shut(batches)
 
-    def _copy(self) -> Private:
-        from pure_loop.data.copies import Private
-
+    def _copy(self) -> Private[Any]:
         return Private(self._loader, seeds=False)
 
-    def _for_pass(self, copy: Private, number: int) -> Any:
+    def _for_pass(self, copy: Private[Iterable[Batch]], number: int) -> Iterable[Batch]:
         """What to iterate over in a pass."""
         return copy.begin(derive(self._seed, number, "order"), number)
 
-    def _independent(self, copy: Private) -> bool | None:
+    def _independent(self, copy: Private[Any]) -> bool | None:
         return True if self._selects else copy.independent
 
     @property
     def _has_epochs(self) -> bool:
-        from pure_loop.data.copies import has_epochs
-
         return has_epochs(self._loader)
 
     @cached_property
@@ -435,15 +336,15 @@ class Iterated(Source):
         if not copy.changed():
             return True
         second = self._first(self._copy(), 1)
-        return not _alike(first, second) or _alike(second, self._first(copy, 1))
+        return not are_alike(first, second) or are_alike(second, self._first(copy, 1))
 
-    def _first(self, copy: Private, number: int) -> Any:
+    def _first(self, copy: Private[Any], number: int) -> Batch:
         """The first batch of a pass."""
         with closing(self._pass(copy, number)) as batches:
             return next(batches, END)
 
 
-class OneShot(Source):
+class OneShot(_Unindexed):
     """An iterator: an epoch is what it gives next, and only what the run has not seen."""
 
     _empty = (
@@ -451,17 +352,8 @@ class OneShot(Source):
         "batches_per_epoch to divide what an iterator gives into epochs"
     )
 
-    def __init__(
-        self, loader: Iterator[Any], seed: int, stream: str, limit: int | None, share: Share | None, per_step: int = 1
-    ) -> None:
-        super().__init__(loader, seed, stream, limit, share, per_step)
-        self._taken = 0
-        self._made: tuple[int, int, int, Callable[[Any], int]] | None = None
-
-    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Any], int], *, changed: bool) -> int:
-        if not self.uneven and self._per_step == 1:
-            self._made = epoch, start, samples, count
-        return start
+    _loader: Iterator[Batch]
+    _taken = 0
 
     @property
     def reads_once(self) -> bool:
@@ -477,14 +369,14 @@ class OneShot(Source):
                 f"{seen}; pass a new iterator that starts at the first batch, or a list or a DataLoader"
             )
         guard = self._guard_of([self._loader])
-        made, self._made = self._made, None
-        now = 0
+        resumed = self._take_made(epoch, start)
+        samples = 0
         while True:
-            if made is not None and self._taken == seen:
-                if made[:2] == (epoch, start) and now != made[2]:
+            if resumed is not None and self._taken == seen:
+                if samples != resumed[0]:
                     why = "An iterator has no indices by which samples could be skipped."
-                    raise self._refuse_other_sizes(epoch, start, made[2], now, why)
-                made = None
+                    raise self._refuse_other_sizes(epoch, start, resumed[0], samples, why)
+                resumed = None
             with guard(derive(self._seed, "item", self._taken)):
                 batch = next(self._loader, END)
             if batch is END:
@@ -492,8 +384,8 @@ class OneShot(Source):
             self._taken += 1
             if self._taken > seen:
                 yield batch
-            elif made is not None and self._taken > seen - start:
-                now += made[3](batch)
+            elif resumed is not None and self._taken > seen - start:
+                samples += resumed[1](batch)
         if steps(self._taken, self._per_step) * self._per_step < seen:  # the last step may have had fewer batches
             raise DataError(
                 f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "
@@ -501,57 +393,7 @@ class OneShot(Source):
             )
 
 
-def iterator_made(batches: Any) -> None:
-    """An iterator over a dataloader was made: call the functions in ``ITERATOR_MADE``."""
-    with suppress(TypeError):  # no weak references: an iterator of a builtin type, which has no workers
-        _iterators.add(batches)
-    for function in ITERATOR_MADE:
-        function()
-
-
-# Those of this process, and those of the parents that it was forked from. A child keeps the latter to its end: the end
-# of an iterator of torch tells its workers to stop, and they are the parent's.
-_iterators: WeakSet[Any] = WeakSet()
-_inherited: list[Any] = []
-
-
-def _inherit() -> None:
-    _inherited.extend(_iterators)
-    _iterators.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_inherit)
-
-
 def is_loading(frame: FrameType | None, sources: Collection[Source] | None = None) -> bool:
     """Whether the code that runs in a frame loads a batch: of one of these sources, or of any."""
     loading = (caller for caller in callers(frame) if caller.f_code is Source.epoch.__code__)
     return any(sources is None or any(variable(caller, "self") is source for source in sources) for caller in loading)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two batches are known to be equal."""
-    (leaves, structure), (others, of_other) = map(_flat, (one, other))
-    return bool(structure == of_other) and all(map(_equal, leaves, others))
-
-
-def _flat(batch: Any) -> Any:
-    return optree.tree_flatten(batch, none_is_leaf=True, namespace=NAMESPACE)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    equal = one == other
-    return bool(equal.all()) if hasattr(equal, "__array__") else bool(equal)
-
-
-def shut(batches: Any) -> None:
-    """End the iterator of a loader or a generator now: a traceback may keep it from being collected for long."""
-    if any(batches is iterator for iterator in _inherited):
-        return
-    if isinstance(batches, GeneratorType):
-        batches.close()
-    else:
-        end_workers(batches)

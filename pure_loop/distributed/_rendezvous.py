@@ -30,7 +30,7 @@ __all__ = ["Rendezvous", "first_line", "named", "within"]
 
 T = TypeVar("T")
 
-# What a store raises whose server is gone, silent, or another program.
+# What a store raises where its server is gone, silent, or another program.
 _UNREACHABLE = (RuntimeError, ValueError, OSError)
 # Seconds that a rank tries to report a failure, and that the process of the host stays for the others to read it.
 _REPORT = 10.0
@@ -49,7 +49,7 @@ _left: list[Thread] = []
 _fell = False
 # The store that this process opened itself, for which environment, and the numbers of its streams.
 _opened: tuple[tuple[Any, ...], Any, Iterator[int]] | None = None
-# The default process group whose store was used last, and the numbers of its streams. A new group has a new store, in
+# The default process group that lent its store last, and the numbers of its streams. A new group has a new store, in
 # which ranks count alike even if one of them failed in a call that the others did not come to.
 _group: tuple[ref[Any], Iterator[int]] | None = None
 # Streams that failed where this process hosts the store: the store, the number of ranks, and until when it stays.
@@ -59,7 +59,7 @@ _unread: list[tuple[Any, int, float]] = []
 def within(seconds: float, function: Callable[[], T]) -> T:
     """What a function returns or raises; where it takes longer, a daemon thread is left with it.
 
-    A store whose server is stopped, or is another program, blocks for ever, whatever its timeout.
+    A store blocks for ever, whatever its timeout, if its server is stopped, or is another program.
 
     Raises:
         TimeoutError: it takes longer than so many seconds.
@@ -235,12 +235,12 @@ class Rendezvous:
         seconds = min(_ROLL_CALL, max(self.seconds - waited, self.seconds / 2))
         store = self._store
         answers: dict[int, str] = {}
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        peers = [rank for rank in range(self.size) if rank != self.rank]
 
         def ask() -> None:
             until = time.monotonic() + seconds
-            while len(answers) < len(others) and time.monotonic() < until:
-                for rank in others:
+            while len(answers) < len(peers) and time.monotonic() < until:
+                for rank in peers:
                     if rank not in answers and store.check([str(rank)]):
                         answers[rank] = store.get(str(rank)).decode()
                 if any(text.startswith("fell") for text in answers.values()):
@@ -277,7 +277,7 @@ class Rendezvous:
 
 
 def _forget() -> None:
-    """In a forked child: the connections are the parent's, who would read what is written to them."""
+    """In a forked child: the connections are the parent's, which would read what is written to them."""
     global _opened, _group
     _opened = _group = None
     _left.clear()

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
-import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pure_loop._internal.pytree import NAMESPACE, Batch, PyTree
-from pure_loop._internal.tree_ops import are_sharded, full_tensor, is_sharded
+from pure_loop._internal.pytree import Batch, PyTree
+from pure_loop._internal.tree_ops import are_sharded, full_tensor
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data.batch import map_tensors, to_device
-from pure_loop.data.source import END, Part, Source
-from pure_loop.distributed._meshes import on_usable_mesh
+from pure_loop.data.group import END, Part
+from pure_loop.data.source import Source
 from pure_loop.distributed._rendezvous import named
+from pure_loop.distributed.agreement import (
+    Buffers,
+    broadcast_state,
+    compare,
+    digests,
+    is_wide,
+    refuse_sparse,
+    settings_of,
+    untouched,
+    versions,
+)
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.distributed.ranks import Ranks
-from pure_loop.errors import DataError, DistributedError, ModelError
+from pure_loop.distributed.ranks import Ranks, map_state, on_usable_mesh
+from pure_loop.errors import DataError, DistributedError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
@@ -34,10 +42,8 @@ from pure_loop.task import Task
 
 T = TypeVar("T")
 
-__all__ = ["MultiRankEngine", "no_parameters"]
+__all__ = ["Gradients", "MultiRankEngine", "no_parameters", "register_hook"]
 
-# What ranks have to choose alike; the mesh is compared by its shape.
-_CHOICES = ("kind", "data", "uneven", "find_unused_parameters", "bucket_cap_mb", "groups", "mesh")
 # A sum of checksums stays below it, and exact in a float64.
 _CHECKSUMS = 1 << 48
 # What a rank has instead of a batch that counts.
@@ -50,8 +56,21 @@ _ENDS = {
 }
 
 
+Gradients: TypeAlias = tuple[Tensor | None, ...]
+
+
 def no_parameters() -> None:
     """Stands for a weak reference to parameters, before there are any."""
+
+
+class Hook(Protocol):
+    """A hook of a tensor."""
+
+    def remove(self) -> None: ...
+
+
+# Calls a function with the gradient of a tensor, which it replaces; torch has no types for it.
+register_hook: Callable[[Tensor, Callable[[Tensor], Tensor]], Hook] = Tensor.register_hook
 
 
 class MultiRankEngine(Engine):
@@ -88,8 +107,7 @@ class MultiRankEngine(Engine):
         # Of the whole batch: samples, and a checksum of their indices; and both summed over an evaluation.
         self._whole = (0, 0)
         self._seen = [0, 0]
-        self._written: frozenset[str] | None = None
-        self._epoch: int | None = None
+        self._agreed_buffers = Buffers(ranks)
 
     exchanges = True
 
@@ -100,8 +118,8 @@ class MultiRankEngine(Engine):
 
     def begin(self, state: State, settings: Mapping[str, object]) -> State:
         self._meet(state, settings, fresh=True)
-        state = self._shared(state)
-        self._begun = _versions(state)
+        state = broadcast_state(self.talk, state)
+        self._begun = versions(state)
         return state
 
     def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
@@ -109,59 +127,21 @@ class MultiRankEngine(Engine):
         if are_sharded(state.params):
             state = on_usable_mesh(state, self.talk)
         if are_sharded(state.params) and self.parallel.kind == "replicate":
-            state = optree.tree_map(full_tensor, state, namespace=NAMESPACE)  # type: ignore[arg-type, assignment]
+            state = map_state(full_tensor, state)
         if fresh:
             # What INIT changed, such as layers that were put in, each rank may have initialised for itself.
             begun, self._begun = self._begun, None
-            changed = self.talk.exchange(Event.BEFORE_LOAD, 0, begun is None or not _untouched(begun, state))
-            return self._shared(state) if any(row[0] for row in changed) else state
-        self._compare(_digests(state), "resumes from another State than rank 0")
+            changed = self.talk.exchange(Event.BEFORE_LOAD, 0, begun is None or not untouched(begun, state))
+            return broadcast_state(self.talk, state) if any(row[0] for row in changed) else state
+        self.refuse_others(state, "resumes from another State than rank 0")
         return state
 
     def _meet(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> None:
         """Connect, and refuse ranks that are about to do something else than the first."""
         self.talk.connect()
-        mine = {"the start": "afresh" if fresh else "from a State that was kept", "device": self.talk.device.type}
-        mine |= {name: _without_addresses(value) for name, value in settings.items()}
-        mine |= {f"parallel.{name}": _without_addresses(getattr(self.parallel, name)) for name in _CHOICES}
-        mine |= _model(state)
-        if not fresh:
-            mine |= {"timestamp": _counts(state), "position": str(state.position), "seed": str(state.seed)}
-            mine |= {"frozen": str(sorted(state.frozen))}
-        self._compare(mine, "is about to do something else than rank 0")
-        _refuse_sparse(state)
-
-    def _shared(self, state: State) -> State:
-        """The State with the parameters and buffers of rank 0, whatever each rank's module began with."""
-        names = [*((True, name) for name in state.params), *((False, name) for name in state.buffers)]
-        values = [*state.params.values(), *state.buffers.values()]
-        value = self.talk.broadcast(values)
-        same = [
-            torch.empty_like(old).copy_(new) if old.stride() != new.stride() else new
-            for old, new in zip(values, value, strict=True)
-        ]
-        result = dict(zip(names, same, strict=True))
-        return state.replace(
-            params=FrozenDict((name, result[True, name]) for name in state.params),
-            buffers=FrozenDict((name, result[False, name]) for name in state.buffers),
-        )
-
-    def _compare(self, mine: dict[str, str], what: str) -> None:
-        """Refuse ranks of which one differs from the first.
-
-        Raises:
-            DistributedError: names the rank, what differs, and both values.
-        """
-        by_rank = self.talk.gather(mine)
-        for rank, theirs in enumerate(by_rank):
-            for name in {**by_rank[0], **theirs}:
-                one, other = by_rank[0].get(name, "nothing"), theirs.get(name, "nothing")
-                if one != other:
-                    raise DistributedError(
-                        f"rank {rank} of {self.ranks} {what}, at the start: {name} is {_short(other)} on rank {rank} "
-                        f"and {_short(one)} on rank 0. Every rank runs the same script with the same arguments; what "
-                        "may differ between ranks is the data, with Parallel(data='own')."
-                    )
+        mine = settings_of(state, {"device": self.talk.device.type, **settings}, self.parallel, fresh=fresh)
+        compare(self.talk, mine, "is about to do something else than rank 0")
+        refuse_sparse(state)
 
     def refuse_others(self, state: State, what: str) -> None:
         """Refuse ranks that have another State than the first; ``what`` says so.
@@ -169,7 +149,7 @@ class MultiRankEngine(Engine):
         Raises:
             DistributedError: names the rank, the tensor, and both digests.
         """
-        self._compare(_digests(state), what)
+        compare(self.talk, digests(state), what)
 
     def barrier(self, state: State, event: Event) -> None:
         by_rank = self.talk.exchange(event, state.timestamp.batch, self._signature)
@@ -251,8 +231,8 @@ class MultiRankEngine(Engine):
                 stand = self.talk.stand([f"given {text.format(number)}" for number in numbers], ("was", "were"))
                 break
         else:
-            others = [rank for rank, row in enumerate(by_rank) if row != by_rank[0]]
-            stand = f"{named(others)} took other samples than rank 0 from the dataset, or in another order"
+            unlike = [rank for rank, row in enumerate(by_rank) if row != by_rank[0]]
+            stand = f"{named(unlike)} took other samples than rank 0 from the dataset, or in another order"
         raise DistributedError(
             f"{where} the data differs between ranks: {stand}. Each batch is split over the ranks, so every rank needs "
             "the same data, in the same order; where each has data of its own, write "
@@ -366,7 +346,7 @@ class MultiRankEngine(Engine):
     def _sum_of(self, values: list[Tensor], device: torch.device) -> list[Tensor]:
         """Each of these scalars, summed over ranks in one exchange."""
         tensors = [torch.as_tensor(value, device=device) for value in values]
-        wide = torch.stack([tensor.double() if _is_wide(tensor) else tensor.float() for tensor in tensors])
+        wide = torch.stack([tensor.double() if is_wide(tensor) else tensor.float() for tensor in tensors])
         return [total.to(tensor.dtype) for total, tensor in zip(self.talk.sum(wide).unbind(), tensors, strict=True)]
 
     def sums_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -380,91 +360,7 @@ class MultiRankEngine(Engine):
         return [result[i] for i in range(len(tensors))]
 
     def sync_buffers(self, state: State, before: FrozenDict[str, Tensor]) -> State:
-        self._refuse_reshaped(state, before)
-        names = self._names_written(state, before)
-        if not names:
-            return state
-        everything = sum(self._weights)
-        share = self._weights[self.rank] / everything if everything else 1.0 / self.ranks
-        floats = [name for name in names if state.buffers[name].is_floating_point()]
-        others = [name for name in names if name not in floats]
-        agreed: dict[str, Tensor] = {}
-        for dtype in dict.fromkeys(state.buffers[name].dtype for name in floats):
-            alike = [state.buffers[name] for name in floats if state.buffers[name].dtype is dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-            wide = flat.double() if _is_wide(flat) else flat.float()
-            # A rank without samples may hold what is no number, which 0 times it would not be either.
-            total = self.talk.sum(wide * share if share else torch.zeros_like(wide)).to(dtype)
-            parts = torch.split(total, [tensor.numel() for tensor in alike])
-            agreed |= zip(
-                [name for name in floats if state.buffers[name].dtype is dtype],
-                [part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True)],
-                strict=True,
-            )
-        source = next((rank for rank, weight in enumerate(self._weights) if weight > 0), 0)
-        agreed |= zip(others, self.talk.broadcast([state.buffers[name] for name in others], source), strict=True)
-        return state.replace(
-            buffers=FrozenDict((name, agreed.get(name, tensor)) for name, tensor in state.buffers.items())
-        )
-
-    def _refuse_reshaped(self, state: State, before: FrozenDict[str, Tensor]) -> None:
-        """
-        Raises:
-            ModelError: a forward changed the shape or dtype of a buffer, removed one, or registered one after the first
-                batch of the call.
-        """
-        result = None
-        for name, tensor in state.buffers.items():
-            old = before.get(name)
-            if old is None and self._written is not None:
-                result = f"registered the buffer {name!r}, which the first batch didn't"
-            elif old is not None and (old.shape != tensor.shape or old.dtype is not tensor.dtype):
-                result = f"changed the buffer {name!r} from {_shape(old)} to {_shape(tensor)}"
-        removed = [name for name in before if name not in state.buffers]
-        if removed:
-            result = f"removed the buffer {removed[0]!r}"
-        if result is not None:
-            raise ModelError(
-                f"rank {self.rank} of {self.ranks}: a forward of batch {state.timestamp.batch} {result}. Ranks average "
-                "buffers, which therefore are the same on all, and of one shape, after the first batch. Register a "
-                "buffer of the full size in __init__ and write into it, or train on one rank."
-            )
-
-    def _refuse_unequal_buffers(self, state: State) -> None:
-        """
-        Raises:
-            DistributedError: a forward has registered a buffer on one rank, and not or of another shape on another one.
-        """
-        by_rank = self.talk.gather({name: _shape(tensor) for name, tensor in state.buffers.items()})
-        for rank, theirs in enumerate(by_rank):
-            for name in {**by_rank[0], **theirs}:
-                first, other = by_rank[0].get(name, "None"), theirs.get(name, "None")
-                if first != other:
-                    raise DistributedError(
-                        f"after the forward of batch {state.timestamp.batch} the buffer {name!r} is {other} on rank "
-                        f"{rank} and {first} on rank 0. Ranks average buffers, which therefore have one shape: "
-                        "register it with that shape in __init__."
-                    )
-
-    def _names_written(self, state: State, before: FrozenDict[str, Tensor]) -> list[str]:
-        """The buffers that are cheap, or to which forwards write in the first batch of an epoch; the same on all."""
-        epoch = state.timestamp.epoch
-        if self._written is None:
-            # A forward of the first batch may have registered some, on one rank and not on another.
-            self._refuse_unequal_buffers(state)
-            self._written = frozenset()
-        if not state.buffers:
-            return []
-        if epoch != self._epoch:
-            changed = [
-                name
-                for name, tensor in state.buffers.items()
-                if _is_cheap(tensor) or name not in before or not torch.equal(tensor, before[name])
-            ]
-            result = frozenset(name for names in self.talk.gather(changed) for name in names)
-            self._written |= result
-            self._epoch = epoch
-        return [name for name in state.buffers if name in self._written]
+        return self._agreed_buffers.averaged(state, before, self._weights)
 
     def largest(self, numbers: Sequence[float], state: State) -> Sequence[float]:
         by_rank = self.talk.exchange(Event.BATCH_START, state.timestamp.batch, *numbers)
@@ -494,87 +390,3 @@ class MultiRankEngine(Engine):
                 )
             merged[metric.name] = map_tensors(to(device_of(state)), reduce(merge, parts))
         return merged
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _is_cheap(buffer: Tensor) -> bool:
-    """Whether it costs little to exchange a buffer in every batch, whether or not something is written to it."""
-    return buffer.numel() <= (4096 if buffer.is_floating_point() else 1)
-
-
-def _is_wide(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float64, torch.int64)
-
-
-def _without_addresses(value: object) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-def _versions(state: State) -> list[tuple[int, Tensor]]:
-    """The parameters and buffers, and how often each was written to."""
-    return [(tensor._version, tensor) for tensors in (state.params, state.buffers) for tensor in tensors.values()]
-
-
-def _untouched(begun: list[tuple[int, Tensor]], state: State) -> bool:
-    now = _versions(state)
-    return len(begun) == len(now) and all(
-        old is new and before == after for (before, old), (after, new) in zip(begun, now, strict=True)
-    )
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= 200 else f"{value[:200]} ..."
-
-
-def _refuse_sparse(state: State) -> None:
-    """
-    Raises:
-        ModelError: a layer gives sparse gradients, which torch's exchanges between ranks don't take.
-    """
-    for name, module in state.model.skeleton.named_modules():
-        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        weight = f"{name}.weight" if name else "weight"
-        if sparse and weight in state.model.trainable:
-            raise ModelError(
-                f"the gradient of {weight!r} is sparse, and ranks exchange dense ones: with parallel= write "
-                f"torch.nn.{type(module).__name__}(..., sparse=False)."
-            )
-
-
-def _model(state: State) -> dict[str, str]:
-    named = [("params", state.params), ("buffers", state.buffers)]
-    shapes = {
-        f"{kind}[{name!r}]": f"{tuple(tensor.shape)} {tensor.dtype}"
-        for kind, some in named
-        for name, tensor in some.items()
-    }
-    return {"the model": type(state.model.skeleton).__name__, **shapes, "trained": str(list(state.model.trainable))}
-
-
-def _counts(state: State) -> str:
-    t = state.timestamp
-    return f"epoch {t.epoch}, batch {t.batch}, sample {t.sample}, batch {t.batch_in_epoch} in its epoch"
-
-
-def _digests(state: State) -> dict[str, str]:
-    """A few bytes for each tensor that a State holds between batches."""
-    result = {}
-    for kind in ("params", "buffers", "opt_state", "algorithm_state", "loss_scale"):
-        paths, leaves, _ = optree.tree_flatten_with_path(getattr(state, kind), namespace=NAMESPACE)
-        for path, leaf in zip(paths, leaves, strict=True):
-            where = kind + "".join(f"[{entry!r}]" for entry in path)
-            if is_sharded(leaf):
-                result[where] = f"{tuple(leaf.shape)} {leaf.dtype} in parts"  # each rank has another one
-            else:
-                result[where] = _digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)
-    return result
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    numbers = flat.view(torch.uint8) if flat.numel() else flat
-    digest = hashlib.blake2b(bytes(numbers.untyped_storage())[: numbers.numel()], digest_size=8).hexdigest()
-    return f"{tuple(tensor.shape)} {tensor.dtype} with digest {digest}"

@@ -32,7 +32,7 @@ def refuse_lone(parallel: Parallel | None) -> None:
             know of each other.
         DistributedError: what the launcher says can't be read, or not where rank 0 is.
     """
-    grouped, size, other = torch_distributed() is not None, world_size(), launched()
+    grouped, size, launch = torch_distributed() is not None, world_size(), launched()
     if size > 1 and parallel is None:
         source = "its process group" if grouped else world().launcher
         raise ArgumentError(
@@ -41,18 +41,18 @@ def refuse_lone(parallel: Parallel | None) -> None:
             f"{_ON_PURPOSE}."
         )
     one_agent = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("GROUP_WORLD_SIZE") == "1"
-    if other.size > 1 and one_agent:
+    if launch.size > 1 and one_agent:
         raise ArgumentError(
-            f"{other.launcher} started {other.size} times torchrun, and none knows of the others: each would train a "
+            f"{launch.launcher} started {launch.size} times torchrun, and none knows of the others: each would train a "
             "model of its own. Give torchrun --nnodes, --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, and start "
-            f"one on each machine; or let {other.launcher} start the ranks, without torchrun; {_ON_PURPOSE}."
+            f"one on each machine; or let {launch.launcher} start the ranks, without torchrun; {_ON_PURPOSE}."
         )
-    if other.size > 1 and size == 1:
+    if launch.size > 1 and size == 1:
         source = "its process group" if grouped else "WORLD_SIZE=1"
         raise ArgumentError(
-            f"{other.launcher} started {other.size} processes, and by {source} this one is alone: each would train a "
+            f"{launch.launcher} started {launch.size} processes, and by {source} this one is alone: each would train a "
             f"model of its own. Unset RANK and WORLD_SIZE, and create no process group: ranks meet by what "
-            f"{other.launcher} sets; {_ON_PURPOSE}."
+            f"{launch.launcher} sets; {_ON_PURPOSE}."
         )
     if size > 1 and not grouped:
         _ = world().address
@@ -113,8 +113,8 @@ class Parallel:
             check_number("bucket_cap_mb", self.bucket_cap_mb, where=_PARALLEL, above=0, wanted=wanted)
         if self.mesh is not None:
             _check_mesh(self.mesh, self.kind)
-        others = ("mesh", "groups") if self.kind == "replicate" else ("bucket_cap_mb", "find_unused_parameters")
-        for name in others:
+        unused = ("mesh", "groups") if self.kind == "replicate" else ("bucket_cap_mb", "find_unused_parameters")
+        for name in unused:
             if getattr(self, name) is not None:
                 raise ArgumentError(f"Parallel(kind={self.kind!r}, {name}=...): {self.kind!r} has no use for {name}.")
         _ = self.seconds

@@ -13,21 +13,27 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
+from weakref import ref
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pure_loop._internal.processes import here
-from pure_loop._internal.torch_private import broadcast_coalesced
+from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop._internal.torch_private import broadcast_coalesced, drop_groups_of_mesh
+from pure_loop._internal.tree_ops import is_sharded, on_mesh
 from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
 from pure_loop.errors import DistributedError
 from pure_loop.event import Event
+from pure_loop.state import State, raw_params
 
 T = TypeVar("T")
 
-__all__ = ["Ranks", "gathered", "patience"]
+__all__ = ["Ranks", "break_mesh", "find_mesh", "gathered", "map_state", "mesh_of", "on_usable_mesh", "patience"]
 
 _NUMBERS = 8
 # Of the last stream of this process that met the others.
@@ -57,8 +63,8 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout: float) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
-        self.group: Any = None
-        self._control: Any = None
+        self.group: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None
         self._owns = False
         self._heard = time.monotonic()  # when all others were last heard of
@@ -99,8 +105,9 @@ class Ranks:
             patience = timedelta(seconds=self.timeout)
             if not joined:
                 assert self._rendezvous is not None
-                options: dict[str, Any] = {"store": self._rendezvous.store, "rank": self.rank, "world_size": self.size}
-                dist.init_process_group(self.backend, timeout=patience, **options)
+                dist.init_process_group(
+                    self.backend, timeout=patience, store=self._rendezvous.store, rank=self.rank, world_size=self.size
+                )
                 self._owns = True
             group = self.new_group()
             # Numbers that Python has to read don't wait for a device.
@@ -108,17 +115,18 @@ class Ranks:
             control = dist.new_group(timeout=patience, backend="gloo") if apart else group
         self.group, self._control = group, control
         if self._left:
-            self._disconnect()
+            self.close()
 
     @property
     def backend(self) -> str:
         """What tensors on the device are exchanged with."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def new_group(self) -> Any:
+    def new_group(self) -> dist.ProcessGroup:
         """A process group of all ranks, with our timeout."""
         backend = None if self.fake else self.backend
-        return dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
+        group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
+        return group
 
     def keep(self) -> None:
         """Leave the process group that was made here to the end of the process: States still use it."""
@@ -135,7 +143,7 @@ class Ranks:
         return self.ask(event, batch, *numbers)()
 
     def ask(self, event: Event, batch: int, *numbers: float) -> Callable[[], list[tuple[float, ...]]]:
-        """The same; the answer is waited for when what is given here is called."""
+        """:meth:`exchange`; the answer is waited for when what this returns is called."""
         mine = (float(_EVENTS.index(event)), float(batch), *map(float, numbers))
         if self.fake:
             return lambda: [mine[2:]] * self.size
@@ -166,7 +174,7 @@ class Ranks:
         """Any value that can be pickled, of every rank."""
         if self.fake:
             return [value] * self.size
-        values: list[Any] = [None] * self.size
+        values: list[T] = [value] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
 
@@ -207,7 +215,7 @@ class Ranks:
         rendezvous, self._rendezvous = self._rendezvous, None
         assert rendezvous is not None
         rendezvous.report("fell", text)
-        self._disconnect()
+        self.close()
         rendezvous.finish()
 
     def _lost(self, error: BaseException, place: str) -> DistributedError:
@@ -215,18 +223,15 @@ class Ranks:
         rendezvous, self._rendezvous = self._rendezvous, None
         assert rendezvous is not None
         rendezvous.report("waited", f"waited for another rank after {place}")
-        # Its frames hold what holds the group, whose connections close when nothing does.
+        # Its frames hold what holds the group, and connections of the group close when nothing does.
         traceback.clear_frames(error.__traceback__)
-        self._disconnect()
+        self.close()
         text = self._roll_call(rendezvous, place)
         rendezvous.finish()
         return DistributedError(text)
 
     def close(self) -> None:
         """Leave the others; nothing is left behind."""
-        self._disconnect()
-
-    def _disconnect(self) -> None:
         groups = {id(group): group for group in (self.group, self._control) if group is not None}
         self.group = self._control = self._rendezvous = None
         self._left = True
@@ -237,8 +242,8 @@ class Ranks:
             del group
         # A group closes its connections when its last reference goes, and some are in cycles.
         gc.collect()
-        if self._owns and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._owns:
+            _leave()
         self._owns = False
 
     def _roll_call(self, rendezvous: Rendezvous, place: str) -> str:
@@ -296,3 +301,79 @@ def _is_lost(error: BaseException) -> bool:
 
 # The last is gloo's for a rank that it has waited for in vain, where nothing else in the message says so.
 _OF_BACKENDS = ("gloo", "Gloo", "NCCL", "ProcessGroup", "pair closure")
+
+
+# The mesh over which States are sharded where none was passed: one for a kind of device, and another after a fault. It
+# belongs to the process's default group, not to a stream: the States that are left after a stream still refer to it. A
+# rank that fails breaks it, so that ranks that wait in the middle of a forward wake up. States that were kept are then
+# sharded over a mesh that can't exchange any more, and training resumes from them over the next one.
+
+# For each kind of device: the default process group in which the mesh was made (None once it is broken), how many there
+# have been, the timeout of its exchanges, and the mesh.
+_meshes: dict[str, tuple[ref[dist.ProcessGroup] | None, int, float, DeviceMesh]] = {}
+_NAME = "pure_loop_"
+
+
+def find_mesh(ranks: Ranks) -> DeviceMesh:
+    """A mesh of all ranks, on which all ranks can exchange within the timeout; all ask for it."""
+    kind = ranks.device.type
+    world = dist.group.WORLD
+    result, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
+    usable = result is not None and result() is world and timeout == ranks.timeout
+    # A fault may have broken it on some ranks only.
+    by_rank = ranks.gather((usable, number))
+    if mesh is None or any(row != (True, number) for row in by_rank):
+        number = 1 + max(count for _, count in by_rank)
+        # Of a name of its own: torch remembers what it found out for a mesh, and takes equal ones for the same.
+        mesh = DeviceMesh.from_group(ranks.new_group(), kind, mesh_dim_names=(f"{_NAME}{number}",))
+        assert world is not None
+        _meshes[kind] = ref(world), number, ranks.timeout, mesh
+        ranks.keep()
+    return mesh
+
+
+def break_mesh(ranks: Ranks) -> None:
+    """Break the connections on which other ranks may be waiting."""
+    kind = ranks.device.type
+    result, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
+    if mesh is not None and result is not None and result() is dist.group.WORLD:
+        dist.destroy_process_group(mesh.get_group())
+        drop_groups_of_mesh(mesh)
+        _meshes[kind] = None, number, timeout, mesh
+
+
+def on_usable_mesh(state: State, ranks: Ranks) -> State:
+    """The same State in parts, over a mesh on which ranks can exchange; all ask for it, with the same State.
+
+    Raises:
+        DistributedError: there were more ranks, or fewer, when it was put into parts.
+    """
+    before = mesh_of(state)
+    if before is None or not _is_ours(before):
+        return state
+    mesh = find_mesh(ranks)
+    if before is mesh:
+        return state
+    if before.size() != mesh.size():
+        raise DistributedError(
+            f"this State is in parts of {before.size()} ranks, and there are {mesh.size()} now: load it from "
+            "a checkpoint, which any number of ranks can read."
+        )
+    return map_state(lambda leaf: on_mesh(leaf, mesh) if is_sharded(leaf) else leaf, state)
+
+
+def map_state(function: Callable[[Tensor], object], state: State) -> State:
+    """The State with the function of each leaf."""
+    tree: PyTree = state
+    return cast("State", optree.tree_map(function, tree, namespace=NAMESPACE))
+
+
+def mesh_of(state: State) -> DeviceMesh | None:
+    """The mesh over which the parameters of a State are sharded; None where they are not."""
+    meshes = (getattr(tensor, "device_mesh", None) for tensor in raw_params(state).values() if is_sharded(tensor))
+    return next(meshes, None)
+
+
+def _is_ours(mesh: DeviceMesh) -> bool:
+    names = mesh.mesh_dim_names
+    return names is not None and names[0].startswith(_NAME)

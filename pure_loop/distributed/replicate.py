@@ -1,6 +1,6 @@
 """Replicated: every rank holds the whole model, and torch's DistributedDataParallel averages gradients.
 
-A private DistributedDataParallel holds parameters whose memory is set to that of a State's; the forward runs on them,
+A private DistributedDataParallel holds parameters, which are given the memory of a State's; the forward runs on them,
 outside of it. Only the loss goes through it, when the backward begins: from then on its buckets are exchanged while the
 backward runs. Microbatches before the last one are differentiated on this rank alone.
 """
@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pure_loop._internal.autograd import graph_of, scalar_like, zero_unless
 from pure_loop._internal.torch_private import fill_buckets
-from pure_loop.distributed._leaves import LazyLeaves
-from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
+from pure_loop.distributed.multi_rank import Gradients, MultiRankEngine, no_parameters, register_hook
+from pure_loop.distributed.parameters import LazyLeaves, origin_of
 from pure_loop.errors import ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -43,10 +43,10 @@ class _Holder(nn.Module):
         return loss
 
 
-def _exchange_at_once(group: Any, bucket: Any) -> Any:
-    """Average a bucket in a group whose exchanges have no future, for which DistributedDataParallel asks."""
+def _exchange_at_once(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Average a bucket in a group with exchanges without a future, for which DistributedDataParallel asks."""
     dist.all_reduce(bucket.buffer(), group=group)
-    done: Any = torch.futures.Future()
+    done = torch.futures.Future[Tensor]()
     done.set_result(bucket.buffer())
     return done
 
@@ -61,8 +61,8 @@ class ReplicateEngine(MultiRankEngine):
     # What DistributedDataParallel knows, by name, and the same with the parameters that are not trained.
     _held: Mapping[str, nn.Parameter] = FrozenDict()
     _bound: FrozenDict[str, Tensor] = FrozenDict()
-    # The parameters whose memory these have, unless they are gone.
-    _lender: Callable[[], Any] = staticmethod(no_parameters)
+    # The parameters that lend them their memory, unless they are gone.
+    _lender: Callable[[], object] = staticmethod(no_parameters)
     _averaging: DistributedDataParallel | None = None
     _anchor: nn.Parameter
     # Whether batches leave parameters out, where gradients come from graphs.
@@ -74,8 +74,7 @@ class ReplicateEngine(MultiRankEngine):
         if self._model is None or self._model.skeleton is not state.model.skeleton or self._frozen != state.frozen:
             self._hold(state)
         torch.clear_autocast_cache()  # of these very parameters, when they had the numbers of another State
-        params: Any = raw_params(state)
-        params = getattr(params, "origin", params)
+        params = origin_of(raw_params(state))
         parameters, trained = self._held, frozenset(self._held)
         alive = ref(self)  # a State that is kept must not keep the process group
 
@@ -137,15 +136,13 @@ class ReplicateEngine(MultiRankEngine):
         *,
         in_place: bool = False,
         counts: Tensor | None = None,
-    ) -> tuple[Tensor | None, ...] | None:
+    ) -> Gradients | None:
         leaves = raw_params(state)
         if not isinstance(leaves, LazyLeaves):
             return super().gradient(state, loss, seed, in_place=in_place, counts=counts)
         self._borrow(leaves.origin)
-        hooks: list[Any] = []
-        if counts is not None:
-            mask = partial(zero_unless, counts)
-            hooks = [held.register_hook(mask) for held in self._held.values()]  # type: ignore[no-untyped-call]
+        masked = self._held.values()
+        hooks = [] if counts is None else [register_hook(held, partial(zero_unless, counts)) for held in masked]
         try:
             result = self._average(state, loss, seed, in_place=in_place)
         except BaseException:
@@ -157,7 +154,7 @@ class ReplicateEngine(MultiRankEngine):
         leaves.close()
         return result
 
-    def _average(self, state: State, loss: Tensor | None, seed: Tensor | float, *, in_place: bool) -> tuple[Any, ...]:
+    def _average(self, state: State, loss: Tensor | None, seed: Tensor | float, *, in_place: bool) -> Gradients:
         averaging = self._averaging
         if averaging is None:
             averaging = self._averaging = self._wrapped(state, loss)
@@ -184,7 +181,7 @@ class ReplicateEngine(MultiRankEngine):
     def accumulate(self, state: State, before: State, *, last: bool) -> State:
         if not last:
             return state
-        grads: Any = state._grads
+        grads: Mapping[str, Tensor | None] = state._grads
         names = list(state.model.differentiated(state.frozen))
         absent = [grads[name] is None for name in names]
         counts = not all(absent)  # of a rank of which nothing counts, nothing is known
@@ -193,7 +190,8 @@ class ReplicateEngine(MultiRankEngine):
             names = [name for name, without in zip(names, ranks, strict=True) if without < self.ranks]
         elif any(absent) and counts:
             self._refuse_unused(state, tuple([grads[name] for name in names]))
-        value = [torch.zeros_like(raw_params(state)[name]) if grads[name] is None else grads[name] for name in names]
+        gradients = ((name, grads[name]) for name in names)
+        value = [torch.zeros_like(raw_params(state)[name]) if grad is None else grad for name, grad in gradients]
         result = dict(zip(names, self.sums_of(value), strict=True))
         return with_fields(state, _grads=FrozenDict((name, result.get(name)) for name in grads))
 
@@ -238,9 +236,8 @@ class ReplicateEngine(MultiRankEngine):
         if unused is None:
             unreached = 0 if loss is None else _count_unreached(loss, self._held.values())
             unused = any(row[0] for row in self.talk.exchange(Event.BEFORE_BACKWARD, state.timestamp.batch, unreached))
-        options: dict[str, Any] = {}
-        if self.parallel.bucket_cap_mb is not None:
-            options["bucket_cap_mb"] = self.parallel.bucket_cap_mb
+        capacity = self.parallel.bucket_cap_mb
+        options: dict[str, Any] = {} if capacity is None else {"bucket_cap_mb": capacity}
         held = list(self._held.values())
         if unused:
             # What a rank without samples reaches: a backward that reaches nothing ends before the others are heard.
@@ -261,7 +258,7 @@ class ReplicateEngine(MultiRankEngine):
             _fix_buckets(averaging)
         return averaging
 
-    def _refuse_unused(self, state: State, result: tuple[Any, ...]) -> None:
+    def _refuse_unused(self, state: State, result: Gradients) -> None:
         """
         Raises:
             ModelError: always.
@@ -300,7 +297,7 @@ def _fix_buckets(averaging: DistributedDataParallel) -> None:
 
 
 def _backward_of_nothing(averaging: DistributedDataParallel) -> None:
-    """A first batch whose gradients are zeros that come in the order of the parameters."""
+    """A first batch with gradients that are zeros, and come in the order of the parameters."""
     held = list(averaging.parameters())
     # What was computed last is differentiated first.
     parts = [parameter.reshape(-1)[:0].sum() for parameter in reversed(held)]

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Alone:
-    """A script of one process: there is nobody to exchange with."""
+    """A script of one process: there is no other rank to exchange with."""
 
     rank, ranks = 0, 1
 
@@ -147,10 +147,10 @@ class Meeting(Alone):
                 if dtype.is_floating_point or dtype.is_complex:
                     flat = talk.sum(torch.cat([leaf.reshape(-1) for leaf in some]) * share)
                     parts = flat.split([leaf.numel() for leaf in some])
-                    new = [part.view(leaf.shape).clone() for part, leaf in zip(parts, some, strict=True)]
+                    means = [part.view(leaf.shape).clone() for part, leaf in zip(parts, some, strict=True)]
                 else:
-                    new = talk.broadcast(some)
-                for index, tensor in zip(places, new, strict=True):
+                    means = talk.broadcast(some)
+                for index, tensor in zip(places, means, strict=True):
                     result[index] = tensor
         return result
 

@@ -3,7 +3,7 @@
 In a State they are DTensors, split along their first dimension. A private module, to which ``fully_shard`` was
 applied, gathers the parameters of one group of layers at a time and scatters its gradients; the State's shards are
 copied into it. Optimizers work on the shards alone. Where steps are compiled, all parameters are gathered before the
-first forward (:mod:`pure_loop.distributed.unsharded`), and that module isn't made.
+first forward (:mod:`pure_loop.distributed.parameters`), and that module isn't made.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 from weakref import ref
 
 import optree
@@ -25,10 +25,10 @@ from pure_loop._internal.autograd import scalar_like, zero_unless
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.torch_private import drop_groups_of_fsdp
 from pure_loop._internal.tree_ops import from_local, full_tensor, is_sharded, local_tensor
-from pure_loop.distributed._leaves import LazyLeaves
-from pure_loop.distributed._meshes import break_mesh, find_mesh
-from pure_loop.distributed.multi_rank import MultiRankEngine, no_parameters
-from pure_loop.distributed.unsharded import UnshardedParameters
+from pure_loop.data.batch import map_tensors, tensors_in
+from pure_loop.distributed.multi_rank import Gradients, MultiRankEngine, no_parameters, register_hook
+from pure_loop.distributed.parameters import LazyLeaves, UnshardedParameters, origin_of
+from pure_loop.distributed.ranks import break_mesh, find_mesh, mesh_of
 from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -41,6 +41,7 @@ from pure_loop.state import State, raw_opt_state, raw_outputs, raw_params, with_
 __all__ = ["ShardEngine", "repeated_layers"]
 
 T = TypeVar("T")
+Path: TypeAlias = tuple[str, ...]
 
 
 class ShardEngine(MultiRankEngine):
@@ -57,21 +58,21 @@ class ShardEngine(MultiRankEngine):
     # What has become of the buffers that the module came with.
     _altered: Altered = UNALTERED
     _frozen: frozenset[str] = frozenset()
-    # The parameters whose numbers the module has, unless they are gone.
-    _copied: Callable[[], Any] = staticmethod(no_parameters)
+    # The parameters that gave the module its numbers, unless they are gone.
+    _copied: Callable[[], object] = staticmethod(no_parameters)
     # How many microbatches of the batch fully_shard has added up the gradients of.
     _added_up = 0
     # Their gradients through values observed between the forward and the backward.
-    _penalties: dict[str, Any]
+    _penalties: dict[str, Tensor | None]
     # Of this model, where steps are compiled.
     _unsharded: UnshardedParameters | None = None
     _unsharded_of: tuple[ModelDef, frozenset[str]] | None = None
 
     def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
-        held: Any = next((tensor for tensor in raw_params(state).values() if is_sharded(tensor)), None)
-        if held is not None:
-            self._mesh = held.device_mesh
+        mesh = mesh_of(state)
+        if mesh is not None:
+            self._mesh = mesh
             return state
         # Each rank by itself: one that raises while another one waits for its answer breaks the connection.
         _refuse_scalars(state)
@@ -95,42 +96,42 @@ class ShardEngine(MultiRankEngine):
         """A State of whole tensors as one of parts: parameters, and what is kept of each of them."""
         shapes = {name: tensor.shape for name, tensor in raw_params(state).items()}
 
-        def split(path: tuple[Any, ...], leaf: Any) -> Any:
+        def split(path: tuple[str, ...], leaf: object) -> object:
             name = next((key for key in path if key in shapes), None)
-            belongs = name is not None and isinstance(leaf, Tensor) and leaf.shape == shapes[name] and leaf.ndim > 0
-            return self._part(leaf) if belongs else leaf
+            if name is None or not isinstance(leaf, Tensor) or leaf.shape != shapes[name] or not leaf.ndim:
+                return leaf
+            return self._part(leaf)
 
-        fields: dict[str, Any] = {}
-        for field in ("params", "opt_state", "algorithm_state"):
-            tree = getattr(state, field)
-            fields[field] = optree.tree_map_with_path(split, tree, namespace=NAMESPACE)
-        return state.replace(**fields)
+        fields = ("params", "opt_state", "algorithm_state")
+        trees: dict[str, Any] = {
+            field: optree.tree_map_with_path(split, getattr(state, field), namespace=NAMESPACE) for field in fields
+        }
+        return state.replace(**trees)
 
-    def _part(self, whole: Tensor) -> Any:
+    def _part(self, tensor: Tensor) -> DTensor:
+        """This rank's part of a whole tensor."""
         place = self._mesh.get_local_rank(self._mesh.ndim - 1)
         size = self._mesh.size(self._mesh.ndim - 1)
-        chunks = whole.detach().chunk(size, 0)
-        part = (chunks[place] if place < len(chunks) else whole.detach()[:0]).clone(
-            memory_format=torch.contiguous_format
-        )
-        stride = torch.empty(whole.shape, device="meta").stride()
-        like = DTensor.from_local(part, self._mesh, self._placements, run_check=False, shape=whole.shape, stride=stride)
-        return from_local(like, part)  # the one above has a view of it
+        chunks = tensor.detach().chunk(size, 0)
+        part = chunks[place] if place < len(chunks) else tensor.detach()[:0]
+        part = part.clone(memory_format=torch.contiguous_format)
+        shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
+        like = DTensor.from_local(part, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
+        return cast("DTensor", from_local(like, part))  # the one above has a view of it
 
-    def _as_part(self, tensor: Tensor) -> Any:
+    def _as_part(self, tensor: Tensor) -> Tensor:
         """A parameter in parts: an algorithm may have made others of the whole ones that it was shown in a forward."""
         return tensor if is_sharded(tensor) else self._part(tensor)
 
     # Forward and backward.
 
     def leaves(self, state: State, *, index: int, last: bool) -> FrozenDict[str, Tensor]:
-        params: Any = raw_params(state)
-        origin = getattr(params, "origin", params)
+        origin = origin_of(raw_params(state))
         trained = frozenset(state.model.differentiated(state.frozen))
 
         def gathered(name: str) -> Tensor:
-            whole: Tensor = full_tensor(origin[name].detach())
-            return whole.requires_grad_(name in trained)
+            tensor: Tensor = full_tensor(origin[name].detach())
+            return tensor.requires_grad_(name in trained)
 
         return LazyLeaves(origin, gathered, origin.__getitem__, frozen=state.frozen, index=index, last=last)
 
@@ -152,8 +153,7 @@ class ShardEngine(MultiRankEngine):
             put_slots(module, {path: slot_of(came, path) for path in self._altered if path not in model.altered})
             put_slots(module, model.altered)
             self._altered, self._buffers = model.altered, list(model.places_of_buffers(module))
-        origin: Any = getattr(params, "origin", params)
-        self._load(origin, training)
+        self._load(origin_of(params), training)
         self._bind({name: buffer.clone() for name, buffer in state.buffers.items()})
         result = function(module)
         altered = alterations(module, model.skeleton, model.altered)
@@ -178,7 +178,8 @@ class ShardEngine(MultiRankEngine):
                 torch._foreach_copy_([local_tensor(held) for held in self._held.values()], mine)
             self._copied = ref(params)
         if self._module.training is not training:
-            self._model.set_mode(self._module, training)  # type: ignore[union-attr]
+            assert self._model is not None
+            self._model.set_mode(self._module, training)
 
     def _bind(self, buffers: Mapping[str, Tensor]) -> None:
         for name, tensors, key in self._buffers:
@@ -196,8 +197,9 @@ class ShardEngine(MultiRankEngine):
         *,
         in_place: bool = False,
         counts: Tensor | None = None,
-    ) -> tuple[Tensor | None, ...] | None:
-        leaves: Any = raw_params(state)
+    ) -> Gradients | None:
+        leaves = raw_params(state)
+        assert isinstance(leaves, LazyLeaves)
         if leaves.index != self._added_up:
             raise DistributedError(
                 f"a gradient of microbatch {leaves.index} of batch {state.timestamp.batch} was taken where fully_shard "
@@ -212,31 +214,29 @@ class ShardEngine(MultiRankEngine):
         with torch.set_grad_enabled(True):
             if loss is None:
                 # A backward in which nothing counts, and in which this rank takes part.
-                outputs = [tensor for tensor in _tensors(raw_outputs(state)) if tensor.requires_grad]
+                outputs = [tensor for tensor in tensors_in(raw_outputs(state)) if tensor.requires_grad]
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             else:
                 if counts is not None:
                     # The gradients of parameters are fully_shard's own: what is NaN is stopped at the outputs.
-                    for each in _tensors(raw_outputs(state)):
-                        if each.requires_grad:
-                            each.register_hook(partial(zero_unless, counts))  # type: ignore[no-untyped-call]
+                    for output in tensors_in(raw_outputs(state)):
+                        if output.requires_grad:
+                            register_hook(output, partial(zero_unless, counts))
                 # It divides by the number of ranks.
                 factor = scalar_like(loss, seed) * self.ranks
                 torch.autograd.backward(loss, factor)
         leaves.close()
-        for name, whole in leaves.seen.items():
+        for name, leaf in leaves.seen.items():
             before = self._penalties.get(name)
-            self._penalties[name] = (
-                whole.grad if before is None else before if whole.grad is None else before + whole.grad
-            )
+            self._penalties[name] = leaf.grad if before is None else before if leaf.grad is None else before + leaf.grad
         if not leaves.last:
             self._added_up += 1
             return None
         self._added_up = 0
         held = {name: self._held[name] for name in state.model.differentiated(state.frozen)}
-        result: dict[str, Any] = {name: leaf.grad for name, leaf in held.items()}
-        for leaf in held.values():
-            leaf.grad = None
+        result = {name: parameter.grad for name, parameter in held.items()}
+        for parameter in held.values():
+            parameter.grad = None
         # fully_shard puts the gradients that there are one after the other, whichever they are.
         missing = ",".join(name for name, leaf in result.items() if leaf is None)
         self._signature = float(zlib.crc32(missing.encode()))
@@ -271,8 +271,8 @@ class ShardEngine(MultiRankEngine):
         parts = (from_local(self._as_part(params[name]), result[name]) if name in result else None for name in names)
         return with_fields(state, _grads=FrozenDict(zip(names, parts, strict=True)))
 
-    def next_batch(self, state: State, *value: Any) -> tuple[Batch, int, int] | None:
-        ready = super().next_batch(state, *value)
+    def next_batch(self, state: State, *rest: Any) -> tuple[Batch, int, int] | None:
+        ready = super().next_batch(state, *rest)
         if ready is None:
             self._drop(state.model)  # those of an evaluation
         return ready
@@ -283,9 +283,9 @@ class ShardEngine(MultiRankEngine):
             self._unsharded.drop()
             model.unbind()
 
-    def _with_penalty(self, whole: Tensor, gradient: Any, penalty: Tensor | None) -> Any:
+    def _with_penalty(self, parameter: Tensor, gradient: Tensor | None, penalty: Tensor | None) -> Tensor:
         """The gradient of one parameter, with what came to it by way of ``state.params``; all ranks looked at it."""
-        total = torch.zeros_like(whole) if penalty is None else penalty.contiguous()
+        total = torch.zeros_like(parameter) if penalty is None else penalty.contiguous()
         part = self._part(self.talk.sum(total) / self.ranks)
         return part if gradient is None else gradient + part
 
@@ -321,7 +321,7 @@ class ShardEngine(MultiRankEngine):
 
     # The update.
 
-    def init_opt_state(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> Any:
+    def init_opt_state(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> PyTree:
         if not optimizer.elementwise:
             raise ArgumentError(
                 f"optimizer {optimizer.name!r} may need whole parameters, and with parallel='shard' a rank holds a "
@@ -330,12 +330,12 @@ class ShardEngine(MultiRankEngine):
             )
         return self._wrapped(optimizer.init(_parts(trained)), trained)
 
-    def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> Any:
+    def update(self, optimizer: Optimizer, state: State, trained: FrozenDict[str, Tensor]) -> PyTree:
         assert state._grads is not None
         params, parts = _parts(trained), _parts_in(raw_opt_state(state))
         timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
-        new, opt_state = optimizer.update(_parts(state._grads), parts, params, timestamp)
-        return _with_parts(trained, params, new), self._merged(raw_opt_state(state), parts, opt_state, trained)
+        updated, opt_state = optimizer.update(_parts(state._grads), parts, params, timestamp)
+        return _with_parts(trained, params, updated), self._merged(raw_opt_state(state), parts, opt_state, trained)
 
     def overwrite(
         self,
@@ -346,32 +346,32 @@ class ShardEngine(MultiRankEngine):
         found_inf: Tensor | None = None,
         *,
         fits: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         assert state._grads is not None
         assert optimizer.overwrite is not None
         self._copied = no_parameters  # the parameters stay the same tensors, with other numbers
         params, parts = _parts(trained), _parts_in(memory)
         options = {} if found_inf is None else {"found_inf": found_inf}
         timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
-        new, opt_state = optimizer.overwrite(_parts(state._grads), parts, params, timestamp, **options)
-        return _with_parts(trained, params, new), self._merged(memory, parts, opt_state, trained)
+        updated, opt_state = optimizer.overwrite(_parts(state._grads), parts, params, timestamp, **options)
+        return _with_parts(trained, params, updated), self._merged(memory, parts, opt_state, trained)
 
     def _merged(
-        self, memory: PyTree, parts: Any, new: Any, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()
-    ) -> Any:
-        """The optimizer state with the new shards; a tensor whose shard is not new stays the same object."""
-        if new is parts:
+        self, memory: PyTree, parts: PyTree, updated: PyTree, trained: FrozenDict[str, Tensor], inside: Path = ()
+    ) -> PyTree:
+        """The optimizer state with the new shards; a tensor with the shard that it had stays the same object."""
+        if updated is parts:
             return memory
-        if type(new) is not FrozenDict or type(parts) is not FrozenDict or new.keys() != parts.keys():
-            return self._wrapped(new, trained, inside)
+        if type(updated) is not FrozenDict or type(parts) is not FrozenDict or updated.keys() != parts.keys():
+            return self._wrapped(updated, trained, inside)
         return FrozenDict(
-            (key, self._merged(memory[key], parts[key], new[key], trained, (*inside, key))) for key in new
+            (key, self._merged(memory[key], parts[key], updated[key], trained, (*inside, key))) for key in updated
         )
 
-    def _wrapped(self, memory: PyTree, trained: FrozenDict[str, Tensor], inside: tuple[Any, ...] = ()) -> Any:
+    def _wrapped(self, memory: PyTree, trained: FrozenDict[str, Tensor], inside: Path = ()) -> PyTree:
         """Optimizer state of shards, or the part of it at the path ``inside``, with its tensors as DTensors."""
 
-        def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
+        def wrap(path: Path, leaf: object) -> object:
             if not isinstance(leaf, Tensor) or leaf.ndim == 0:
                 return leaf
             name = next((item for item in (*inside, *path) if item in trained), None)
@@ -401,25 +401,27 @@ class _Unviewed(torch.autograd.Function):
     """The same memory as a tensor that is a view of no other."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
         return gradient
 
 
-def _without_views(module: nn.Module, args: Any, outputs: Outputs) -> Any:
+_unviewed: Callable[[Tensor], Tensor] = _Unviewed.apply
+
+
+def _without_views(module: nn.Module, args: object, outputs: Outputs) -> Outputs:
     """A forward hook: what fully_shard waits for in a backward it would lose where a view is written to in place.
 
     On a CPU the outputs of a Linear are a view as soon as there are more than two dimensions.
     """
     if not torch.is_grad_enabled():
         return outputs
-    from pure_loop.data.batch import map_tensors
 
     def apart(tensor: Tensor) -> Tensor:
-        return _Unviewed.apply(tensor) if tensor.requires_grad and tensor._base is not None else tensor  # type: ignore[no-untyped-call]
+        return _unviewed(tensor) if tensor.requires_grad and tensor._base is not None else tensor
 
     return map_tensors(apart, outputs)
 
@@ -447,20 +449,23 @@ def _refuse_gradients(state: State) -> None:
         )
 
 
-def _with_parts(wholes: FrozenDict[str, Tensor], parts: FrozenDict[str, Tensor], new: Any) -> FrozenDict[str, Tensor]:
-    """The tensors with new parts; those whose part is not new are the same objects."""
-    if new is parts:
-        return wholes
+def _with_parts(
+    tensors: FrozenDict[str, Tensor], parts: FrozenDict[str, Tensor], updated: Mapping[str, Tensor]
+) -> FrozenDict[str, Tensor]:
+    """The tensors with new parts; those with the part that they had are the same objects."""
+    if updated is parts:
+        return tensors
     return FrozenDict(
-        (name, whole if new[name] is parts[name] else from_local(whole, new[name])) for name, whole in wholes.items()
+        (name, tensor if updated[name] is parts[name] else from_local(tensor, updated[name]))
+        for name, tensor in tensors.items()
     )
 
 
-def _parts_in(memory: PyTree) -> Any:
+def _parts_in(memory: PyTree) -> PyTree:
     return optree.tree_map(local_tensor, memory, namespace=NAMESPACE)
 
 
-def _parts(tensors: Mapping[str, Any]) -> FrozenDict[str, Any]:
+def _parts(tensors: Mapping[str, Tensor | None]) -> FrozenDict[str, Any]:
     return FrozenDict((name, local_tensor(tensor)) for name, tensor in tensors.items())
 
 
@@ -472,16 +477,3 @@ def repeated_layers(module: nn.Module) -> Iterable[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         for child in module.children():
             yield from repeated_layers(child)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    from pure_loop.data.batch import map_tensors
-
-    result: list[Tensor] = []
-
-    def take(tensor: Tensor) -> Tensor:
-        result.append(tensor)
-        return tensor
-
-    map_tensors(take, tree)
-    return result

@@ -13,7 +13,7 @@ import attrs
 
 from pure_loop.callback import LastBoundary
 from pure_loop.callback import Run as BoundRun
-from pure_loop.data.batch import num_tokens
+from pure_loop.data.samples import num_tokens
 from pure_loop.entry.deterministic import stream_of
 from pure_loop.entry.plan import Plan
 from pure_loop.entry.record import new_run_name, noted_run_name, recorded_run_name

@@ -17,8 +17,9 @@ import torch
 
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
-from pure_loop.data.open import source
-from pure_loop.data.source import Share, Source
+from pure_loop.data.dataloaders import source
+from pure_loop.data.group import Share
+from pure_loop.data.source import Source
 from pure_loop.distributed.parallel import Parallel, rank, read_parallel, refuse_lone, world_size
 from pure_loop.errors import DistributedError, ResumeError
 from pure_loop.random import derive

@@ -152,7 +152,7 @@ def loading(
     if checkpoint.document is not None and beginning is not None:
         refuse_loaded(checkpoint.fitted(beginning.model))
         if checkpoint.document.base:
-            from pure_loop.checkpoint.base import verified_base
+            from pure_loop.checkpoint.digests import verified_base
 
             verified_base(checkpoint.document.base, beginning, path)
     # Taken out when it is loaded: the numbers are then the loop's, which writes to them.

@@ -16,7 +16,7 @@ import attrs
 from pure_loop._internal.arguments import is_integer
 from pure_loop.algorithm import Algorithm
 from pure_loop.cadence import Cadence
-from pure_loop.data.batch import num_samples, num_tokens
+from pure_loop.data.samples import num_samples, num_tokens
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.optim import Optimizer

@@ -47,9 +47,9 @@ def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     weights: dict[str, Tensor] = {}
     left_out: dict[str, str] = {}
     for key, alike in names.items():
-        kept = next((name for name in alike if name not in tied), alike[0])
-        weights[kept] = tensors[key].detach().contiguous()
-        left_out |= dict.fromkeys((name for name in alike if name != kept), kept)
+        first = next((name for name in alike if name not in tied), alike[0])
+        weights[first] = tensors[key].detach().contiguous()
+        left_out |= dict.fromkeys((name for name in alike if name != first), first)
     return weights, left_out
 
 

@@ -100,9 +100,9 @@ def onnx_file(program: torch.export.ExportedProgram) -> bytes:
         )
     try:
         with _without_warnings_of_torch(), _quiet("torch.onnx"), _quiet("onnxscript"), _quiet("onnx_ir"):
-            made = torch.onnx.export(program, dynamo=True, verbose=False)
-            assert made is not None
-            model: Any = made.model_proto
+            exported = torch.onnx.export(program, dynamo=True, verbose=False)
+            assert exported is not None
+            model: Any = exported.model_proto
     except Exception as error:  # torch's own classes, which differ from cause to cause
         raise ExportError(f"the graph can't be translated to ONNX: {error}") from error
     _name_batch_dimension(model.graph)

@@ -138,7 +138,7 @@ def _no_state() -> None:
 
 
 def measure_references() -> None:
-    """Count references once, in a stream whose consumer keeps nothing but the first State, in one variable.
+    """Count references once, in a stream of which the consumer keeps nothing but the first State, in one variable.
 
     It runs in a thread of its own, where no debugger and no profiler reads the variables of frames, which would refer
     to States. Of three counts the lowest is right: another thread may look at all frames.
@@ -240,7 +240,7 @@ def _called(
 def refuse_fork(event: Event, state: State) -> NoReturn:
     """
     Raises:
-        ForkedError: always: this process is a child of the one whose callbacks these are.
+        ForkedError: always: this process is a child of the one that made these callbacks.
     """
     raise ForkedError(
         f"this process was forked inside of the loop, and continues the parent's stream, at {event.name} of batch "

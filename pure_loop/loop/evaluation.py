@@ -16,7 +16,8 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.cadence import Cadence
 from pure_loop.data.batch import map_tensors
-from pure_loop.data.source import END, Source
+from pure_loop.data.group import END
+from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event

@@ -48,7 +48,7 @@ Value: TypeAlias = tuple[list[int], list[Digest | None]]
 
 # Events of which a batch has one or more, besides those of its evaluations.
 _OF_A_BATCH = events_between(Event.BEFORE_DATALOADER, Event.BATCH_CHECKPOINT)
-_COUNTED = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT})  # whose timestamp counts their batch
+_COUNTED = frozenset({Event.BATCH_END, Event.BATCH_CHECKPOINT})  # the timestamp of these counts their batch
 
 
 class Strict:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import Batch
-from pure_loop.data.source import END
+from pure_loop.data.group import END
 from pure_loop.errors import DataError
 from pure_loop.event import Event
 from pure_loop.loop.batch import gradients

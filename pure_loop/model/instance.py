@@ -42,7 +42,7 @@ class Instance:
         altered: buffers that differ from those of the user's module, by name.
         notes: names that were registered, replaced or removed since the last check; see ``mirror``.
         places: the number of references of the module to each parameter.
-        bound: a weak reference to the mapping whose tensors are in the module.
+        bound: a weak reference to the mapping of the tensors that are in the module.
         params: that mapping, while no leaves hold this instance.
     """
 
@@ -112,7 +112,7 @@ class Instance:
                 tensors[key] = buffer
 
     def bind_to_graph(self, leaves: FrozenDict[str, Tensor]) -> None:
-        """Stay with these leaves, whose graph goes through this module, until :meth:`ModelDef.release_graph`."""
+        """Stay with these leaves, since their graph goes through this module, until :meth:`ModelDef.release_graph`."""
         # No reference cycle: a stream that is closed meanwhile would keep its parameters until a collection.
         leaves.holder, self.params = self, None
 

@@ -48,7 +48,7 @@ def stands_twice(members: dict[str, Any], name: str) -> bool:
 
 
 class Mirrored(dict[str, Any]):
-    """``_parameters``, ``_buffers`` or ``_modules`` of a module, whose items stand in its ``__dict__`` too.
+    """``_parameters``, ``_buffers`` or ``_modules`` of a module, with items that stand in its ``__dict__`` too.
 
     Only those that were there at first do. Others, and what an attribute of the class hides, are found as ever.
     """

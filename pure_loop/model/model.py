@@ -1,6 +1,6 @@
 """A module's structure without its numbers, and calling it with numbers from a State.
 
-:class:`ModelDef` keeps a copy of the user's module whose tensors are on the meta device: classes,
+:class:`ModelDef` keeps a copy of the user's module with tensors on the meta device: classes,
 hyperparameters, hooks and ties, no numbers. To run it, tensors are put straight into the
 ``_parameters`` and ``_buffers`` of a private instance (0.03 us a tensor; ``functional_call`` looks
 each one up by name, at 100 times the cost). Instances are taken from a pool for the length of one
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class Seeing(Protocol):
-    """An optimizer whose parts may depend on attributes that the user gave to parameters."""
+    """An optimizer with parts that may depend on attributes that the user gave to parameters."""
 
     @property
     def seeing(self) -> Callable[[Callable[[str, Tensor], Tensor]], Any] | None:
@@ -245,7 +245,7 @@ class ModelDef:
         return result, after
 
     def show(self) -> None:
-        """Code of the user's is given a private module, which it may keep, and whose parameters it may read later."""
+        """Code of the user's is given a private module: it may keep that, and read its parameters later."""
         self._shown[0] = True
 
     @property
@@ -276,7 +276,7 @@ class ModelDef:
         return result, after, self if altered is self.altered else self.with_altered(altered)
 
     def enter(self, params: FrozenDict[str, Tensor], buffers: FrozenDict[str, Tensor], *, training: bool) -> Instance:
-        """An instance whose module holds these tensors; :meth:`apply` for code that calls the module itself."""
+        """An instance with these tensors in its module; :meth:`apply` for code that calls the module itself."""
         instance: Instance | None = getattr(params, "holder", None)
         if instance is None:
             try:
@@ -291,7 +291,7 @@ class ModelDef:
         return instance
 
     def release_graph(self, leaves: FrozenDict[str, Tensor]) -> None:
-        """Free the instance of these leaves, whose graph is gone, for other calls."""
+        """Free the instance of these leaves, now that their graph is gone, for other calls."""
         instance: Instance | None = getattr(leaves, "holder", None)
         if instance is not None:
             leaves.holder, instance.params = None, instance.bound()
@@ -344,7 +344,7 @@ class ModelDef:
         return tensor
 
     def served_by(self, optimizer: S) -> S:
-        """The optimizer for these parameters, whose label function receives them as the user declared them."""
+        """The optimizer for these parameters, which gives them to its label function as the user declared them."""
         if not self.declared or optimizer.seeing is None:
             return optimizer
         served = self._served

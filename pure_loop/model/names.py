@@ -38,7 +38,7 @@ def sorted_by(names: tuple[str, ...], mapping: FrozenDict[str, Any]) -> FrozenDi
 
 
 def reordered(value: Any, wanted: Places, before: Places | None = None) -> Any:
-    """A tree in which mappings whose keys are all names come in the wanted order; itself where none is in another one.
+    """A tree in which mappings with names alone as keys come in the wanted order; itself where none is in another one.
 
     Args:
         value: a tree of mappings, sequences and registered records.
@@ -87,7 +87,7 @@ def _ascend(keys: list[Any], before: Places) -> bool:
 
 
 def aligned(value: Any, like: Any) -> Any:
-    """A tree whose mappings have the order, and the classes, of those of ``like`` of the same keys.
+    """A tree of mappings in the order, and of the classes, of those of ``like`` with the same keys.
 
     >>> aligned({"b": 1, "a": {"y": 2, "x": 3}}, FrozenDict(a=FrozenDict(x=0, y=0), b=0))
     FrozenDict({'a': FrozenDict({'x': 3, 'y': 2}), 'b': 1})

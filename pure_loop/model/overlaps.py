@@ -1,4 +1,4 @@
-"""Tensors of a module whose elements lie at the same addresses, though they are registered as different tensors."""
+"""Tensors of a module with elements at the same addresses, though they are registered as different tensors."""
 
 from __future__ import annotations
 

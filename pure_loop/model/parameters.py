@@ -19,7 +19,7 @@ __all__ = ["are_leaves", "are_marked", "attributes_of", "copy_attributes", "decl
 
 
 def attributes_of(parameter: Tensor) -> dict[str, Any]:
-    """The user's attributes; of a tensor of another kind, whose own state is there, none."""
+    """The user's attributes; none of a tensor of another kind, which has its own state there."""
     return vars(parameter) if nn.Parameter in type(parameter).__mro__ else {}
 
 

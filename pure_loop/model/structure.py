@@ -1,6 +1,6 @@
 """Copies of a module: the module tree is copied, and what it refers to besides is the user's own object.
 
-``copy.deepcopy`` would copy everything that a module refers to: the object whose method is a hook, so that what it
+``copy.deepcopy`` would copy everything that a module refers to: the object with a method as a hook, so that what it
 collects is lost; a frozen teacher in a list, with its weights. Here modules and their registered tensors are copied,
 and references to them lead to the copies, from bound methods, closures, ``functools.partial`` and containers too.
 Anything else stays the object that the user has.
@@ -247,7 +247,7 @@ def children(value: Any) -> list[Any]:
     if isinstance(value, (Tensor, *_ATOMIC)):
         return []
     if isinstance(value, dict):
-        # A subclass may refuse to be read: a mapping whose memory was donated does.
+        # A subclass may refuse to be read: a mapping does after its memory was donated.
         return [*dict.keys(value), *dict.values(value)]
     for container in _CONTAINERS:
         if isinstance(value, container):

@@ -42,7 +42,7 @@ def part_in_torch(optimizer: Optimizer) -> InTorch:
 
 
 def no_class(name: str) -> ArgumentError:
-    """The refusal of an optimizer whose state no class of torch has."""
+    """The refusal of an optimizer with a state that no class of torch has."""
     return ArgumentError(
         f"no class of torch.optim has the state of {name}, so it has no state dict of torch's. Its state is in "
         "state.opt_state, which pl.save writes."

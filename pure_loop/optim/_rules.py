@@ -54,7 +54,7 @@ class Rule:
         counts: whether the optimizer state holds ``step`` and ``skipped``, and the kernel is given the number of the
             step for each parameter, of those that it took part in.
         marks_first: whether the optimizer state holds ``started``, and the kernel is called once for the parameters
-            whose first step it is, and once for the others.
+            that make their first step, and once for the others.
         takes_found_inf: see :class:`Optimizer`.
         in_torch: the state as that of a class of torch.
         lr: the learning rate.

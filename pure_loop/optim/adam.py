@@ -162,7 +162,7 @@ def _step_traced(name: str, options: StepOptions, lists: list[list[Tensor]], ste
     adam_op: Any = torch.ops.pure_loop.adam.default  # defined by pure_loop/compile/kernels.py, which calls this
     lr, live = options["lr"], None
     numbers = [*options["betas"], options["weight_decay"]]
-    if any(isinstance(number, Tensor) for number in numbers):  # schedules, whose values are inputs of the graph
+    if any(isinstance(number, Tensor) for number in numbers):  # schedules: their values are inputs of the graph
         live = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=lr.device) for number in numbers])
         numbers = [0.0, 0.0, 0.0]
     counts = list(dict.fromkeys(steps))

@@ -79,7 +79,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     """A pure optimizer that does what ``cls(params, **options)`` does.
 
     Args:
-        cls: a subclass of ``torch.optim.Optimizer`` whose ``step()`` needs no closure.
+        cls: a subclass of ``torch.optim.Optimizer`` with a ``step()`` that needs no closure.
         options: its options. ``lr`` may be a function of the timestamp: ``lr`` of the parameter group is set to its
             value before each step, and the class is built with its own default. All parameters are in one group; see
             :func:`partition` for several.

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is, for each parameter tensor, as long as the learning rate times the tensor itself.
+"""LAMB: Adam with a step that is, for each parameter tensor, as long as the learning rate times the tensor itself.
 
 With the gradient ``g`` at step ``t`` and the decay rates ``(b1, b2) = betas``::
 

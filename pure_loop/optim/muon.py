@@ -1,4 +1,4 @@
-"""Muon: momentum whose steps are orthogonal matrices, for the weight matrices of hidden layers.
+"""Muon: momentum with steps that are orthogonal matrices, for the weight matrices of hidden layers.
 
 With the gradient ``g`` of a matrix of shape (rows, columns)::
 

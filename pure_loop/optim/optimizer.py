@@ -114,7 +114,7 @@ class Optimizer:
         check: ``(opt_state, params) -> None``, where params may be on the meta device: raises
             :class:`~pure_loop.ResumeError` if training can't resume from ``opt_state``. None: it is compared with the
             result of ``init``.
-        seeing: ``(view) -> optimizer``: this optimizer, whose label function receives ``view(name, tensor)``: the
+        seeing: ``(view) -> optimizer``: this optimizer with a label function that receives ``view(name, tensor)``: the
             parameter as the user declared it, with its class and attributes (see :func:`partition`).
         in_torch: how the optimizer state is that of a class of ``torch.optim`` (see :func:`to_state_dict`). None: no
             class has it.
@@ -190,7 +190,7 @@ def fixed_rate(lr: RateFunction) -> float | None:
 
 
 class ScaledTimestamp:
-    """The timestamp of a step whose learning rates are multiplied by ``state.lr_scale``: what ``update`` is given.
+    """The timestamp of a step with learning rates that are multiplied by ``state.lr_scale``: what ``update`` is given.
 
     Attributes:
         timestamp: that of the State; all else is read from it.

@@ -90,12 +90,12 @@ def _made(optimizer: Optimizer, params: Params) -> Any:
         except Exception:
             # An init that reads numbers (.item()) fails on tensors without any. An error of its own comes again.
             if any(tensor.is_meta for tensor in params.values()):
-                return None  # of a checkpoint whose numbers are not read yet, and are compared when they are
+                return None  # the numbers of a checkpoint are compared when they are read
             return optimizer.init(params)
 
 
 def made_by_another(name: str, opt_state: Any, wanted: Mapping[str, Any]) -> ResumeError:
-    """The refusal of an ``opt_state`` whose keys are not those that the optimizer of this name needs."""
+    """The refusal of an ``opt_state`` with other keys than those that the optimizer of this name needs."""
     return ResumeError(
         f"opt_state was made by another optimizer than {name}: it holds {keys_of(opt_state)}, and {name} needs "
         f"{keys_of(wanted)}. Resume with the optimizer that made it, or {AFRESH}"

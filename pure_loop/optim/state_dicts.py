@@ -86,7 +86,7 @@ def to_state_dict(state: State, optimizer: Optimizer, *, part: str | None = None
 
 @torch.no_grad()
 def load_state_dict(state: S, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> S:
-    """A State whose optimizer state is that of a torch optimizer, with which ``fit`` continues a loop by hand.
+    """A State with the optimizer state of a torch optimizer, from which ``fit`` continues a loop by hand.
 
     Args:
         state: with the parameters that the loop by hand has trained: ``pl.State.create(module)``.
@@ -127,7 +127,7 @@ def evaluation_params(state: S, optimizer: Optimizer) -> FrozenDict[str, Tensor]
     """The parameters that an optimizer with modes evaluates with, such as the averages of schedule-free ones.
 
     Args:
-        state: of a run whose parameters are those for training.
+        state: of a run, with the parameters for training.
         optimizer: what ``fit`` was given: :func:`from_torch` of a class with ``train()`` and ``eval()``, or a
             ``partition`` with one, or ``master_weights`` of it.
 

@@ -1,7 +1,7 @@
 """A table and a bar in a terminal or a notebook, plain lines elsewhere.
 
 May import ``loop`` and what is below, and ``callbacks``. Begin with ``display.py``; ``terminal.py`` and
-``notebook.py`` draw.
+``screens.py`` draw.
 """
 
 from pure_loop.progress.display import progress

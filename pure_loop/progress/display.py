@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Generator, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from pure_loop._internal.arguments import check_number, refusal
 from pure_loop._internal.closing import Closing, call_all
@@ -21,7 +21,7 @@ from pure_loop.distributed.parallel import rank
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
 from pure_loop.progress.estimate import Facts
-from pure_loop.progress.screens import Lines, Screen
+from pure_loop.progress.screens import Lines, Notebook, Screen
 from pure_loop.progress.tracker import Tracker
 from pure_loop.state import State
 
@@ -138,15 +138,12 @@ def screen_for(file: TextIO | None, labels: Sequence[str] = ()) -> Screen:
 
             return Bar(console, labels)
     elif file is None and _in_notebook():
-        from pure_loop.progress.notebook import Notebook
-
         return Notebook(labels)
     return Lines(target)
 
 
-def _is_terminal(file: Any) -> bool:
-    isatty = getattr(file, "isatty", None)
-    return isatty is not None and bool(isatty()) and os.environ.get("TERM") not in ("dumb", "unknown")
+def _is_terminal(file: TextIO) -> bool:
+    return hasattr(file, "isatty") and bool(file.isatty()) and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def _console(file: TextIO) -> Console:

@@ -6,18 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from pure_loop._internal.recordable import is_scalar
 from pure_loop.event import Event
-from pure_loop.progress.estimate import Estimate, Facts, rates
-from pure_loop.progress.measurements import MeanLoss, Reading, on_cpu
+from pure_loop.progress.estimate import Estimate, Facts, MeanLoss, Reading, on_cpu, rates
 from pure_loop.progress.screens import Screen, Snapshot, batch_of
 from pure_loop.progress.table import TRAIN, Row
 from pure_loop.progress.words import epoch as epoch_number
-from pure_loop.state import State
+from pure_loop.state import Loss, MetricValue, State
 from pure_loop.time import Timestamp, TimeUnit
 
 __all__ = ["Tracker"]
@@ -56,17 +54,17 @@ class Tracker:
         self._shown: dict[str, float] = {}
         self._title = "train"
         self._timestamp: Timestamp | None = None
-        self._loss: Any = None
+        self._loss: Loss | None = None
         # What evaluators measured; on a live screen, since the last row.
-        self._metrics: dict[str, Mapping[str, Any]] = {}
+        self._metrics: dict[str, Mapping[str, MetricValue]] = {}
         self._batches = 0
         self._speed_from: tuple[float, int] | None = None
         self._speed: float | None = None
         # Of the table. The losses since the last row; None where there is no table.
         self._losses = MeanLoss(skips=self._facts.skips) if screen.live else None
         # The metrics of the State, among them those of training.
-        self._trained: Mapping[str, Any] = {}
-        self._row: tuple[Timestamp, dict[str, Any]] | None = None
+        self._trained: Mapping[str, Mapping[str, MetricValue]] = {}
+        self._row: tuple[Timestamp, dict[str, MetricValue]] | None = None
         self._row_begun = self._begun
         self._in_parts = False
 
@@ -188,7 +186,7 @@ class Tracker:
         t = state.timestamp
         if self._row is not None and self._row[0].batch != t.batch:  # where no event between is watched
             self._close_row()
-        values: dict[str, Any] = {} if self._row is None else self._row[1]
+        values: dict[str, MetricValue] = {} if self._row is None else self._row[1]
         loss = None if self._losses is None else self._losses.take()
         if loss is not None:
             values["train/loss"] = loss
@@ -213,7 +211,7 @@ class Tracker:
         self._waiting.append((partial(self.screen.add, row), Reading(values)))
         self._show_what_arrived()
 
-    def _row_values(self, trained: Mapping[str, Any]) -> dict[str, Any]:
+    def _row_values(self, trained: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
         """Those of training, and what evaluators have measured."""
         values = dict(trained)
         for label, metrics in self._metrics.items():
@@ -270,15 +268,15 @@ class Tracker:
 
     # What is shown.
 
-    def _train_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    def _train_metrics(self, metrics: Mapping[str, Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
         """Those of the epoch so far, by name; none where an evaluator has their label."""
         if TRAIN in self._facts.evaluators or TRAIN in self._metrics:
             return {}
         return {f"{TRAIN}/{name}": value for name, value in metrics.get(TRAIN, {}).items()}
 
-    def _values(self, *labels: str, loss: bool = True) -> dict[str, Any]:
+    def _values(self, *labels: str, loss: bool = True) -> dict[str, MetricValue]:
         """The loss and what these evaluators measured."""
-        values = {"loss": _total(self._loss)} if loss else {}
+        values: dict[str, MetricValue | None] = {"loss": _total(self._loss)} if loss else {}
         values |= self._train_metrics(self._trained)
         for label in labels:
             values |= {f"{label}/{name}": value for name, value in self._metrics[label].items()}
@@ -356,7 +354,7 @@ class Tracker:
         return (now - self._begun) * (1.0 - fraction) / fraction if fraction else None
 
 
-def _total(loss: Any) -> Any:
+def _total(loss: Loss | None) -> Tensor | None:
     return loss.get("total") if isinstance(loss, Mapping) else loss
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pure_loop.cadence import Cadence
 from pure_loop.time import Time, Timestamp, TimeUnit
 
@@ -86,7 +84,7 @@ def duration(time: Time) -> str:
     return f"{time.value:,} {one if time.value == 1 else many}"
 
 
-def how_often(when: Any) -> str:
+def how_often(when: object) -> str:
     """A cadence: an interval in words, or the name of a predicate; nothing for None, which is always.
 
     >>> from pure_loop.cadence import every

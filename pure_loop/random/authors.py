@@ -1,4 +1,4 @@
-"""Whose code an object is, by the module that it comes from: torch's or this library's, or the user's.
+"""The author of an object's code, by the module that it comes from: torch, this library, or the user.
 
 Code of the user's may draw from the global generators of random numbers; see :mod:`pure_loop.random.guards`.
 """
@@ -41,7 +41,7 @@ _CONTAINERS = frozenset({list, tuple, set, frozenset, deque})
 _MAPPINGS = frozenset({dict, OrderedDict})
 
 
-def is_users(code: Any) -> bool:
+def is_users(code: object) -> bool:
     """:func:`runs_users_code` of one object.
 
     >>> import random, torch
@@ -53,7 +53,7 @@ def is_users(code: Any) -> bool:
     return runs_users_code((code,))
 
 
-def runs_users_code(objects: Iterable[Any]) -> bool:
+def runs_users_code(objects: Iterable[object]) -> bool:
     """Whether one of these objects is neither torch's nor the library's, or holds or calls one that isn't.
 
     That is decided by the module that a function or a class comes from, and by nothing else. Of an object of torch's it
@@ -72,8 +72,8 @@ def runs_users_code(objects: Iterable[Any]) -> bool:
     >>> runs_users_code([model]), runs_users_code([partial(torch.nn.functional.mse_loss, own)])
     (True, True)
     """
-    pending = list(objects)
-    seen: dict[int, Any] = {}  # with the objects, so that ids stay theirs
+    pending: list[Any] = list(objects)
+    seen: dict[int, object] = {}  # with the objects, so that ids stay theirs
     while pending:
         value = pending.pop()
         kind = type(value)
@@ -110,7 +110,7 @@ def runs_users_code(objects: Iterable[Any]) -> bool:
     return False
 
 
-def _module_of(owner: Any) -> str:
+def _module_of(owner: object) -> str:
     """The name of the module of a function that is written in C, of what it is bound to."""
     if isinstance(owner, ModuleType):
         return owner.__name__
@@ -131,11 +131,11 @@ def _is_class_of_others(cls: type) -> bool:
     return any(base.__module__ not in _BASES and _is_others(base.__module__) for base in cls.__mro__[1:])
 
 
-def _parts_of(value: Any, kind: Any) -> Iterable[Any]:
+def _parts_of(value: Any, kind: type) -> Iterable[object]:
     """What an object of torch's or the library's calls, as far as the object says so."""
     parts = getattr(kind, "parts_of_code", None)
     if parts is not None:
-        return value.parts_of_code  # type: ignore[no-any-return]
+        return (*value.parts_of_code,)
     if kind.__module__.partition(".")[0] != "torch":
         return ()
     held = getattr(value, "__dict__", {}).values()

@@ -9,76 +9,73 @@ which only ``get_state`` shows: it is read and written with nothing in the place
 from __future__ import annotations
 
 import gc
+import sys
+from types import ModuleType
 from typing import Any
 
-__all__ = ["put_back", "set_aside"]
+__all__ = ["numpy_random", "put_back", "set_aside"]
 
 # Bit generators to lend; guards may stand inside one another, so there may be several.
-_spare: list[Any] = []
+_spare: list[object] = []
+
+
+def numpy_random() -> ModuleType | None:
+    """The module ``numpy.random``; None where no code has imported NumPy, which is optional.
+
+    Reading it loads it if nothing has yet: code that runs soon may, and would find it seeded by the operating system.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    module: ModuleType = numpy.random
+    return module
 
 
 class _Nothing:
-    """Stands for a bit generator whose words are not needed."""
+    """Stands for a bit generator where its words are not needed."""
 
     def __init__(self) -> None:
-        self.state: Any = {"bit_generator": "MT19937", "state": None}
+        self.state: object = {"bit_generator": "MT19937", "state": None}
 
 
-def set_aside(numpy_random: Any) -> tuple[Any, ...]:
+def set_aside(numpy: ModuleType) -> tuple[Any, ...]:
     """Put another bit generator in the global one's place, and return what :func:`put_back` needs."""
-    if not _can_exchange(numpy_random):
-        return (None, numpy_random.get_state())
-    own = numpy_random.get_bit_generator()
-    pair = _read_pair(numpy_random.mtrand._rand)
-    lent = _spare.pop() if _spare else numpy_random.MT19937()
-    numpy_random.set_bit_generator(lent)
+    if not _can_exchange(numpy):
+        return (None, numpy.get_state())
+    own = numpy.get_bit_generator()
+    pair = _pair(numpy.mtrand._rand)
+    lent = _spare.pop() if _spare else numpy.MT19937()
+    numpy.set_bit_generator(lent)
     return (own, pair, lent)
 
 
-def put_back(numpy_random: Any, state: tuple[Any, ...]) -> None:
+def put_back(numpy: ModuleType, state: tuple[Any, ...]) -> None:
     if state[0] is None:
-        numpy_random.set_state(state[1])
+        numpy.set_state(state[1])
         return
     own, pair, lent = state
-    numpy_random.set_bit_generator(own)
+    numpy.set_bit_generator(own)
     if pair["has_gauss"]:
-        _write_pair(numpy_random.mtrand._rand, pair)
+        _pair(numpy.mtrand._rand, pair)
     _spare.append(lent)
 
 
-def _can_exchange(numpy_random: Any) -> bool:
-    return hasattr(numpy_random, "set_bit_generator") and hasattr(numpy_random.mtrand._rand, "_bit_generator")
+def _can_exchange(numpy: ModuleType) -> bool:
+    return hasattr(numpy, "set_bit_generator") and hasattr(numpy.mtrand._rand, "_bit_generator")
 
 
-def _read_pair(singleton: Any) -> dict[str, Any]:
-    with _WithoutWords(singleton):
-        pair: dict[str, Any] = singleton.get_state(legacy=False)
-    return pair
+def _pair(singleton: Any, pair: dict[str, object] | None = None) -> Any:
+    """Read what ``get_state`` shows, or write it, with nothing in the place of the words.
 
-
-def _write_pair(singleton: Any, pair: dict[str, Any]) -> None:
-    with _WithoutWords(singleton):
-        singleton.set_state(pair)
-
-
-class _WithoutWords:
-    """Nothing in the place of the words, while no other code runs in this thread.
-
-    The garbage collector may close a stream, whose guard would set aside the nothing and could not put it back.
+    No other code runs in this thread meanwhile. The garbage collector may close a stream. Its guard would set aside the
+    nothing and could not put it back.
     """
-
-    __slots__ = ("_collecting", "_own", "_singleton")
-
-    def __init__(self, singleton: Any) -> None:
-        self._singleton = singleton
-
-    def __enter__(self) -> None:
-        self._collecting = gc.isenabled()
-        gc.disable()
-        self._own = self._singleton._bit_generator
-        self._singleton._bit_generator = _Nothing()
-
-    def __exit__(self, *_: object) -> None:
-        self._singleton._bit_generator = self._own
-        if self._collecting:
+    collecting = gc.isenabled()
+    gc.disable()
+    own, singleton._bit_generator = singleton._bit_generator, _Nothing()
+    try:
+        return singleton.get_state(legacy=False) if pair is None else singleton.set_state(pair)
+    finally:
+        singleton._bit_generator = own
+        if collecting:
             gc.enable()

@@ -11,28 +11,26 @@ from __future__ import annotations
 
 import gc
 import random as _python
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from hashlib import blake2b
 from operator import index
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from pure_loop._internal.torch_private import mps_generator
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.random.numpy_state import put_back, set_aside
+from pure_loop.random.numpy_state import numpy_random, put_back, set_aside
 
 __all__ = ["derive", "generator", "seeded", "seeded_all"]
 
 Device: TypeAlias = torch.device | str | int | None
 
 # Bound once: these three calls are most of what a guard costs, and it stands around every microbatch.
-_get_cpu = torch.default_generator.get_state
 _collects, _collect, _keep_garbage = gc.isenabled, gc.enable, gc.disable
 _set_cpu = torch.default_generator.set_state
 _seed_cpu = torch.default_generator.manual_seed
@@ -42,9 +40,9 @@ _HOST: frozenset[Device] = frozenset((None, "cpu", torch.device("cpu")))
 
 
 class Tracer(Protocol):
-    """What stands in for generators while a step is made into a graph, whose seeds are other ones at each call."""
+    """What stands in for generators while a step is made into a graph, which has other seeds at each call."""
 
-    def computed(self, function: Callable[..., int], *value: Any) -> int:
+    def computed(self, function: Callable[..., int], *value: object) -> int:
         """What a function gives, of numbers of the step."""
 
     def generator(self, seed: int, device: torch.device | str) -> torch.Generator:
@@ -84,7 +82,7 @@ def derive(seed: int, *path: int | str) -> int:
     return _derive(seed, *path) if tracing is None else tracing.computed(_derive, seed, *path)
 
 
-def _derive(seed: Any, *path: Any) -> int:
+def _derive(seed: object, *path: object) -> int:
     """:func:`derive` of whatever is an integer."""
     return _hash(tuple(_plain(part, seed, path) for part in (seed, *path)))
 
@@ -94,7 +92,7 @@ def _hash(parts: tuple[int | str, ...]) -> int:
     return int.from_bytes(blake2b(ascii(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _plain(part: Any, seed: Any, path: tuple[Any, ...]) -> int | str:
+def _plain(part: Any, seed: object, path: tuple[object, ...]) -> int | str:
     if isinstance(part, str):
         return str(part)
     try:
@@ -120,7 +118,7 @@ def generator(seed: int, *path: int | str, device: torch.device | str = "cpu") -
 
 def generators_of(device: Device) -> tuple[torch.Generator, ...]:
     """The default generator that kernels on ``device`` draw from, besides that of the CPU."""
-    place = torch.device(device)  # type: ignore[arg-type]
+    place = torch.device("cpu" if device is None else device)
     if place.type in ("cpu", "meta"):
         return ()
     if place.type == "mps":
@@ -146,19 +144,17 @@ rng_lock = threading.RLock()
 def push_cpu_seed(seed: int) -> torch.Tensor:
     """What :class:`seeded` does on a CPU outside of traces; :func:`pop_cpu_seed` takes what this gives, in any case."""
     rng_lock.acquire()
-    # torch holds the generator's lock while it makes the tensor. The garbage collector, which that may start, may close
-    # a user's generator, whose end is seeded as well, and would wait for the lock for ever.
-    collects = _collects()
-    _keep_garbage()
-    before = _get_cpu()
-    if collects:
-        _collect()
+    before = state_of(torch.default_generator)
     _seed_cpu(seed)
     return before
 
 
 def state_of(generator: torch.Generator) -> torch.Tensor:
-    """The state of a generator, without garbage collection while torch holds its lock; see :func:`push_cpu_seed`."""
+    """The state of a generator.
+
+    torch holds the generator's lock while it makes the tensor. The garbage collector, which that may start, may close
+    a user's generator. Its end is seeded as well, and would wait for the lock for ever: nothing is collected meanwhile.
+    """
     collects = _collects()
     _keep_garbage()
     try:
@@ -180,7 +176,7 @@ class seeded:  # noqa: N801 - reads as a statement: with seeded(...)
 
     Args:
         seed: from 0 to 2**63 - 1, usually from :func:`derive`. The CPU generator uses its low 32 bits.
-        device: the accelerator whose generator is seeded too; None or a CPU: the CPU's alone.
+        device: the accelerator of which the generator is seeded too; None or a CPU: the CPU's alone.
 
     >>> before = torch.get_rng_state()
     >>> with seeded(derive(0, "dropout", 3)):
@@ -256,11 +252,8 @@ class seeded_all(seeded_torch):  # noqa: N801 - as above
     __slots__ = ("_numpy", "_numpy_state", "_python_state", "_token")
 
     def __enter__(self) -> None:
-        # Taken from the module table, so that NumPy stays optional; reading `.random` loads it if nothing has yet,
-        # because the code inside may, and would then find it seeded by the operating system.
         rng_lock.acquire()
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random
+        self._numpy = numpy_random()
         self._python_state = _python.getstate()
         if self._numpy is not None:
             self._numpy_state = set_aside(self._numpy)
@@ -310,14 +303,13 @@ class seeded_apart(seeded_all):  # noqa: N801 - as above
         super().__exit__(kind, error, trace)
 
 
-def _reseed_hosts(seed: int, numpy_random: Any) -> None:
+def _reseed_hosts(seed: int, numpy: ModuleType | None) -> None:
     _python.seed(seed)
-    if numpy_random is not None:
-        numpy_random.seed(seed & 0xFFFFFFFF)
+    if numpy is not None:
+        numpy.seed(seed & 0xFFFFFFFF)
 
 
 def reseed(seed: int) -> None:
     """Seed torch's CPU generator, Python's and NumPy's for good: for a worker process, which restores nothing."""
-    numpy = sys.modules.get("numpy")
     _seed_cpu(seed)
-    _reseed_hosts(seed, None if numpy is None else numpy.random)
+    _reseed_hosts(seed, numpy_random())

@@ -15,27 +15,22 @@ May import ``time`` and what is below. Begin with ``kinds.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pure_loop._internal.lazy import lazily as _lazily
-
-if TYPE_CHECKING:
-    from pure_loop.ranges.checked import alternatives_in, checked, settings_of
-    from pure_loop.ranges.kinds import (
-        Above,
-        AtLeast,
-        Between,
-        Duration,
-        Flag,
-        Index,
-        Name,
-        Number,
-        OneOf,
-        Range,
-        Setting,
-        Within,
-    )
-    from pure_loop.ranges.strengths import Scheduled, Strength, strength_at
+from pure_loop.ranges.checked import alternatives_in, checked, settings_of
+from pure_loop.ranges.kinds import (
+    Above,
+    AtLeast,
+    Between,
+    Duration,
+    Flag,
+    Index,
+    Name,
+    Number,
+    OneOf,
+    Range,
+    Setting,
+    Within,
+)
+from pure_loop.ranges.strengths import Scheduled, Strength, strength_at
 
 __all__ = [
     "Above",
@@ -57,30 +52,6 @@ __all__ = [
     "settings_of",
     "strength_at",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = _lazily(
-        __name__,
-        {
-            "checked": ("alternatives_in", "settings_of"),
-            "kinds": (
-                "Above",
-                "AtLeast",
-                "Between",
-                "Duration",
-                "Flag",
-                "Index",
-                "Name",
-                "Number",
-                "OneOf",
-                "Range",
-                "Setting",
-                "Within",
-            ),
-            "strengths": ("Scheduled", "Strength", "strength_at"),
-        },
-        __all__,
-    )
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import attrs
 
@@ -20,10 +20,10 @@ from pure_loop.ranges.kinds import Flag, OneOf, Range, Setting
 
 __all__ = ["alternatives_in", "checked", "settings_of"]
 
-C = TypeVar("C", bound=Callable[..., Any])
+C = TypeVar("C", bound=Callable[..., object])
 
 
-def settings_of(target: Callable[..., Any]) -> Mapping[str, Setting]:
+def settings_of(target: Callable[..., object]) -> Mapping[str, Setting]:
     """The arguments of a function, or of a class, that have ranges, by name.
 
     >>> def clip(kind: typing.Annotated[str, OneOf("norm", "value")] = "norm", strict: bool = False): ...
@@ -51,11 +51,11 @@ def settings_of(target: Callable[..., Any]) -> Mapping[str, Setting]:
 _DECLARES = re.compile(r"(typing\.)?(Annotated|Literal)\[|bool\b")
 
 
-def _declarations(target: Callable[..., Any]) -> dict[str, Any]:
+def _declarations(target: Callable[..., object]) -> dict[str, object]:
     """Those annotations of a function, of a class's __init__ or of its attrs fields that declare a range."""
     # A converter's annotation takes the place of the field's in the __init__ that attrs writes.
     fields = isinstance(target, type) and attrs.has(target)
-    annotated = target if fields or not isinstance(target, type) else target.__init__  # type: ignore[misc]
+    annotated = target if fields or not isinstance(target, type) else inspect.getattr_static(target, "__init__")
     declared = {
         name: annotation
         for name, annotation in inspect.get_annotations(annotated).items()
@@ -65,7 +65,7 @@ def _declarations(target: Callable[..., Any]) -> dict[str, Any]:
     return typing.get_type_hints(types.SimpleNamespace(__annotations__=declared), scope, include_extras=True)
 
 
-def _range(hint: Any) -> tuple[Range | None, list[Any]]:
+def _range(hint: object) -> tuple[Range | None, list[object]]:
     """The range that an annotation declares, and the types of which it is a union."""
     declared = None
     if typing.get_origin(hint) is typing.Annotated:
@@ -86,12 +86,12 @@ def alternatives_in(settings: Mapping[str, Setting]) -> list[list[Setting]]:
     return [[setting for setting in settings.values() if setting.range.one_of == word] for word in words]
 
 
-def _refuse_but_one(alternatives: list[Setting], value: Mapping[str, Any]) -> None:
+def _refuse_but_one(alternatives: list[Setting], arguments: Mapping[str, object]) -> None:
     """
     Raises:
         ArgumentError: none of them is given, or several are.
     """
-    passed = [setting.name for setting in alternatives if value.get(setting.name) is not None]
+    passed = [setting.name for setting in alternatives if arguments.get(setting.name) is not None]
     if len(passed) == 1:
         return
     names = " and ".join(setting.name for setting in alternatives)
@@ -103,14 +103,14 @@ def _refuse_but_one(alternatives: list[Setting], value: Mapping[str, Any]) -> No
 class _Reader:
     """Reads the arguments of one function or class; the declaration is resolved at the first call."""
 
-    def __init__(self, target: Callable[..., Any]) -> None:
+    def __init__(self, target: Callable[..., object]) -> None:
         self._target = target
 
     @functools.cached_property
     def _declared(self) -> tuple[inspect.Signature, Mapping[str, Setting]]:
         return inspect.signature(self._target), settings_of(self._target)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    def __call__(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> inspect.BoundArguments:
         signature, settings = self._declared
         refuse_misfit(self._target, args, kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -138,25 +138,22 @@ def checked(target: C) -> C:
         ...
     pure_loop.errors.ArgumentError: clip: kind must be "norm" or "value", got 'sum'.
     """
+    read = _Reader(target)
     if isinstance(target, type):
-        init = target.__init__  # type: ignore[misc]
-        plain = _plain(inspect.signature(init))
-        read = _Reader(target)
+        init = inspect.getattr_static(target, "__init__")
 
         @functools.wraps(init)
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        def made(self: object, *args: object, **kwargs: object) -> None:
             bound = read(args, kwargs)
             init(self, *bound.args, **bound.kwargs)
             if hasattr(self, "made_with"):
                 self.made_with = dict(bound.arguments)
 
-        made.__signature__ = plain  # type: ignore[attr-defined]
-        target.__init__ = made  # type: ignore[misc]
+        type.__setattr__(target, "__init__", _with_plain_signature(made, init))
         return target
-    read = _Reader(target)
 
     @functools.wraps(target)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         bound = read(args, kwargs)
         result = target(*bound.args, **bound.kwargs)
         say = getattr(type(result), "made_by", None)
@@ -166,19 +163,20 @@ def checked(target: C) -> C:
             bound.apply_defaults()
         return say(result, target.__name__, bound.arguments)
 
-    called.__signature__ = _plain(inspect.signature(target))  # type: ignore[attr-defined]
-    return called  # type: ignore[return-value]
+    return cast("C", _with_plain_signature(called, target))
 
 
-def _plain(signature: inspect.Signature) -> inspect.Signature:
-    """The signature without markers."""
+def _with_plain_signature(function: C, target: Callable[..., object]) -> C:
+    """The function itself, with the signature of another one, without markers."""
+    signature = inspect.signature(target)
     parameters = [
         parameter.replace(annotation=_unmarked(parameter.annotation)) for parameter in signature.parameters.values()
     ]
-    return signature.replace(parameters=parameters)
+    vars(function)["__signature__"] = signature.replace(parameters=parameters)
+    return function
 
 
-def _unmarked(annotation: Any) -> Any:
+def _unmarked(annotation: object) -> object:
     if isinstance(annotation, str) and annotation.removeprefix("typing.").startswith("Annotated["):
         tree = ast.parse(annotation, mode="eval").body
         assert isinstance(tree, ast.Subscript)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import attrs
 
@@ -61,7 +61,7 @@ class Range(ABC):
     reads_schedules: bool = False
 
     @abstractmethod
-    def read(self, setting: Setting, value: Any) -> Any:
+    def read(self, setting: Setting, value: object) -> Any:
         """The value as the function gets it.
 
         Raises:
@@ -73,8 +73,17 @@ class Range(ABC):
         """The range, for docs."""
 
     @abstractmethod
-    def outside(self, setting: Setting) -> tuple[Any, ...]:
+    def outside(self, setting: Setting) -> tuple[object, ...]:
         """Values that have to be refused, for tests."""
+
+
+class Options(TypedDict, total=False):
+    """What a range of numbers says besides its bounds; see :class:`Number`."""
+
+    typical: tuple[float, float] | tuple[()] | None
+    example: str
+    one_of: str
+    wanted: str
 
 
 class Number(Range):
@@ -94,7 +103,7 @@ class Number(Range):
         self.least, self.above, self.below = least, above, below
         self.typical, self.example, self.one_of, self.wanted = typical, example, one_of, wanted
 
-    def read(self, setting: Setting, value: Any) -> int | float:
+    def read(self, setting: Setting, value: object) -> int | float:
         where, example = setting.where, self.example or setting.example
         wanted = self.wanted
         if setting.whole:
@@ -112,8 +121,8 @@ class Number(Range):
         bounds = [low] * (max(self.least, self.above) > -math.inf) + [high] * (self.below < math.inf)
         return " ".join([kind, " and ".join(bounds)]).rstrip()
 
-    def outside(self, setting: Setting) -> tuple[Any, ...]:
-        numbers: list[Any] = [1.5, math.nan] if setting.whole else [math.nan, math.inf, -math.inf]
+    def outside(self, setting: Setting) -> tuple[object, ...]:
+        numbers: list[object] = [1.5, math.nan] if setting.whole else [math.nan, math.inf, -math.inf]
         if self.least > -math.inf:
             numbers.append(int(self.least) - 1 if setting.whole else math.nextafter(self.least, -math.inf))
         if self.above > -math.inf:
@@ -124,63 +133,32 @@ class Number(Range):
 
 
 class Above(Number):
-    """A finite number above ``limit``."""
+    """A finite number above ``limit``; ``options`` are those of :class:`Number`."""
 
-    def __init__(
-        self,
-        limit: float,
-        *,
-        below: float = math.inf,
-        typical: tuple[float, float] | tuple[()] | None = None,
-        example: str = "",
-    ) -> None:
-        super().__init__(above=limit, below=below, typical=typical, example=example)
+    def __init__(self, limit: float, *, below: float = math.inf, **options: Unpack[Options]) -> None:
+        super().__init__(above=limit, below=below, **options)
 
 
 class AtLeast(Number):
-    """A finite number of at least ``limit``."""
+    """A finite number of at least ``limit``; ``options`` are those of :class:`Number`."""
 
-    def __init__(
-        self,
-        limit: float,
-        *,
-        typical: tuple[float, float] | tuple[()] | None = None,
-        example: str = "",
-        wanted: str = "",
-    ) -> None:
-        super().__init__(least=limit, typical=typical, example=example, wanted=wanted)
+    def __init__(self, limit: float, **options: Unpack[Options]) -> None:
+        super().__init__(least=limit, **options)
 
 
 class Between(Number):
-    """A number in ``[least, below)``."""
+    """A number in ``[least, below)``; ``options`` are those of :class:`Number`."""
 
-    def __init__(
-        self,
-        least: float,
-        below: float,
-        *,
-        typical: tuple[float, float] | tuple[()] | None = None,
-        example: str = "",
-        one_of: str = "",
-    ) -> None:
-        super().__init__(least=least, below=below, typical=typical, example=example, one_of=one_of)
+    def __init__(self, least: float, below: float, **options: Unpack[Options]) -> None:
+        super().__init__(least=least, below=below, **options)
 
 
 class Within(Number):
-    """A number in ``[least, most]``."""
+    """A number in ``[least, most]``; ``options`` are those of :class:`Number`."""
 
-    def __init__(
-        self,
-        least: float,
-        most: float,
-        *,
-        typical: tuple[float, float] | tuple[()] | None = None,
-        example: str = "",
-        one_of: str = "",
-    ) -> None:
-        wanted = f"a number from {least:g} to {most:g}"
-        below = math.nextafter(most, math.inf)
-        super().__init__(least=least, below=below, typical=typical, example=example, one_of=one_of, wanted=wanted)
+    def __init__(self, least: float, most: float, **options: Unpack[Options]) -> None:
+        options = {"wanted": f"a number from {least:g} to {most:g}", **options}
+        super().__init__(least=least, below=math.nextafter(most, math.inf), **options)
 
     def in_words(self, setting: Setting) -> str:
         return self.wanted.removeprefix("a ")
@@ -190,20 +168,20 @@ class Within(Number):
 class OneOf(Range):
     """One of some values; a ``Literal`` is one by itself."""
 
-    choices: tuple[Any, ...]
-    typical: tuple[Any, ...] | None
+    choices: tuple[object, ...]
+    typical: tuple[object, ...] | None
     example: str
 
-    def __init__(self, *choices: Any, typical: tuple[Any, ...] | None = None, example: str = "") -> None:
+    def __init__(self, *choices: object, typical: tuple[object, ...] | None = None, example: str = "") -> None:
         self.__attrs_init__(choices, typical, example)
 
-    def read(self, setting: Setting, value: Any) -> Any:
+    def read(self, setting: Setting, value: object) -> object:
         return check_choice(setting.name, value, self.choices, where=setting.where)
 
     def in_words(self, setting: Setting) -> str:
         return ", ".join(f'`"{choice}"`' if isinstance(choice, str) else f"`{choice}`" for choice in self.choices)
 
-    def outside(self, setting: Setting) -> tuple[Any, ...]:
+    def outside(self, setting: Setting) -> tuple[object, ...]:
         return "none of them", 17, ()
 
 
@@ -211,15 +189,15 @@ class OneOf(Range):
 class Flag(Range):
     """True or False; a ``bool`` is one by itself."""
 
-    typical: tuple[Any, ...] | None = None
+    typical: tuple[object, ...] | None = None
 
-    def read(self, setting: Setting, value: Any) -> bool:
+    def read(self, setting: Setting, value: object) -> bool:
         return check_flag(setting.name, value, where=setting.where)
 
     def in_words(self, setting: Setting) -> str:
         return "`True`, `False`"
 
-    def outside(self, setting: Setting) -> tuple[Any, ...]:
+    def outside(self, setting: Setting) -> tuple[object, ...]:
         return 1, "yes", 0.0
 
 
@@ -227,15 +205,15 @@ class Flag(Range):
 class Name(Range):
     """A text that is not empty."""
 
-    typical: tuple[Any, ...] | None = ()
+    typical: tuple[object, ...] | None = ()
 
-    def read(self, setting: Setting, value: Any) -> str:
+    def read(self, setting: Setting, value: object) -> str:
         return check_text(setting.name, value)
 
     def in_words(self, setting: Setting) -> str:
         return "text"
 
-    def outside(self, setting: Setting) -> tuple[Any, ...]:
+    def outside(self, setting: Setting) -> tuple[object, ...]:
         return "", 3, b"name"
 
 
@@ -243,9 +221,9 @@ class Name(Range):
 class Index(Range):
     """A part of a batch: an index, a key or a Lens."""
 
-    typical: tuple[Any, ...] | None = ()
+    typical: tuple[object, ...] | None = ()
 
-    def read(self, setting: Setting, value: Any) -> BatchKey:
+    def read(self, setting: Setting, value: object) -> BatchKey:
         if is_integer(value) or isinstance(value, str | Lens):
             return value
         raise refusal(setting.name, value, "an index or a key, such as 1 or 'labels', or a pl.Lens", setting.where)
@@ -253,7 +231,7 @@ class Index(Range):
     def in_words(self, setting: Setting) -> str:
         return "index, key or Lens"
 
-    def outside(self, setting: Setting) -> tuple[Any, ...]:
+    def outside(self, setting: Setting) -> tuple[object, ...]:
         return True, 1.0, None
 
 
@@ -274,16 +252,16 @@ class Duration(Range):
     zero: str = "that is no time at all; leave it out instead"
 
     def read(self, setting: Setting, value: Any) -> Time:
-        said = f"{setting.where}: {setting.name}={value!r}"
+        call = f"{setting.where}: {setting.name}={value!r}"
         try:
             time = Time.parse(value)
         except (ArgumentError, ArgumentTypeError) as error:
-            raise type(error)(f"{said}: {error}") from None
+            raise type(error)(f"{call}: {error}") from None
         if not time:
-            raise ArgumentError(f"{said}: {self.zero.format(time=str(time))}.")
+            raise ArgumentError(f"{call}: {self.zero.format(time=str(time))}.")
         if time.unit is TimeUnit.SECOND and not self.clock:
             raise ArgumentError(
-                f"{said} goes by the clock, so every run would be another one; count batches, samples, tokens or "
+                f"{call} goes by the clock, so every run would be another one; count batches, samples, tokens or "
                 'epochs: "100ba".'
             )
         return time
@@ -291,7 +269,7 @@ class Duration(Range):
     def in_words(self, setting: Setting) -> str:
         return 'time above 0, such as `"100ba"`'
 
-    def outside(self, setting: Setting) -> tuple[Any, ...]:
+    def outside(self, setting: Setting) -> tuple[object, ...]:
         return "0ba", "soon", 0.5, "-1ba", True, *(() if self.clock else ("10s",))
 
 
@@ -315,7 +293,7 @@ class Setting:
     whole: bool
     optional: bool
     scheduled: bool
-    default: Any
+    default: object
 
     @property
     def required(self) -> bool:
@@ -328,11 +306,11 @@ class Setting:
 
     @property
     def in_words(self) -> str:
-        others = [", or a schedule"] * self.scheduled + [", or None"] * self.optional
-        return "".join([self.range.in_words(self), *others])
+        alternatives = [", or a schedule"] * self.scheduled + [", or None"] * self.optional
+        return "".join([self.range.in_words(self), *alternatives])
 
     @property
-    def outside(self) -> tuple[Any, ...]:
+    def outside(self) -> tuple[object, ...]:
         """Values that have to be refused."""
         return self.range.outside(self) + (() if self.optional else (None,))
 

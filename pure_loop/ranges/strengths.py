@@ -23,7 +23,7 @@ Strength: TypeAlias = float | Callable[[Timestamp], float]
 
 @attrs.frozen
 class Scheduled:
-    """A schedule whose values are in the range of a setting.
+    """A schedule with values in the range of a setting.
 
     Attributes:
         schedule: a function of the timestamp.
@@ -31,7 +31,7 @@ class Scheduled:
     """
 
     schedule: Callable[[Timestamp], float]
-    check: Callable[[Any], float] = attrs.field(eq=False, repr=False)
+    check: Callable[[object], float] = attrs.field(eq=False, repr=False)
 
     def __call__(self, timestamp: Timestamp) -> float:
         """The value for the batch that starts at ``timestamp``.

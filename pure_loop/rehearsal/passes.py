@@ -13,7 +13,8 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import Batch
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, LastBoundary, Logger
-from pure_loop.data.source import END, Batches, Source
+from pure_loop.data.group import END
+from pure_loop.data.source import Batches, Source
 from pure_loop.entry.assembly import Assembly
 from pure_loop.entry.deterministic import stream_of
 from pure_loop.errors import DataError

@@ -1,7 +1,7 @@
 """The computations between the events, as pure functions ``State -> State``: forward, loss, backward, update.
 
 May import what is below: ``state``, ``model``, ``task``, ``precision``, ``optim``. Stages know no events,
-algorithms or callbacks. Begin with ``stages.py``, whose base classes are ``update.py`` (the optimizer's step) and
+algorithms or callbacks. Begin with ``stages.py``; its base classes are in ``update.py`` (the optimizer's step) and
 ``settings.py`` (random numbers, precision); ``engine.py`` is the seam behind which several ranks compute.
 """
 

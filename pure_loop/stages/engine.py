@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pure_loop._internal.autograd import add_gradient, gradient_of, zero_unless
 from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.weights import Weights
-from pure_loop.data.batch import beside
-from pure_loop.data.source import END
+from pure_loop.data.batch import to_device
+from pure_loop.data.group import END
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import time_of_step
@@ -77,7 +77,8 @@ class Engine:
         """
         if loaded is END:
             return None
-        batch = beside(loaded, next(iter(raw_params(state).values())), source)
+        device = next(iter(raw_params(state).values())).device
+        batch = to_device(loaded, device, stays=source.keeps_pinned)
         return batch, task.samples(batch), task.tokens(batch)
 
     def length(self, length: int | None, uneven: str | None) -> int | None:

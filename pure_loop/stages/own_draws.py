@@ -24,9 +24,9 @@ def checked_draws(guard: AbstractContextManager[None], stage: str, batch: int, d
     Args:
         guard: what seeds them.
         stage, batch: for errors.
-        device: the one whose generator is seeded, besides the CPU's.
+        device: the one with the generator that is seeded, besides the CPU's.
     """
-    from pure_loop._internal.profiling import calls_watched
+    from pure_loop._internal.frames import calls_watched
 
     with guard:
         own = _OwnDraws(device)

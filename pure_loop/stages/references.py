@@ -51,8 +51,8 @@ class Tensors:
         if are_sharded(listed):  # a shard is in its DTensor as another tensor is in its mapping
             self._wrappers, listed = listed, list(map(local_tensor, listed))
         self._tensors = listed
-        self.are_plain = set(map(type, listed)) <= {Tensor} and set(map(_layout, listed)) <= {torch.strided}
-        self.are_plain = self.are_plain and transforms() is None
+        plain = set(map(type, listed)) <= {Tensor} and set(map(_layout, listed)) <= {torch.strided}
+        self.are_plain = plain and transforms() is None
         self._storages = list(map(Tensor.untyped_storage, listed)) if self.are_plain else []
         self._pointers = [storage._cdata for storage in self._storages]
         self._bases = list(map(_base, listed)) if self.are_plain else []

@@ -35,7 +35,7 @@ from pure_loop.task import Task, default_forward
 
 __all__ = ["NO_CONTEXT", "ClipGrad", "Code", "StageSettings"]
 
-# Whose code draws in a stage; None: nothing is drawn.
+# Which code draws in a stage; None: nothing is drawn.
 Code: TypeAlias = Literal["users", "torch"] | None
 ClipGrad: TypeAlias = Callable[[FrozenDict[str, Any], FrozenDict[str, Tensor]], FrozenDict[str, Any]]
 
@@ -155,7 +155,7 @@ class StageSettings:
         return context
 
     def code_of(self, state: State, stage: str) -> Code:
-        """Whose code draws in a stage: ``"users"``: code that is neither torch's nor the library's runs in it, and may
+        """Which code draws in a stage: ``"users"``: code that is neither torch's nor the library's runs in it, and may
         draw from any generator, and keep what it is given; None: nothing is drawn. In an update the optimizer says so.
         """
         if stage in self.users_stages:
@@ -226,7 +226,7 @@ class StageSettings:
             with seeding, casting, torch.set_grad_enabled(gradients):
                 yield
         finally:
-            if any_autocast_enabled():  # the caller's, up to whose end torch would keep these casts
+            if any_autocast_enabled():  # the caller's: torch would keep these casts up to its end
                 torch.clear_autocast_cache()
 
 

@@ -118,7 +118,7 @@ class Stages(UpdateStage):
         return _measured[type(state)](state, loss, buffers, model)
 
     def _refuse_other_targets(self, state: State) -> None:
-        """Refuse probabilities in place of class indices, by whose class weights microbatches were weighted.
+        """Refuse probabilities in place of class indices: microbatches were weighted by the class weights of these.
 
         Raises:
             ArgumentError: an algorithm replaced the indices.

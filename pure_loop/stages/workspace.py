@@ -106,7 +106,7 @@ class Workspace:
         leaves = ownership.leaves_of(params)
         if any(leaf is params or leaf is memory for leaf in kept) or not ownership.has_tensors_alone(state, leaves):
             return None
-        # Whoever keeps one of these mappings finds it overwritten.
+        # If something else refers to one of these mappings, it finds that overwritten.
         batch = state.timestamp.batch
         if leaves is not None:
             state.model.unbind()

@@ -63,7 +63,7 @@ def batches(
         ArgumentTypeError: an argument of another type.
 
     >>> from hypothesis import find
-    >>> from pure_loop.data.batch import num_samples
+    >>> from pure_loop.data.samples import num_samples
     >>> find(batches(), lambda batch: num_samples(batch) == 2)
     (tensor([0., 0.]), tensor([0., 0.]))
     """

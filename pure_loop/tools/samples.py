@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs
 from pure_loop._internal.torch_private import registered_pytrees
 from pure_loop.data.batch import describe, map_tensors, tensors_in
-from pure_loop.data.open import source
+from pure_loop.data.dataloaders import source
 from pure_loop.errors import ArgumentError, LossError, PureLoopError
 from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss

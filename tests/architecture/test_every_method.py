@@ -1,5 +1,7 @@
 """Each algorithm, callback, logger, schedule and metric of the library keeps what all of its kind have to keep.
 
+What holds for each optimizer, besides its arguments and its docstring, is in tests/optim.
+
 What there is is read from the packages, and settings are drawn from the ranges in their signatures, so a new method
 is tried without a line here. What is peculiar to one stands in its module: ``SERVES``, what it needs of a problem,
 ``NEEDS_DEVICE``, and ``EXPECTED_FAILURES``, laws that it can't keep, with the reason.
@@ -7,9 +9,11 @@ is tried without a line here. What is peculiar to one stands in its module: ``SE
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +25,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pure_loop as pl
 from pure_loop.callbacks import GradMonitor
@@ -30,6 +35,8 @@ from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.problems import as_problem
 from tests.conftest import THOROUGH
+from tests.support.optimizing import RULES
+from tests.support.runs import convnet, images, train
 from tests.support.samples import sample, simplest
 from tests.support.served import SERVED, module_of, required, served
 
@@ -50,7 +57,7 @@ CALLBACKS = members(pl.callbacks, pl.Callback)
 LOGGERS = members(pl.loggers, pl.Logger)
 SCHEDULES = members(pl.schedules, pl.schedules.Schedule)
 METRICS = members(pl.metrics)
-METHODS = [*ALGORITHMS.values(), *CALLBACKS, *LOGGERS, *SCHEDULES, *METRICS]
+METHODS = [*ALGORITHMS.values(), *CALLBACKS, *LOGGERS, *SCHEDULES, *METRICS, *RULES.values()]
 
 
 def test_nothing_is_left_out() -> None:
@@ -147,26 +154,35 @@ def lacking(method: Any, folder: Path) -> str:
     return ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [*CALLBACKS, *LOGGERS], ids=lambda method: method.__name__)
-def test_callbacks_and_loggers_keep_every_law(
-    method: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Trackers stay offline, and what is written without a folder goes to this one.
+Make = Callable[[type], Any]
+
+
+@pytest.fixture
+def make(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes a callback or logger of this class, or skips the test where this machine lacks what it needs.
+
+    Trackers stay offline, and what is written without a folder goes to that of the test.
+    """
     monkeypatch.chdir(tmp_path)
     for name, value in OFFLINE.items():
         monkeypatch.setenv(name, value)
-    if method.__name__ == "SlackLogger":
-        monkeypatch.setattr("slack_sdk.WebClient.chat_postMessage", lambda *_, **message: message)
 
-    lacks = lacking(method, tmp_path)
-    if lacks:
-        pytest.skip(lacks)
-
-    def make() -> Any:
-        # Runs of one case follow one another in one folder.
+    def made(method: type) -> Any:
+        if method.__name__ == "SlackLogger":
+            monkeypatch.setattr("slack_sdk.WebClient.chat_postMessage", lambda *_, **message: message)
+        lacks = lacking(method, tmp_path)
+        if lacks:
+            pytest.skip(lacks)
+        # Runs of one case follow one another in one folder, which a logger makes.
         overwrites = {"overwrite": True} if "overwrite" in inspect.signature(method).parameters else {}
-        return method(**required(method, tmp_path), **overwrites)
+        return method(**required(method, tmp_path / "runs" / "1"), **overwrites)
+
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*CALLBACKS, *LOGGERS], ids=lambda method: method.__name__)
+def test_callbacks_and_loggers_keep_every_law(method: Any, make: Make) -> None:
 
     module = module_of(method)
     options: dict[str, Any] = {"expected_failures": getattr(module, "EXPECTED_FAILURES", {})}
@@ -175,9 +191,74 @@ def test_callbacks_and_loggers_keep_every_law(
         options["problems"] = "convolution"
     if serves == "evaluations":
         options["plans"] = plans(min_evaluators=1)
-    report = check_callback(make, max_examples=3, **options)
+    report = check_callback(lambda: make(method), max_examples=3, **options)
     assert report.ok
     assert {outcome.result for outcome in report.outcomes} <= {"passed", "expected failure"}
+
+
+def recorded(callback: Any) -> dict[str, list[int]]:
+    """At which batches a run records a name, of images whose loss has parts."""
+
+    def loss(outputs: Any, targets: Any) -> dict[str, torch.Tensor]:
+        entropy = functional.cross_entropy(outputs, targets)
+        return {"total": entropy, "entropy": entropy.detach()}
+
+    logger = pl.loggers.InMemoryLogger()
+    options = {"loss": loss, "callbacks": [callback], "loggers": [logger], "evaluators": {"val": images(1)}}
+    train(convnet(), images(), max_duration="2ep", **options)
+    entries = {name: logger.series(name)[0] for name in logger.metrics}
+    for kind in (logger.tables, logger.images):
+        entries |= {name: [timestamp.batch for timestamp, *_ in values] for name, values in kind.items()}
+    return entries
+
+
+@pytest.mark.parametrize("method", CALLBACKS, ids=lambda method: method.__name__)
+def test_a_callback_begins_anew_in_each_run(method: Any, make: Make) -> None:
+    callback = make(method)
+    assert recorded(callback) == recorded(callback), "what it keeps of a run it forgets in fit_start"
+
+
+class Reads(TorchDispatchMode):
+    """Counts where code takes a number out of a tensor."""
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        self.count = 0
+        names = {event.value for event in pl.Event if "batch" in event.value} & {*dir(callback)}
+        for name in names:
+            setattr(callback, name, functools.partial(self._watched, getattr(callback, name)))
+
+    def _watched(self, method: Any, *arguments: Any) -> Any:
+        with self:
+            return method(*arguments)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        self.count += func in (aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+# Where it writes a line a batch: on a CPU alone.
+READS_ON_A_CPU = {"FlightRecorder"}
+
+
+@pytest.mark.parametrize("method", CALLBACKS, ids=lambda method: method.__name__)
+def test_a_callback_waits_for_no_device_inside_a_batch(method: Any, make: Make) -> None:
+    callback = make(method)
+    reads = Reads(callback)
+    recorded(callback)
+    assert (reads.count > 0) == (method.__name__ in READS_ON_A_CPU), "no .item(), float(tensor), `if tensor`"
+
+
+WITH_FILES = [method for method in LOGGERS if {"path", "folder"} & required(method).keys()]
+
+
+@pytest.mark.parametrize("method", WITH_FILES, ids=lambda method: method.__name__)
+def test_a_logger_replaces_no_record_of_another_run(method: Any, tmp_path: Path) -> None:
+    first, second = (method(**required(method, tmp_path)) for _ in range(2))
+    train(convnet(), images(), loggers=[first], run_name="first")
+    with pytest.raises(pl.RunExistsError):  # csv_file.py is a model: in_the_way, discard, overwrite=
+        train(convnet(), images(), loggers=[second], run_name="second")
 
 
 @pytest.mark.slow

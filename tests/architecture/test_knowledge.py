@@ -52,7 +52,6 @@ IMPORTS_DISTRIBUTED = {
     "_internal/torch_private.py": "names of torch that are private",
     "_internal/tree_ops.py": "operations on tensors that may be sharded",
     "checkpoint/coordination.py": "ranks agree on a checkpoint in a process group of its own",
-    "checkpoint/parts.py": "empty tensors, sharded as others are",
     "checkpoint/sharded.py": "torch's planners of checkpoints in shards",
     "testing/ranks/_collectives.py": _TESTING,
     "testing/ranks/_group.py": _TESTING,
@@ -61,7 +60,6 @@ IMPORTS_DISTRIBUTED = {
 SHARDED = {
     "_internal/torch_private.py": "names of torch that are private",
     "_internal/tree_ops.py": "operations on tensors that may be sharded",
-    "checkpoint/parts.py": "tensors that are read, sharded as others are",
 }
 _OF_SHARDS = frozenset({"DTensor", "to_local", "_local_tensor", "placements", "device_mesh"})
 

@@ -72,7 +72,7 @@ SLOTS = {
     },
     ("frozendict.py", "Overwritten"): {},
     ("compile/trees.py", "LazyField"): {},
-    ("distributed/_leaves.py", "LazyLeaves"): {
+    ("distributed/parameters.py", "LazyLeaves"): {
         "_make": "from a name to the tensor that is shown",
         "_after": "the same after the backward",
         "buffers": "those that the forward went through",
@@ -93,7 +93,7 @@ MUTABLE = {
     ("_internal/frames.py", "_plans"): "a cache: what code does with what it is given",
     ("_internal/frames.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
     ("checkpoint/digests.py", "_known"): "a cache: digests of frozen tensors",
-    ("distributed/_meshes.py", "_meshes"): "a cache: meshes of the default process group",
+    ("distributed/ranks.py", "_meshes"): "a cache: meshes of the default process group",
     ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",
     ("_internal/torch_private.py", "missing"): "names that this torch lacks, of those looked up so far",
     ("compile/_torch.py", "missing"): "names that this torch lacks, of those looked up so far",
@@ -106,8 +106,8 @@ MUTABLE = {
     ("_internal/processes.py", "_forgetting"): "who is told of a fork",
     ("_internal/owned_files.py", "_held"): "the locks that this process holds",
     ("_internal/owned_files.py", "_turn"): "the lock of its threads, a new one in a fork",
-    ("data/source.py", "_iterators"): "iterators whose workers are of this process",
-    ("data/source.py", "_inherited"): "iterators whose workers are of its parent",
+    ("data/passes.py", "_iterators"): "iterators whose workers are of this process",
+    ("data/passes.py", "_inherited"): "iterators whose workers are of its parent",
     ("loop/stream.py", "_open"): "streams that have not ended",
     ("algorithms/alibi.py", "_active"): "the mode of a thread",
     ("compile/compilations.py", "_listening"): "who is told of what is compiled",
@@ -128,7 +128,7 @@ MUTABLE = {
 FRAMES = {
     **{("_internal/frames.py", name): "the functions that others call" for name in ("_getframe", "f_locals", "dis")},
     ("_internal/frames.py", "getrefcount"): "whether a State is kept",
-    ("data/copies.py", "dis"): "which variables the functions of a user's dataset change",
+    ("data/changes.py", "dis"): "which variables the functions of a user's dataset change",
 }
 CTYPES = {
     "_internal/torch_private.py": "the bytes of a tensor without numpy",

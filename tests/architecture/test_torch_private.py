@@ -37,7 +37,6 @@ NAMES = [
     "torch._C._is_any_autocast_enabled",
     "torch.autograd.Variable._execution_engine",
     "torch._C._current_graph_task_id",
-    "torch._C._is_multithreading_enabled",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.peek_interpreter_stack",
     "torch.Tensor._use_count",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pure_loop as pl
-from pure_loop.checkpoint.parsing import decoded
+from pure_loop.checkpoint.validation import decoded
 from tests.support.tiers import examples
 
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"

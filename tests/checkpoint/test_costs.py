@@ -18,7 +18,7 @@ import torch
 
 import pure_loop as pl
 from pure_loop.checkpoint.index import Index
-from pure_loop.checkpoint.parsing import MOST_MEMORY, memory_of, parse, refuse_collisions
+from pure_loop.checkpoint.validation import MOST_MEMORY, memory_of, parse, refuse_collisions
 from tests.support.checkpoint_runs import messages, refused, small
 from tests.support.cpu_time import within
 from tests.support.hostile import MODULUS, MOST_SECONDS, counted, repeated, with_memory

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pure_loop._internal.names import Pattern
 from pure_loop.checkpoint.index import INDEX, remove
-from pure_loop.checkpoint.retention import Names, Saved
-from pure_loop.checkpoint.run_folder import RunFolder
+from pure_loop.checkpoint.paths import Names
+from pure_loop.checkpoint.run_folder import Links, Retention, RunFolder, Saved
 
 KINDS = ("file", "sharded", "file that was moved", "sharded that was moved", "index that was moved", "dead link")
 
@@ -56,9 +56,7 @@ def move(run: Path, archive: Path, kind: str, name: str) -> None:
 
 def run_folder(path: Path, last: int) -> RunFolder:
     names = Names("ba{batch}.safetensors", ".safetensors")
-    folder = RunFolder(
-        Pattern(path, "folder"), names, last=last, best=None, largest=True, newest_link="latest", best_link=None
-    )
+    folder = RunFolder(Pattern(path, "folder"), names, Retention(last), Links("latest"))
     folder.settle({})
     return folder
 

@@ -18,7 +18,7 @@ from torch import nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
-from pure_loop.checkpoint.retention import Saved, expired
+from pure_loop.checkpoint.run_folder import Retention, Saved
 from tests.support import streams as sameness
 
 DATA = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), torch.zeros(4, 1)) for i in range(4)]
@@ -119,7 +119,7 @@ SAVED = st.lists(st.none() | st.floats(width=16), max_size=12).map(
 
 @given(SAVED, st.none() | st.integers(1, 4), st.none() | st.integers(1, 4), st.booleans())
 def test_what_may_go(saved: list[Saved], last: int | None, best: int | None, largest: bool) -> None:
-    gone = expired(saved, last=last, best=best, largest=largest)
+    gone = Retention(last, best, largest).expired(saved)
     kept = [each for each in saved if each not in gone]
     if last is None and best is None:
         assert not gone
@@ -156,15 +156,15 @@ def test_training_does_not_change(tmp_path: Path, background: bool, donate: Any)
 
 def test_memory_that_is_being_written_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With donate=True, and a disk so slow that the next steps are over before it has begun."""
-    from pure_loop.callbacks import checkpoint_saver
+    from pure_loop.checkpoint import background
 
-    go, real = threading.Event(), checkpoint_saver.write_state
+    go, real = threading.Event(), background.write_state
 
     def slow(*args: Any, **kwargs: Any) -> None:
         go.wait(20)
         real(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint_saver, "write_state", slow)
+    monkeypatch.setattr(background, "write_state", slow)
     whole = {s.timestamp.batch: s for e, s in stream(donate=False) if e is Event.BATCH_CHECKPOINT}
     saver = CheckpointSaver(tmp_path, interval="2ba", filename="{batch}.safetensors")
     for event, state in stream(saver, donate=True):

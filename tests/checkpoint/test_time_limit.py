@@ -16,7 +16,7 @@ from torch import nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
-from pure_loop.checkpoint.early_end import TimeLimit
+from pure_loop.checkpoint.coordination import TimeLimit
 from tests.support import streams as sameness
 from tests.support.checkpoint_runs import fit, messages, small
 from tests.support.sharding import network, pool, train, whole

@@ -399,9 +399,9 @@ def test_what_was_kept_never_changes(
 
 
 def test_counting_that_sees_no_reference_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pure_loop.compile import memory
+    from pure_loop.compile.trees import Memory
 
-    monkeypatch.setattr(memory.Memory, "alone", lambda *_: True)
+    monkeypatch.setattr(Memory, "alone", lambda *_: True)
     kept = Kept()
     for _, state in fit(norm()):
         kept.keep("a tensor", state.params["0.weight"])

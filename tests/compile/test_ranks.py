@@ -19,8 +19,8 @@ from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.compile import interpreted, record
 from pure_loop.distributed import Parallel
 from pure_loop.distributed.multi_rank import MultiRankEngine
+from pure_loop.distributed.parameters import UnshardedParameters, _Bucket
 from pure_loop.distributed.replicate import ReplicateEngine
-from pure_loop.distributed.unsharded import UnshardedParameters, _Bucket
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.testing import LawViolation
 from pure_loop.testing.comparison import Keeper

@@ -14,7 +14,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile.segment import Segment
-from pure_loop.data.open import source
+from pure_loop.data.dataloaders import source
 from tests.support.compiling import EPOCHS, assert_close, every_third, fit, mlp
 from tests.support.loaders import noisy_collate
 from tests.support.models import FEATURES, batches, plain

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.data.batch import num_samples, split, to_device
+from pure_loop.data.batch import to_device
+from pure_loop.data.samples import num_samples, split
 from tests.support.extras import needs
 
 SAMPLES = 5

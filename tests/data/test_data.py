@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pure_loop._internal import pytree as _pytree
-from pure_loop.data.batch import num_samples, num_tokens, split, to_device
+from pure_loop.data.batch import to_device
+from pure_loop.data.samples import num_samples, num_tokens, split
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.frozendict import FrozenDict
 

@@ -15,8 +15,9 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.data.batch import num_samples, split, to_device
-from pure_loop.data.source import Share
+from pure_loop.data.batch import to_device
+from pure_loop.data.group import Share
+from pure_loop.data.samples import num_samples, split
 from pure_loop.errors import DataError
 from tests.data.test_data import same
 from tests.support.tiers import examples

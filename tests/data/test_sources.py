@@ -24,8 +24,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from pure_loop.data.open import source
-from pure_loop.data.source import Share
+from pure_loop.data.dataloaders import source
+from pure_loop.data.group import Share
 from tests.support.loaders import (
     LAW,
     Again,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Sampler
 
-from pure_loop.data.open import source
+from pure_loop.data.dataloaders import source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from tests.support.loaders import LAW, Again, Augmented, CustomBatches, Made, SizedStream, Stream, same, table
 

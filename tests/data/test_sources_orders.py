@@ -35,7 +35,7 @@ from torch.utils.data.distributed import DistributedSampler
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.data.copies import Private
-from pure_loop.data.open import source
+from pure_loop.data.dataloaders import source
 from tests.support.loaders import same
 from tests.support.passes import Counted, CountingStream, CountingStreamAtTheEnd, order_of
 from tests.support.tiers import examples
@@ -554,7 +554,7 @@ class LacksReplay(Private):
 def test_a_wrong_source_breaks_the_law(
     wrong: type[Private], core: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pure_loop.data.copies.Private", wrong)
+    monkeypatch.setattr("pure_loop.data.source.Private", wrong)
     with pytest.raises(AssertionError, match=message):
         check(lambda: wrapped(core, ["wrapper"]))
 

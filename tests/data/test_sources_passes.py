@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.data.open import source
+from pure_loop.data.dataloaders import source
 from pure_loop.errors import DataError
 from tests.data.test_sources import KINDS
 from tests.support.loaders import same, scramble

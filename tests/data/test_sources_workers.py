@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from pure_loop.data.open import source
+from pure_loop.data.dataloaders import source
 from pure_loop.data.source import Source
 from pure_loop.data.workers import _Reseeding
 from tests.support.loaders import Augmented, Custom, Stream, Together, noisy_collate, same, scramble, snapshot, table

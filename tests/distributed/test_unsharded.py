@@ -21,8 +21,8 @@ from pure_loop import Event
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.tree_ops import is_sharded, local_tensor
 from pure_loop.compile import interpreted, trees
-from pure_loop.distributed import unsharded
-from pure_loop.distributed.unsharded import UnshardedParameters
+from pure_loop.distributed import parameters
+from pure_loop.distributed.parameters import UnshardedParameters
 from pure_loop.frozendict import FrozenDict
 from tests.support.tiers import examples
 from tests.support.worlds import an_epoch, pool
@@ -50,7 +50,7 @@ def test_they_are_those_of_distributed_tensors(tensors, reached, capacity, ranks
         wanted = {str(i): numbers(i, *each) for i, each in enumerate(tensors)}
         params = FrozenDict((name, distribute_tensor(each, mesh, [Shard(0)])) for name, each in wanted.items())
         trained = list(wanted)[::2]
-        with patch.object(unsharded, "_CAPACITY", capacity):
+        with patch.object(parameters, "_CAPACITY", capacity):
             wholes = UnshardedParameters(params, trained)
         gathered = wholes.of(params)
         assert list(gathered) == list(params)
@@ -64,14 +64,14 @@ def test_they_are_those_of_distributed_tensors(tensors, reached, capacity, ranks
         # Others are gathered, and those of before are gone by then.
         before = list(map(ref, gathered.values()))
         del gathered, whole
-        real = unsharded._all_gather
+        real = parameters._all_gather
 
         def gather(*given, **options):
             assert all(each() is None for each in before)
             return real(*given, **options)
 
         others = FrozenDict((name, each.clone()) for name, each in params.items())
-        with patch.object(unsharded, "_all_gather", gather):
+        with patch.object(parameters, "_all_gather", gather):
             assert wholes.of(others).keys() == params.keys()
         total = {}
         for index, some in enumerate(reached):

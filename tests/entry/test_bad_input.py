@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal import suggestions as _calls
+from pure_loop._internal import hints
 from tests.support.refusals import DATA, SGD, TYPE, VALUE, Watched, fit, net, refused
 from tests.support.streams import assert_same
 
@@ -166,7 +166,7 @@ def test_names_of_other_libraries_stand_for_arguments_that_there_are() -> None:
     stopping = [pl.algorithms.early_stopping, pl.algorithms.reduce_on_plateau]
     listed = (*functions, *schedules, *observers, *stopping)
     parameters = {each for function in listed for each in inspect.signature(function).parameters}
-    for names, parameter, text in _calls._NAMES_ELSEWHERE:
+    for names, parameter, text in hints.ARGUMENTS:
         assert parameter in parameters
         assert "{{" not in text.format(3, name="fit", call="")
         assert parameter not in names.split()

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.callbacks import CheckpointSaver, _scored, checkpoint_saver
+from pure_loop.callbacks import CheckpointSaver, _scored
+from pure_loop.checkpoint import background as writing
 from pure_loop.compile import interpreted
 from pure_loop.stages import references
 from pure_loop.stages.ownership import Ownership
@@ -149,7 +150,7 @@ def test_a_checkpoint_is_read_behind_what_the_current_stream_has_to_do(
     background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels on a stream of one's own are waited for by no other stream, and the saver's thread has another."""
-    read_on, write = [], checkpoint_saver.write_state
+    read_on, write = [], writing.write_state
 
     def noting(state: pl.State, *given: Any, **options: Any) -> Any:
         read_on.append(torch.cuda.current_stream(state.device))
@@ -160,7 +161,7 @@ def test_a_checkpoint_is_read_behind_what_the_current_stream_has_to_do(
         torch.cuda._sleep(LONG)  # the update stands behind it
         return state
 
-    monkeypatch.setattr(checkpoint_saver, "write_state", noting)
+    monkeypatch.setattr(writing, "write_state", noting)
     saver = CheckpointSaver(tmp_path, interval="1ba", filename="{batch}.safetensors", background=background)
     params = {}
     stream = torch.cuda.Stream()

@@ -79,16 +79,16 @@ def test_a_child_does_not_wait_for_what_was_given_to_a_thread():
     def child():
         background.check()
         background.wait()
-        background.finish()
+        background.close()
         background.submit(lambda: ran.append("a thread of its own"))
-        background.finish()
+        background.close()
         return ran
 
     try:
         assert in_a_child(child) == ["a thread of its own"]
     finally:
         gate.set()
-    background.finish()
+    background.close()
     assert ran == [0, 1]
 
 

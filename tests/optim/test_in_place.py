@@ -20,7 +20,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer, adam, adamw, from_torch, lamb, lion, master_weights, muon, partition, sgd
 from pure_loop.schedules import linear
 from pure_loop.time import Timestamp
-from tests.support.optimizing import assert_same
+from tests.support.optimizing import ELEMENTWISE, RULES, assert_same
 
 FALLING = linear(0.5, 0.1, "4ba")
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     "ASGD": lambda: from_torch(torch.optim.ASGD, lr=0.1),
     "Adagrad": lambda: from_torch(torch.optim.Adagrad, lr=0.1),
 }
+OPTIMIZERS = {**ELEMENTWISE, **OPTIMIZERS}
 CLASSES = ("ASGD", "Adagrad")
 
 
@@ -173,10 +174,10 @@ def test_a_step_of_a_class_in_place_is_the_same(name: str, params: list[Drawn], 
     check(OPTIMIZERS[name](), params, seed)
 
 
-RULES = sorted(OPTIMIZERS.keys() - {"partition", "master_weights", *CLASSES})
+NAMES = sorted(OPTIMIZERS.keys() - {"partition", "master_weights", *CLASSES})
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
@@ -200,10 +201,10 @@ def test_what_is_refused_is_refused_before_anything_is_written(name: str, wrong:
     assert_same((opt_state, params), before)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rate_that_is_not_finite_is_refused_before_anything_is_written(name: str) -> None:
-    make: Any = {"momentum": sgd, "dampening": sgd, "sgd": sgd, "adam": adam, "adamw": adamw, "lion": lion}
-    optimizer: Optimizer = {**make, "lamb": lamb, "muon": muon}[name](lambda timestamp: math.nan)
+    make = {**RULES, "momentum": sgd, "dampening": sgd}[name]
+    optimizer = make(lambda timestamp: math.nan)
     assert optimizer.overwrite is not None
     params = FrozenDict(w=torch.ones(2, 2))
     opt_state = optimizer.init(params)

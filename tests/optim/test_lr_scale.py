@@ -15,6 +15,7 @@ from pure_loop.errors import AlgorithmStructureError, ArgumentError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.testing.comparison import close, differences
+from tests.support.optimizing import ELEMENTWISE
 
 DATA = [(torch.full((2, 3), 0.1 * i), torch.ones(2, 1)) for i in range(1, 5)]
 HALF = torch.tensor(0.5, dtype=torch.float64)
@@ -29,6 +30,9 @@ MAKERS: dict[str, Any] = {
         {"a": pl.optim.adam(lr=lr), "b": pl.optim.sgd(lr=lr)}, lambda name, tensor: "a" if "weight" in name else "b"
     ),
 }
+
+
+MAKERS = {**ELEMENTWISE, **MAKERS}
 
 
 @pl.algorithm(Event.BATCH_CHECKPOINT)
@@ -55,7 +59,7 @@ def test_each_rate_is_multiplied(name: str, settings: dict[str, Any]) -> None:
     assert scaled.lr_scale == 0.5
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lion"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_compiled_steps_multiply_it(name: str) -> None:
     with interpreted():
         compiled = pl.run(stream(MAKERS[name](0.25), [halve_after_two], compile=True))

@@ -20,7 +20,7 @@ from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer, adam, adamw, from_torch, kernels, lamb, lion, partition, sgd
 from pure_loop.time import Timestamp
-from tests.support.optimizing import SHAPES, assert_same, batches, named, ours, tensors
+from tests.support.optimizing import ELEMENTWISE, SHAPES, assert_same, batches, named, ours, tensors
 
 PURE: dict[str, Callable[[], Optimizer]] = {
     "adam": lambda: adam(amsgrad=True, maximize=True, weight_decay=0.1),
@@ -35,6 +35,7 @@ PURE: dict[str, Callable[[], Optimizer]] = {
         {"a": adamw(), "b": sgd(momentum=0.9)}, label=lambda name, tensor: "a" if tensor.ndim > 1 else "b"
     ),
 }
+PURE = {**ELEMENTWISE, **PURE}
 
 
 def snapshot(tree: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from torch.nn.functional import cross_entropy
 import pure_loop as pl
 from pure_loop import Event
 from tests.support.models import batches, plain
+from tests.support.optimizing import ELEMENTWISE, RULES
 from tests.support.streams import assert_same
 
+OPTIMIZERS_PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 DATA = batches((8,) * 5, 1)
 MODEL = plain()
-MADE = {
+MADE = {name: functools.partial(make, 0.01) for name, make in ELEMENTWISE.items()} | {
     "lion": functools.partial(pl.optim.lion, 0.01, weight_decay=0.1),
     "lamb": functools.partial(pl.optim.lamb, 0.1, weight_decay=0.1),
     "lamb, independent": functools.partial(pl.optim.lamb, 0.1, weight_decay=0.01, independent_decay=True),
@@ -95,6 +98,15 @@ def test_a_parameter_that_a_batch_does_not_use_stays_as_it_is(name: str) -> None
     assert torch.equal(again["unused"], fresh["unused"])
 
 
+MODULES = [path.stem for path in Path(pl.optim.__file__).parent.glob("[a-z]*.py") if " Rule(" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_listed_by_its_package_and_by_the_docs(name: str) -> None:
+    assert name in RULES, "pure_loop/optim/__init__.py: import it, add it to __all__, and to the mapping of modules"
+    assert f"`{name}`" in OPTIMIZERS_PAGE.read_text().replace("pl.optim.", ""), "docs/optimizers.md: add a row"
+
+
 # Of torch's class, or of the paper's own code.
 DEFAULTS: dict[Callable[..., Any], Any] = {
     pl.optim.adam: torch.optim.Adam,
@@ -106,11 +118,12 @@ DEFAULTS: dict[Callable[..., Any], Any] = {
 }
 
 
-@pytest.mark.parametrize("make", DEFAULTS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", RULES.values(), ids=lambda make: make.__name__)
 def test_defaults_are_those_of_torch_or_of_the_paper(make: Callable[..., Any]) -> None:
     def defaults(function: Callable[..., Any]) -> dict[str, Any]:
         return {name: each.default for name, each in inspect.signature(function).parameters.items()}
 
+    assert make in DEFAULTS, "tests/optim/test_rules.py: add those of the paper, or torch's class, to DEFAULTS"
     expected = DEFAULTS[make] if isinstance(DEFAULTS[make], dict) else defaults(DEFAULTS[make])
     found = defaults(make)
     shared = [name for name in expected if name in found and name != "adjust_lr"]  # torch's None is its "original"

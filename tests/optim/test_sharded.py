@@ -7,9 +7,10 @@ import torch
 
 import pure_loop as pl
 from pure_loop.testing.ranks import RankError
+from tests.support.optimizing import ELEMENTWISE, RULES
 from tests.support.sharding import last, network, pool, train
 
-OPTIMIZERS = {
+OPTIMIZERS = {name: make(lr=0.01) for name, make in ELEMENTWISE.items()} | {
     "lion": pl.optim.lion(lr=0.01, weight_decay=0.1),
     "adamw": pl.optim.adamw(lr=0.01, weight_decay=0.1, independent_decay=True),
     "sgd": pl.optim.sgd(lr=0.01, momentum=0.9, weight_decay=0.1, independent_decay=True),
@@ -61,7 +62,7 @@ def test_float32_copies_are_shards_as_their_parameters() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [pl.optim.lamb, pl.optim.muon])
+@pytest.mark.parametrize("make", [make for name, make in RULES.items() if name not in ELEMENTWISE])
 def test_others_are_refused(make) -> None:  # type: ignore[no-untyped-def]
     def program(rank):  # type: ignore[no-untyped-def]
         pl.run(train(network(), optimizer=make(), parallel="shard"))

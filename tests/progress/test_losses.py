@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pure_loop.progress.measurements import MeanLoss
+from pure_loop.progress.estimate import MeanLoss
 
 
 def mean_of(pairs):

@@ -89,7 +89,7 @@ def test_what_stays_has_all_rows_and_the_best_of_each_column(notebook):
 
 
 def test_an_evaluation_has_a_bar_of_its_own(notebook, monkeypatch):
-    from pure_loop.progress.notebook import Notebook
+    from pure_loop.progress.screens import Notebook
 
     monkeypatch.setattr(Notebook, "seconds", 0.0)
     pl.run(progress(fit(evaluators={"val": DATA}), refresh_seconds=0))

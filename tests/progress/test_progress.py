@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop.progress import display as _display
-from pure_loop.progress import measurements as _readings
+from pure_loop.progress import estimate as _readings
 from pure_loop.progress.display import _pass_on, progress
 from pure_loop.progress.tracker import Tracker
 from tests.progress.conftest import Clock, Terminal

@@ -29,7 +29,7 @@ def test_each_algorithm_has_one() -> None:
 @pytest.mark.parametrize("name", RECORDS)
 def test_it_is_as_it_would_be_now(name: str) -> None:
     path = CARDS / f"{name}.md"
-    assert TEXTS[path] == path.read_text(), "run make docs"
+    assert TEXTS[path] == path.read_text(), "run make tables"
 
 
 @pytest.mark.parametrize("name", RECORDS)

@@ -64,6 +64,12 @@ def test_a_page_begins_with_an_example(page: str) -> None:
     assert len(paragraphs) == (4 if page == "README.md" else 1)
 
 
+def test_tables_are_as_they_would_be_now() -> None:
+    """And cards; what code prints is tried below."""
+    texts = {path: generate.render(path, None) for path in PAGES.values()} | generate.cards()
+    assert [path.name for path, text in texts.items() if path.read_text() != text] == [], "run make tables"
+
+
 @pytest.mark.slow
 @each_page
 def test_generated_parts_are_as_they_would_be_now(page: str) -> None:
@@ -84,7 +90,7 @@ def _apart(text: str) -> tuple[str, list[float]]:
 @pytest.mark.parametrize("package", generate.PACKAGES)
 def test_packages_list_what_their_modules_have(package: str) -> None:
     text = (generate.ROOT / "pure_loop" / package / "__init__.py").read_text()
-    assert generate.render_package(package) == text, "run make docs"
+    assert generate.render_package(package) == text, "run make tables"
     listed = getattr(pl, package)
     public = [module for module in generate.modules(package) if generate.is_public(module.name, package)]
     assert set(listed.__all__) == {name for module in public for name in module.public}

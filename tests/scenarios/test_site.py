@@ -44,7 +44,7 @@ def test_every_public_name_is_on_exactly_one_page_of_the_reference() -> None:
     names = list(api.public_names())
     assert len(names) > 300
     missing = [name for name in names if not pages[api.key_of(name)]]
-    assert not missing, "list them in a comment `generated: api` of a page in docs/reference, and run make docs"
+    assert not missing, "list them in a comment `generated: api` of a page in docs/reference, and run make tables"
     public = {api.key_of(name) for name in names}
     assert [entries for key, entries in pages.items() if key not in public and entries] == []
     assert [entries for entries in pages.values() if len({page for _, page in entries}) > 1] == []

@@ -23,9 +23,8 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal import torch_losses as _torch_losses
 from pure_loop._internal import weights as _weights
-from pure_loop._internal.torch_losses import implied_by
+from pure_loop._internal.weights import implied_by
 from pure_loop.distributed import Parallel
 from pure_loop.stages import loss as _loss
 from pure_loop.testing.ranks import shared_pool
@@ -88,7 +87,7 @@ def weights_stay_on_their_device() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_weights, "read_weight", unread)
-        patch.setattr(_torch_losses, "is_readable", lambda tensor: False)
+        patch.setattr(_weights, "is_readable", lambda tensor: False)
         patch.setattr(_loss, "read_weight", unread)
         yield
 

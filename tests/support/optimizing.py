@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,13 +10,22 @@ import optree
 import torch
 from torch import Tensor
 
+import pure_loop as pl
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer, master_weights, partition
+from pure_loop.ranges import settings_of
 from pure_loop.time import Timestamp
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 SHAPES = [(), (3,), (2, 5), (37,), (2, 3, 4, 4), (0,)]
 Step = Sequence[Tensor | None]
+_MADE = {name: getattr(pl.optim, name) for name in pl.optim.__all__}
+RULES: dict[str, Callable[..., Optimizer]] = {
+    name: make for name, make in _MADE.items() if inspect.isfunction(make) and "lr" in settings_of(make)
+}
+"""The optimizers of the library, by their names: the functions with a learning rate that has a range."""
+ELEMENTWISE = {name: make for name, make in RULES.items() if make().elementwise}
+"""Those that take parameters of every shape, each number by itself."""
 WRAPPERS: dict[str, Callable[[Optimizer], Optimizer]] = {
     "by itself": lambda optimizer: optimizer,
     "master_weights": master_weights,

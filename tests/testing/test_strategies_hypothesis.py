@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop.algorithm import Algorithm
-from pure_loop.data.batch import num_samples
+from pure_loop.data.samples import num_samples
 from pure_loop.entry import hypothesis as entry_hypothesis
 from pure_loop.order import Plan
 from pure_loop.testing.strategies import BY_TYPE, batches, cases, plans

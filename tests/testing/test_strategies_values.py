@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import pure_loop as pl
 from pure_loop._internal.bits import same
 from pure_loop.algorithm import Composition
-from pure_loop.data.batch import num_samples, split
+from pure_loop.data.samples import num_samples, split
 from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, check, expected, going_on
 from pure_loop.testing._compositions import ALGORITHMS

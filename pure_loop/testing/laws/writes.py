@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._internal.autograd import scalar_like
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.weights import Weights
 from pure_loop.algorithm import Algorithm
@@ -336,7 +337,7 @@ class _Watcher:
         inputs = [state.params[name] for name in names]
         # retain_graph: the loop runs its own backward after this one. It also repeats the random numbers that the
         # recomputed forward of activation checkpointing draws.
-        result = torch.autograd.grad(loss, inputs, torch.full_like(loss, share), retain_graph=True, allow_unused=True)
+        result = torch.autograd.grad(loss, inputs, scalar_like(loss, share), retain_graph=True, allow_unused=True)
         before = {} if not isinstance(state._grads, Mapping) else state._grads
         totals = {name: _sum(before.get(name), gradient) for name, gradient in zip(names, result, strict=True)}
         return {name: totals.get(name) for name in state.model.trainable}

@@ -1,29 +1,114 @@
-"""A model's parameters, whole, from the parts that ranks hold, and gradients by them on their way into parts.
+"""The parameters of a State while a forward and its backward go through them: tensors of their own, made when needed.
 
-For what a graph computes, which can exchange nothing. Many tensors go through one exchange: a *bucket* is flat memory
-in which they lie one after the other, each padded so that all ranks have equally many rows of it.
+:class:`LazyLeaves`: the forward runs on tensors of an engine's own, with memory that will be another State's in the
+next step. So that what a State shows never changes, it shows others, through which a penalty on weights has its
+gradient. In most runs no code looks, and to make them for all parameters costs as much as a small layer for each.
+
+:class:`UnshardedParameters`: whole tensors from the parts that ranks hold, and gradients by them on their way into
+parts, for what a graph computes, which can exchange nothing. Many tensors go through one exchange: a *bucket* is flat
+memory in which they lie one after the other, each padded so that all ranks have equally many rows of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pure_loop._internal import pytree as _pytree
+from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.tree_ops import local_tensor
 from pure_loop.frozendict import FrozenDict
 
-__all__ = ["UnshardedParameters"]
+__all__ = ["LazyLeaves", "UnshardedParameters", "origin_of"]
 
 # Under their names since torch 2.13, and before.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Bytes of whole tensors that are exchanged at a time: as many as with torch's DistributedDataParallel.
 _CAPACITY = 25 << 20
+
+
+class LazyLeaves(FrozenDict[str, Tensor]):
+    """Parameters by name.
+
+    Args:
+        origin: the parameters of the State.
+        make: from a name to the tensor that is shown, until :meth:`close`.
+        after: the same from then on, for those that were not accessed.
+        frozen: the names of those that need no gradient.
+        index: the microbatch's number in its batch.
+        last: whether no other one follows in it.
+
+    Attributes:
+        buffers: those that the forward went through, for a backward that goes through it again.
+        seen: those that were accessed, by name.
+    """
+
+    __slots__ = ("_after", "_make", "buffers", "index", "last", "seen")
+
+    def __init__(
+        self,
+        origin: FrozenDict[str, Tensor],
+        make: Callable[[str], Tensor],
+        after: Callable[[str], Tensor],
+        *,
+        frozen: frozenset[str],
+        index: int,
+        last: bool,
+    ) -> None:
+        super().__init__(origin)
+        self.index, self.last = index, last
+        self.origin, self.frozen, self.holder = origin, frozen, None
+        self.buffers: Mapping[str, Tensor] = {}
+        self._make, self._after = make, after
+        self.seen: dict[str, Tensor] = {}
+
+    def close(self) -> None:
+        """The backward is over."""
+        self._make = self._after
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.seen:
+            if name not in self.origin:
+                raise KeyError(name)
+            self.seen[name] = self._make(name)
+        return self.seen[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - that would be this function itself
+
+    # dict(leaves) looks up each key only if iteration is a method of the class.
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def values(self) -> Any:
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        return ItemsView(self)
+
+
+def origin_of(params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
+    """The parameters of the State that these are, or are leaves of."""
+    origin: Any = getattr(params, "origin", params)
+    return cast("FrozenDict[str, Tensor]", origin)
+
+
+def _flatten(leaves: LazyLeaves) -> tuple[Sequence[object], object, Sequence[str]]:
+    names = tuple(leaves)
+    return [leaves[name] for name in names], names, names
+
+
+def _unflatten(names: tuple[str, ...], children: Iterable[PyTree]) -> Mapping[str, PyTree]:
+    return FrozenDict(zip(names, children, strict=True))
+
+
+_pytree.register(LazyLeaves, _flatten, _unflatten, attributes=False)
 
 
 class UnshardedParameters:
@@ -41,17 +126,17 @@ class UnshardedParameters:
         ranks = mesh.size(mesh.ndim - 1)
         self._of_params = _buckets(params, ranks)
         self._of_gradients = _buckets({name: params[name] for name in trained}, ranks)
-        self._parts: Any = None
+        self._parts: FrozenDict[str, Tensor] | None = None
         self._gathered: FrozenDict[str, Tensor] = FrozenDict()
         # Of the microbatches so far, by the number of their bucket.
         self._sums: dict[int, Tensor] = {}
         self._reached: set[str] = set()
 
-    def of(self, params: FrozenDict[str, Any]) -> FrozenDict[str, Tensor]:
+    def of(self, params: FrozenDict[str, Tensor]) -> FrozenDict[str, Tensor]:
         """The whole of each of these parameters: gathered, unless they were the last ones. All ranks ask for it."""
-        known = self._parts
+        last = self._parts
         # On one rank only another mapping of the same ones may have been made.
-        if known is None or not all(map(is_, params.values(), map(known.get, params))):
+        if last is None or not all(map(is_, params.values(), map(last.get, params))):
             self.drop()  # or there would be those of two models for a while
             result: dict[str, Tensor] = {}
             for bucket in self._of_params:
@@ -102,7 +187,7 @@ class _Bucket:
         ranks: how many hold parts.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], ranks: int) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], ranks: int) -> None:
         self.names = tuple(tensors)
         self._shapes = [tensor.shape for tensor in tensors.values()]
         # Rows that a rank has at most, and those that this one has.
@@ -113,7 +198,7 @@ class _Bucket:
         part = local_tensor(next(iter(tensors.values())))
         self._options: dict[str, Any] = {"dtype": part.dtype, "device": part.device}
 
-    def wholes(self, parts: Sequence[Tensor], group: Any) -> dict[str, Tensor]:
+    def wholes(self, parts: Sequence[Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
         """The whole tensors, from the parts of all ranks."""
         mine = torch.empty(self._width, **self._options)
         places = [place[: part.numel()] for place, part in zip(torch.split(mine, self._widths), parts, strict=True)]
@@ -146,7 +231,9 @@ class _Bucket:
             torch._foreach_add_(places, result)
             times += 1 if all(present) else torch.tensor(present).to(times)
 
-    def parts(self, sums: Tensor, group: Any, copies: Any) -> tuple[dict[str, Tensor], Tensor]:
+    def parts(
+        self, sums: Tensor, group: dist.ProcessGroup, copies: dist.ProcessGroup | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """This rank's parts of the sums over all ranks, and how often all of them added each.
 
         ``copies`` is the group of ranks that hold the same parts.
@@ -168,10 +255,10 @@ class _Bucket:
         return columns, times
 
 
-def _buckets(tensors: Mapping[str, Any], ranks: int) -> list[_Bucket]:
+def _buckets(tensors: Mapping[str, Tensor], ranks: int) -> list[_Bucket]:
     result: list[_Bucket] = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
-        chosen: dict[str, Any] = {}
+        chosen: dict[str, Tensor] = {}
         size = 0
         for name, tensor in tensors.items():
             if tensor.dtype is not dtype:
