@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from numbers import Number
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import attrs
@@ -73,6 +74,9 @@ class Graphs(Protocol):
     def keys(self) -> Iterable[str]: ...
 
 
+_device = attrgetter("device")
+
+
 def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T:
     """A batch with its tensors on ``device``, each moved once; the same object where nothing has to move.
 
@@ -91,9 +95,7 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
     """
     device = torch.device(device)
     # By far the commonest batch: a tuple or list of tensors.
-    if isinstance(batch, tuple | list) and {(type(leaf), getattr(leaf, "device", None)) for leaf in batch} <= {
-        (Tensor, device)
-    }:
+    if isinstance(batch, tuple | list) and set(map(type, batch)) <= {Tensor} and set(map(_device, batch)) <= {device}:
         return batch
     moved: dict[int, Tensor] = {}
 
