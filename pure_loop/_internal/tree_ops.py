@@ -112,8 +112,9 @@ def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
         )
     if not is_sharded(tensor) or is_sharded(whole):
         return whole
-    # A view of it would keep the whole of it.
-    sharded: Tensor = from_local(tensor, box_of(whole.detach(), tensor).clone())
+    # A view of it would keep the whole of it, and kernels add up in another order where elements lie otherwise.
+    shard = box_of(whole.detach(), tensor).clone(memory_format=torch.contiguous_format)
+    sharded: Tensor = from_local(tensor, shard)
     return sharded
 
 

@@ -94,8 +94,12 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
     True
     """
     device = torch.device(device)
-    # By far the commonest batch: a tuple or list of tensors.
-    if isinstance(batch, tuple | list) and set(map(type, batch)) <= {Tensor} and set(map(_device, batch)) <= {device}:
+    # By far the commonest batch: a tuple or list of tensors. One of a subclass may hold more than its items.
+    if (
+        (isinstance(batch, tuple | list) and type(batch) in (tuple, list))
+        and set(map(type, batch)) <= {Tensor}
+        and set(map(_device, batch)) <= {device}
+    ):
         return batch
     moved: dict[int, Tensor] = {}
 

@@ -25,7 +25,7 @@ from pure_loop._internal.autograd import scalar_like, zero_unless
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.torch_private import drop_groups_of_fsdp
 from pure_loop._internal.tree_ops import from_local, full_tensor, is_sharded, local_tensor
-from pure_loop.data.batch import map_tensors, tensors_in
+from pure_loop.data.batch import map_tensors
 from pure_loop.distributed.multi_rank import Gradients, MultiRankEngine, no_parameters, register_hook
 from pure_loop.distributed.parameters import LazyLeaves, UnshardedParameters, origin_of
 from pure_loop.distributed.ranks import break_mesh, find_mesh, mesh_of
@@ -212,12 +212,12 @@ class ShardEngine(MultiRankEngine):
         with torch.set_grad_enabled(True):
             if loss is None:
                 # A backward in which nothing counts, and in which this rank takes part.
-                outputs = [tensor for tensor in tensors_in(raw_outputs(state)) if tensor.requires_grad]
+                outputs = [tensor for tensor in _tensors(raw_outputs(state)) if tensor.requires_grad]
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             else:
                 if counts is not None:
                     # The gradients of parameters are fully_shard's own: what is NaN is stopped at the outputs.
-                    for output in tensors_in(raw_outputs(state)):
+                    for output in _tensors(raw_outputs(state)):
                         if output.requires_grad:
                             register_hook(output, partial(zero_unless, counts))
                 # It divides by the number of ranks.
@@ -475,3 +475,15 @@ def repeated_layers(module: nn.Module) -> Iterable[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         for child in module.children():
             yield from repeated_layers(child)
+
+
+def _tensors(outputs: Outputs) -> list[Tensor]:
+    """All tensors in outputs, those inside of a ``PackedSequence`` or a ``TensorDict`` among them."""
+    result: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        result.append(tensor)
+        return tensor
+
+    map_tensors(take, outputs)
+    return result

@@ -256,6 +256,24 @@ def test_a_shared_tensor_moves_once() -> None:
     assert a is not c
 
 
+class Listed(list[torch.Tensor]):
+    """Has a tensor besides its items."""
+
+    lengths: torch.Tensor
+
+    def to(self, device: torch.device) -> Listed:
+        result = Listed(tensor.to(device) for tensor in self)
+        result.lengths = self.lengths.to(device)
+        return result
+
+
+@pytest.mark.parametrize("items", [[], [torch.zeros(2, device="meta")]])
+def test_a_list_that_moves_itself_is_asked_to_wherever_its_items_are(items: list[torch.Tensor]) -> None:
+    batch = Listed(items)
+    batch.lengths = torch.ones(2)
+    assert to_device(batch, "meta").lengths.is_meta
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_moving_to_an_accelerator_and_back() -> None:

@@ -180,3 +180,30 @@ def test_a_rank_without_samples_predicts_nothing():
         return [len(state.outputs) for event, state in stream if event is Event.PREDICT_BATCH_END]
 
     assert pool().run(program) == [[1], [0]]
+
+
+class _Packs(torch.nn.Module):
+    """Gives a packed sequence of one number for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x):
+        return torch.nn.utils.rnn.pack_sequence(list(self.layer(x)[:, None]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_samples_goes_along_where_outputs_are_a_packed_sequence(kind):
+    data = [(torch.tensor([[1.0], [2.0], [3.0]]), torch.zeros(3, 1)), (torch.tensor([[1.0]]), torch.zeros(1, 1))]
+
+    def run(parallel):
+        with pl.random.seeded(0):
+            model = _Packs()
+        options = {"loss": lambda outputs, targets: outputs.data.square().mean(), "parallel": parallel}
+        stream = an_epoch(model, data, **options)
+        return [float(state.loss) for event, state in stream if event is Event.BATCH_END]
+
+    alone = run(None)
+    for losses in pool(kind=kind).run(lambda rank: run(kind)):
+        assert losses == pytest.approx(alone, rel=1e-5)

@@ -75,6 +75,7 @@ def test_a_part_is_one_of_the_whole_in_memory_of_its_own():
         assert shard_like(parts, tensor) is parts
         assert shard_like(torch.ones(5), state.params["bias"]).shape == (5,)
         local = parts.to_local()
+        assert shard_like(everything.t().contiguous().t(), tensor).to_local().is_contiguous()
         return local, local.untyped_storage().nbytes(), tensor.to_local().shape, parts.full_tensor()
 
     for rank, (local, bytes_held, shape, gathered) in enumerate(pool(kind="shard").run(program)):
