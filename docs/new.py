@@ -447,7 +447,7 @@ def main(arguments: list[str] | None = None) -> int:
     # The ids of those tests are the names of classes and functions, in any case.
     public = options.name.replace("_", "") if options.kind in ("callback", "logger") else options.name
     if options.kind == "optimizer":
-        print(f"pure_loop/optim/__init__.py: list {public!r}, in three places; and a row in docs/optimizers.md")
+        print(f"pure_loop/optim/__init__.py: list {public!r}, in two places; and a row in docs/optimizers.md")
     suite = f"{'tests/optim ' if options.kind == 'optimizer' else ''}tests/architecture/test_every_method.py"
     print("Fill both in, and try:")
     print(f"  pytest {paths[1].relative_to(ROOT)}")

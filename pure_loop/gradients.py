@@ -62,7 +62,7 @@ def _with_values(coalesced: Tensor, values: Tensor) -> Tensor:
 
 
 def in_dtypes_of(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
-    """``new`` in the dtypes of ``tensors``: of two tensors of shape () the wider dtype is that of their product.
+    """``results`` in the dtypes of ``tensors``: of two tensors of shape () the wider dtype is that of their product.
 
     >>> tensors = [torch.tensor(1.0, dtype=torch.bfloat16)]
     >>> in_dtypes_of(tensors, torch._foreach_mul(tensors, torch.tensor(2.0)))

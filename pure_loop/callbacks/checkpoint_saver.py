@@ -297,7 +297,9 @@ class CheckpointSaver(Callback):
             self._writer.wait()
             self._say(signal_name(came), *self._saved)
         # What ended the stream may be that a State can't be saved.
-        if state is None or why in (None, self._writer.failed) or isinstance(why, NonFiniteError) or not self._saves:
+        if why is None or why is self._writer.failed or isinstance(why, NonFiniteError):
+            return
+        if state is None or not self._saves:
             return
         # Without a signal the loop's body may be left wherever it likes; and not all ranks need come here.
         if came is None and (

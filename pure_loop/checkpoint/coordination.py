@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from pure_loop._internal.tree_ops import are_sharded, bytes_of
-from pure_loop.distributed.ranks import patience
 from pure_loop.errors import ArgumentError, DistributedError
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit, read_time
@@ -28,6 +27,13 @@ R = TypeVar("R")
 # than the second number, it is as long as that.
 _WRITING = 1800.0
 _SOON = 300.0
+
+
+def _seconds() -> float:
+    """For how long ranks wait for each other."""
+    from pure_loop.distributed.ranks import patience  # there are builds of torch that can't import it
+
+    return patience()
 
 
 class _Meeting:
@@ -67,7 +73,7 @@ class Coordinator(_Meeting):
     """Where ranks meet for a checkpoint."""
 
     def __init__(self) -> None:
-        seconds = patience()
+        seconds = _seconds()
         self._patience = timedelta(seconds=seconds if seconds < _SOON else max(seconds, _WRITING))
         super().__init__(self._patience)
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -148,7 +154,7 @@ class StopConsensus(_Meeting):
     """Tells all ranks, a boundary later, that one of them was asked to stop."""
 
     def __init__(self) -> None:
-        super().__init__(timedelta(seconds=patience()))
+        super().__init__(timedelta(seconds=_seconds()))
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def cast(self, mine: int | None) -> int | None:

@@ -346,6 +346,13 @@ def _list(values: Json) -> list[Json]:
     return values
 
 
+def _length(value: Json) -> int | None:
+    if value is not None and type(value) is not int:
+        raise ValueError(f"{shortened(value)} is no length")
+    length: int | None = value
+    return length
+
+
 def _counts(values: Json) -> list[int]:
     if not are_counts(values):
         raise ValueError(f"{shortened(values)} is no list of counts")
@@ -377,9 +384,7 @@ _READERS: dict[str, Callable[[Reader, dict[str, Json]], PyTree]] = {
     "enum": lambda reader, value: reader.member(value),
     "float": lambda reader, value: float.fromhex(value["float"]),
     "tuple": lambda reader, value: tuple(reader.items(value["tuple"])),
-    "deque": lambda reader, value: deque(
-        reader.items(value["deque"]), None if value["maxlen"] is None else _counts([value["maxlen"]])[0]
-    ),
+    "deque": lambda reader, value: deque(reader.items(value["deque"]), _length(value["maxlen"])),
     "size": lambda reader, value: torch.Size(_counts(value["size"])),
     "set": lambda reader, value: set(reader.elements(value["set"])),
     "frozenset": lambda reader, value: frozenset(reader.elements(value["frozenset"])),

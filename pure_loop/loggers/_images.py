@@ -98,15 +98,16 @@ def png(image: Pixels) -> bytes:
     )
 
 
-def layers_of(entry: Entry) -> dict[str, Pixels]:
-    """Images by "", and masks upon them by their names: each ``(n, height, width, channels)`` of uint8.
+def layers_of(entry: Entry) -> dict[str | None, Pixels]:
+    """Images by None, and masks upon them by their names: each ``(n, height, width, channels)`` of uint8.
 
     Raises:
         ArgumentError: images or masks of shapes that they can't have.
     """
     images, masks = entry.value
     pixels = as_pixels(images, entry.name)
-    return {"": pixels} | {str(key): overlay(pixels, mask) for key, mask in as_masks(masks, pixels, entry.name).items()}
+    arrays = as_masks(masks, pixels, entry.name)
+    return {None: pixels, **{str(key): overlay(pixels, mask) for key, mask in arrays.items()}}
 
 
 def write_images(folder: Path, entry: Entry) -> list[Path]:
@@ -124,8 +125,9 @@ def write_images(folder: Path, entry: Entry) -> list[Path]:
     name = file_part(entry.name)
     paths = []
     for key, layer in layers.items():
+        suffix = "" if key is None else f"-{file_part(key)}"
         for index, image in enumerate(layer):
-            path = folder / f"ba{entry.moment.batch}-{name}-{index}{f'-{file_part(key)}' if key else ''}.png"
+            path = folder / f"ba{entry.moment.batch}-{name}-{index}{suffix}.png"
             with naming(path, "a logger"):
                 path.write_bytes(png(image))
             paths.append(path)

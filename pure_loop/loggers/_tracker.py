@@ -172,7 +172,7 @@ def image_files(entry: Entry) -> Iterator[tuple[str, bytes]]:
 
     for key, layer in layers_of(entry).items():
         for index, image in enumerate(layer):
-            yield f"/{key}/{index}" if key else f"/{index}", png(image)
+            yield f"/{index}" if key is None else f"/{key}/{index}", png(image)
 
 
 @contextmanager

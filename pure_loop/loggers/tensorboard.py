@@ -153,7 +153,7 @@ class TensorBoardLogger(FolderDestination):
 
         values = []
         for key, layer in layers_of(entry).items():
-            name = f"{entry.name}/{key}" if key else entry.name
+            name = entry.name if key is None else f"{entry.name}/{key}"
             for index, image in enumerate(layer):
                 height, width, channels = image.shape
                 encoded = Summary.Image(

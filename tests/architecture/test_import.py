@@ -87,6 +87,13 @@ def test_what_a_plain_fit_does_not_use_is_not_imported(fitted: Any, name: str) -
     assert [each for each in fitted["all"] if each == name or each.startswith(f"{name}.")] == []
 
 
+def test_checkpoints_of_one_rank_import_nothing_of_ranks() -> None:
+    """There are builds of torch that have no torch.distributed."""
+    imported = measured("pl.save, pl.load, pl.latest, pl.callbacks.CheckpointSaver")["all"]
+    assert "pure_loop.checkpoint.files" in imported
+    assert "pure_loop.distributed.ranks" not in imported
+
+
 STRICT = FIT.replace(
     "max_duration", "strict=True, evaluators=[(torch.randn(4, 64), torch.zeros(4).long())], max_duration"
 )

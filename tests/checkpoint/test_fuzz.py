@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.tree import _READERS
+from pure_loop.checkpoint.tree import _READERS, Reader
 from pure_loop.errors import CheckpointError, ResumeError
 from tests.support.checkpoint_runs import fit, little_memory, messages, small
 from tests.support.tiers import examples
@@ -69,6 +69,12 @@ def described(document: Any) -> bytes:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "x.safetensors"
+
+
+@pytest.mark.parametrize(("length", "reason"), [(1.5, "1.5 is no length"), (-1, "maxlen must be non-negative")])
+def test_a_length_that_is_none(length: float, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=f"in it is no value: {reason}\\.$"):
+        Reader({}, torch.device("cpu"), "x").read({"deque": [], "maxlen": length})
 
 
 def check(content: bytes, path: Path) -> None:

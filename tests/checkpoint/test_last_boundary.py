@@ -99,6 +99,26 @@ def test_a_loader_that_fails(variant: str, batch: int, tmp_path: Path, interpret
     sameness.assert_same(resumed, pl.run(stream(Data(), **settings)), variant)
 
 
+class CodeError(Exception):
+    """Can be compared with its like alone."""
+
+    code = 3
+
+    def __eq__(self, other: Any) -> bool:
+        return bool(self.code == other.code)
+
+    __hash__ = Exception.__hash__
+
+
+def test_an_error_is_told_by_what_it_is(tmp_path: Path) -> None:
+    def fail_oddly() -> None:
+        raise CodeError
+
+    with pytest.raises(CodeError):
+        pl.run(stream(Data(6, fail_oddly), tmp_path))
+    assert any(name.endswith("-ba6.safetensors") for name in names(tmp_path))
+
+
 def test_nothing_is_saved_where_nothing_was_trained_or_the_loop_was_left(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         pl.run(stream(Data(0, fail), tmp_path))

@@ -12,6 +12,9 @@ import torch
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.loggers import InMemoryLogger, JSONLinesLogger
+from pure_loop.loggers._entry import Entry, Moment
+from pure_loop.loggers._images import write_images
+from pure_loop.loggers._tracker import image_files
 from tests.loggers.records import DATA, expected_steps, killed, stream
 
 
@@ -90,6 +93,13 @@ def test_images_and_masks_are_png_files(tmp_path: Path) -> None:
     assert coloured.size == (4, 3)
     assert coloured.getpixel((0, 0)) == tuple(expected[:3].tolist())  # class 0 stays as it is
     assert coloured.getpixel((1, 0)) != tuple(expected[3:6].tolist())
+
+
+def test_a_mask_without_a_name_does_not_take_the_place_of_the_images(tmp_path: Path) -> None:
+    masks = {"": torch.ones(1, 2, 2), "m": torch.ones(1, 2, 2)}
+    entry = Entry("images", "x", (torch.zeros(1, 2, 2, 3), masks), Moment(), 0.0)
+    assert [suffix for suffix, _ in image_files(entry)] == ["/0", "//0", "/m/0"]
+    assert len({path.name for path in write_images(tmp_path, entry)}) == 3
 
 
 @pytest.mark.parametrize(

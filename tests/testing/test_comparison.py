@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +33,17 @@ def test_zero_is_not_minus_zero() -> None:
     assert str(difference).endswith("should be tensor([1., 0.]) float32 (2,)")
     assert not Comparer().equal(minus, plus)
     assert close(minus, plus, tolerance=0.0) is None
+
+
+@attrs.frozen
+class Noted(pl.State):
+    note: int = 0
+
+
+def test_fields_of_a_class_of_the_users_are_compared_too() -> None:
+    noted = Noted.create(torch.nn.Linear(1, 1))
+    assert Comparer().equal(noted, noted.replace())
+    assert not Comparer().equal(noted, noted.replace(note=1))
 
 
 @pytest.mark.parametrize("kind", [Snapshot, Keeper])
