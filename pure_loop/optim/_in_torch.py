@@ -50,7 +50,7 @@ def refuse_other_options(
     Args:
         where: the optimizer, for the error.
         options: those of this optimizer.
-        given: those of a group of a state dict.
+        written: those of a group of a state dict.
         skip: which options differ from step to step.
 
     Raises:

@@ -43,7 +43,7 @@ def finished(unit: TimeUnit, timestamp: Timestamp) -> int | float:
 
 
 def whole_lengths(progress: float, length: Exact) -> int:
-    """How many whole lengths fit into ``now``."""
+    """How many whole lengths fit into ``progress``."""
     return int((Fraction(progress) if isinstance(length, Fraction) else progress) // length)
 
 

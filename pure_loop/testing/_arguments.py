@@ -19,7 +19,7 @@ def check_range(where: str, low: str, least: float | None, high: str, most: floa
 
 
 def check_choices(where: str, name: str, value: object, choices: Collection[T]) -> tuple[T, ...]:
-    """What was chosen, as it stands in ``known``, in the order given; what comes twice is drawn twice as often."""
+    """What was chosen, as it stands in ``choices``, in the order given; what comes twice is drawn twice as often."""
     listed = ", ".join(map(_shown, choices))
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ArgumentTypeError(f"{where}: {name}={value!r}: give a list of some of {listed}.")

@@ -24,7 +24,7 @@ def unequal_leaves(a: State, b: State, equal: Collection[Pair] = ()) -> tuple[li
     Numbers of a device are waited for once.
 
     Args:
-        one, other: the States.
+        a, b: the States.
         equal: the addresses of pairs of leaves that are known to be equal.
 
     Returns:

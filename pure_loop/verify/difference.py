@@ -66,7 +66,7 @@ def verification_error(answers: Sequence[Answer], timestamp: Timestamp, rank: in
 
     Args:
         answers: by rank; one of them at least has a difference.
-        now: the timestamp after the batch.
+        timestamp: that after the batch.
         rank: of this process.
     """
     first = min(place.index for place, _ in answers if place is not None)
@@ -128,7 +128,7 @@ def other_parameters_error(by_rank: Sequence[Mapping[str, int]], timestamp: Time
 
     Args:
         by_rank: the checksum of each parameter.
-        now: the timestamp after the batch.
+        timestamp: that after the batch.
     """
     names = [name for name in by_rank[0] if len({sums.get(name) for sums in by_rank}) > 1]
     sums: Counter[Any] = Counter(tuple(row.values()) for row in by_rank)
