@@ -184,20 +184,20 @@ class _Indexed(Source):
         if not batches or self.uneven or not self._shares or self._passes.continues:
             return start
         sizes = self._sizes(epoch, batches, samples)
-        indices, following = sum(sizes[:batches]), sum(sizes[: batches + 1])
+        total, following = sum(sizes[:batches]), sum(sizes[: batches + 1])
         certain = count is num_samples and _loaders.collates_by_default(self._loader)
         # What a library added to torch's collate for a class of its own leaves batches of other classes as they were,
         # which the first batch shows.
         expects_default = count is num_samples and _loaders.collates_by_default(self._loader, with_additions=True)
         # A collate may leave samples out or make several of one.
-        if not changed and (indices == samples or not (expects_default or indices < samples < following)):
+        if not changed and (total == samples or not (expects_default or total < samples < following)):
             return start
-        refusal = partial(self._refuse_other_sizes, epoch, batches, samples, indices)
+        refusal = partial(self._refuse_other_sizes, epoch, batches, samples, total)
         if not certain and not self._counts_indices(epoch, sizes[0], count):
             if changed:
                 raise refusal("Samples can't be skipped by number, because a batch has not as many samples as indices.")
             return start
-        if indices == samples:
+        if total == samples:
             return start
         if type(self._sampler) is not BatchSampler:
             raise refusal("A batch sampler of your own may put them together in any order.")

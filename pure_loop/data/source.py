@@ -164,10 +164,10 @@ class Source(ABC):
         """
         return start
 
-    def _refuse_other_sizes(self, epoch: int, batches: int, samples: int, following: int, why: str) -> ResumeError:
+    def _refuse_other_sizes(self, epoch: int, batches: int, samples: int, total: int, why: str) -> ResumeError:
         first = "the first batch" if batches == 1 else f"the first {batches} batches"
         return ResumeError(
-            f"the {self._stream} dataloader has {following} samples in {first} of epoch {epoch}, and "
+            f"the {self._stream} dataloader has {total} samples in {first} of epoch {epoch}, and "
             f"the State has seen {samples} in as many: batches have another size now, so that samples would be left "
             f"out or come twice. {why} Resume with batches as they were, or from a State at the end of an epoch."
         )
@@ -206,9 +206,9 @@ class Listed(Source):
     def resume(self, epoch: int, start: int, samples: int, count: Callable[[Batch], int], *, changed: bool) -> int:
         if self.batches_stay and not self.uneven:
             batches = start * self._per_step
-            following = sum(map(count, self._loader[:batches]))
-            if following != samples:
-                raise self._refuse_other_sizes(epoch, batches, samples, following, "A list of batches has no indices.")
+            total = sum(map(count, self._loader[:batches]))
+            if total != samples:
+                raise self._refuse_other_sizes(epoch, batches, samples, total, "A list of batches has no indices.")
         return start
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
@@ -253,10 +253,10 @@ class Iterated(_Unindexed):
             return
         samples, count = resumed
         with closing(self._passes.epoch(epoch, 0, seen - start)) as batches:
-            following = sum(map(count, islice(batches, start)))
-            if following != samples:
+            total = sum(map(count, islice(batches, start)))
+            if total != samples:
                 why = "The loader has no indices by which samples could be skipped."
-                raise self._refuse_other_sizes(epoch, start, samples, following, why)
+                raise self._refuse_other_sizes(epoch, start, samples, total, why)
             yield from batches
 
     def close(self) -> None:

@@ -690,7 +690,7 @@ def _shared(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def _in_order_of(old: Mapping[str, Any], mapping: Mapping[str, Any]) -> FrozenDict[str, Any]:
-    """``new`` with its keys in the order of ``old``, which itself is given where it has the same values."""
+    """``mapping`` with its keys in the order of ``old``, which itself is given where it has the same values."""
     if list(mapping) == list(old):
         if type(old) is FrozenDict and all(map(is_, mapping.values(), old.values())):
             return old
@@ -700,7 +700,7 @@ def _in_order_of(old: Mapping[str, Any], mapping: Mapping[str, Any]) -> FrozenDi
 
 
 def _written(old: OptState, result: OptState) -> OptState:
-    """``new`` in the tensors of ``old``, where they fit; ``old`` itself where nothing else is in it."""
+    """``result`` in the tensors of ``old``, where they fit; ``old`` itself where nothing else is in it."""
     before = old["memory"]
     memory = FrozenDict((name, _memory_written(before[name], values)) for name, values in result["memory"].items())
     changed = any(memory[name] is not before[name] for name in memory) or result["started"] != old["started"]

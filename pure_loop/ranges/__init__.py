@@ -15,6 +15,9 @@ May import ``time`` and what is below. Begin with ``kinds.py``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from pure_loop._internal.lazy import lazily as _lazily
 from pure_loop.ranges.checked import alternatives_in, checked, settings_of
 from pure_loop.ranges.kinds import (
     Above,
@@ -52,6 +55,9 @@ __all__ = [
     "settings_of",
     "strength_at",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = _lazily(__name__, {})  # which says of a misspelled name what is meant
 
 
 def __dir__() -> list[str]:

@@ -136,21 +136,21 @@ class Above(Number):
     """A finite number above ``limit``; ``options`` are those of :class:`Number`."""
 
     def __init__(self, limit: float, *, below: float = math.inf, **options: Unpack[Options]) -> None:
-        super().__init__(above=limit, below=below, **options)
+        super().__init__(least=-math.inf, above=limit, below=below, **options)
 
 
 class AtLeast(Number):
     """A finite number of at least ``limit``; ``options`` are those of :class:`Number`."""
 
     def __init__(self, limit: float, **options: Unpack[Options]) -> None:
-        super().__init__(least=limit, **options)
+        super().__init__(least=limit, above=-math.inf, below=math.inf, **options)
 
 
 class Between(Number):
     """A number in ``[least, below)``; ``options`` are those of :class:`Number`."""
 
     def __init__(self, least: float, below: float, **options: Unpack[Options]) -> None:
-        super().__init__(least=least, below=below, **options)
+        super().__init__(least=least, above=-math.inf, below=below, **options)
 
 
 class Within(Number):
@@ -158,7 +158,7 @@ class Within(Number):
 
     def __init__(self, least: float, most: float, **options: Unpack[Options]) -> None:
         options = {"wanted": f"a number from {least:g} to {most:g}", **options}
-        super().__init__(least=least, below=math.nextafter(most, math.inf), **options)
+        super().__init__(least=least, above=-math.inf, below=math.nextafter(most, math.inf), **options)
 
     def in_words(self, setting: Setting) -> str:
         return self.wanted.removeprefix("a ")

@@ -127,6 +127,26 @@ def test_variables_are_nouns() -> None:
     assert share_of_vague(modules()) <= SHARE_OF_VAGUE
 
 
+def _strays(node: ast.FunctionDef) -> list[str]:
+    """What a docstring lists as arguments that are none; of a function that passes others on it may list these."""
+    arguments, doc = node.args, ast.get_docstring(node) or ""
+    section = re.search(r"^Args:\n((?:[ ].*\n|\n)*)", doc + "\n", re.MULTILINE)
+    if section is None or arguments.kwarg is not None:
+        return []
+    listed_here = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg)
+    names = {argument.arg for argument in listed_here if argument is not None}
+    listed = [
+        name for line in re.findall(r"^ {4}([*\w][*\w, ]*):", section[1], re.MULTILINE) for name in line.split(", ")
+    ]
+    return [name for name in listed if name.lstrip("*") not in names]
+
+
+def test_docstrings_call_arguments_by_their_names() -> None:
+    functions = ((name, node) for name, tree in modules().items() for node in ast.walk(tree))
+    pairs = [(name, node) for name, node in functions if isinstance(node, ast.FunctionDef)]
+    assert [(name, node.name, strays) for name, node in pairs if (strays := _strays(node))] == []
+
+
 def test_code_has_no_persons() -> None:
     assert persons(list(sources().values())) <= PER_THOUSAND
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import attrs
@@ -21,6 +22,7 @@ from pure_loop.ranges import (
     Name,
     Number,
     OneOf,
+    Within,
     checked,
     settings_of,
 )
@@ -160,3 +162,23 @@ def test_settings_are_drawn_as_declared() -> None:
     assert len({made["count"] for made in drawn}) > 1
     assert {made["kind"] for made in drawn} == {"a", "b"}
     assert not any(isinstance(setting.range, Flag | OneOf) and setting.required for setting in SETTINGS.values())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Above(0, least=1),
+        lambda: AtLeast(0, below=1),
+        lambda: AtLeast(0, above=1),
+        lambda: Between(0, 1, above=0),
+        lambda: Within(0, 1, below=1),
+    ],
+)
+def test_a_range_has_no_bounds_but_its_own(call: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=r"least|above|below"):
+        call()
+
+
+def test_of_a_misspelled_range_it_is_said_what_is_meant() -> None:
+    with pytest.raises(AttributeError, match=r"module 'pure_loop\.ranges' has no attribute 'Abov'; did you mean 'Ab"):
+        pl.ranges.Abov  # type: ignore[attr-defined]  # noqa: B018

@@ -157,3 +157,9 @@ def test_on_ranks_it_is_that_of_the_whole_batch(kind: str) -> None:
 
     for norms in pool(kind=kind).run(program):
         assert norms == pytest.approx(expected, rel=1e-4)
+
+
+def test_results_come_in_the_dtypes_of_tensors_by_name() -> None:
+    half = torch.tensor(1.0, dtype=torch.bfloat16)
+    (result,) = pl.gradients.in_dtypes_of(tensors=[half], new=[torch.tensor(2.0)])
+    assert result.dtype is torch.bfloat16
