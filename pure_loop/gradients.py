@@ -61,16 +61,16 @@ def _with_values(coalesced: Tensor, values: Tensor) -> Tensor:
     )
 
 
-def in_dtypes_of(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
-    """``results`` in the dtypes of ``tensors``: of two tensors of shape () the wider dtype is that of their product.
+def in_dtypes_of(tensors: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """``new`` in the dtypes of ``tensors``: of two tensors of shape () the wider dtype is that of their product.
 
     >>> tensors = [torch.tensor(1.0, dtype=torch.bfloat16)]
-    >>> in_dtypes_of(tensors, torch._foreach_mul(tensors, torch.tensor(2.0)))
+    >>> in_dtypes_of(tensors, new=torch._foreach_mul(tensors, torch.tensor(2.0)))
     [tensor(2., dtype=torch.bfloat16)]
     """
     return [
         result if result.dtype is tensor.dtype else result.to(tensor.dtype)
-        for result, tensor in zip(results, tensors, strict=True)
+        for result, tensor in zip(new, tensors, strict=True)
     ]
 
 
