@@ -65,7 +65,7 @@ def in_dtypes_of(tensors: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tenso
     """``new`` in the dtypes of ``tensors``: of two tensors of shape () the wider dtype is that of their product.
 
     >>> tensors = [torch.tensor(1.0, dtype=torch.bfloat16)]
-    >>> in_dtypes_of(tensors, torch._foreach_mul(tensors, torch.tensor(2.0)))
+    >>> in_dtypes_of(tensors, new=torch._foreach_mul(tensors, torch.tensor(2.0)))
     [tensor(2., dtype=torch.bfloat16)]
     """
     return [

@@ -27,7 +27,7 @@ class NoOp(nn.Module):
     """A module with one parameter and outputs of 0 in the shapes and dtypes of those of another module.
 
     Args:
-        module: the one that returned these outputs. It is not trained, and not a submodule.
+        module: the other one. It is not trained, and not a submodule.
 
     >>> net = NoOp(nn.Linear(2, 3))
     >>> net(torch.ones(4, 2)).shape, len(list(net.parameters()))

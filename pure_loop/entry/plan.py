@@ -285,7 +285,7 @@ def _evaluators(
 def _computation(
     settings: Settings, stages: LoopStages, observed: Observers, evaluators: tuple[BoundEvaluator, ...]
 ) -> tuple[LoopStages, Strategy, Stages]:
-    """The stages of a batch, and handlers that a verified one sees; how batches are computed; stages of evaluations."""
+    """The stages of a batch, its handlers recorded to verify it; how batches are computed; those of an evaluation."""
     strategy: Strategy = Eager()
     if settings.verify is not None:
         from pure_loop.verify.verify import Recorder, Verified, recorded  # no other run needs it

@@ -70,7 +70,7 @@ def plot(
         The axes: ``.figure.savefig("rate.png")``.
 
     Raises:
-        ArgumentError: a duration of batches that are not known.
+        ArgumentError: a duration, where it is not known how many batches it has.
         MissingExtraError: matplotlib is not installed.
 
     >>> from pure_loop.schedules import cosine

@@ -23,6 +23,8 @@ from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.testing._patches import breaking
 
+__all__ = ["WRONG_ALGORITHMS"]
+
 Factory: TypeAlias = Callable[[], Algorithm]
 Function: TypeAlias = Callable[[State], State]
 

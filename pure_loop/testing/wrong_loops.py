@@ -38,6 +38,8 @@ from pure_loop.state import State
 from pure_loop.testing._patches import Pairs, breaking, edited, fit, while_patched
 from pure_loop.testing.case import Fit
 
+__all__ = ["WRONG_LOOPS"]
+
 Tensors: TypeAlias = FrozenDict[str, torch.Tensor]
 Factory: TypeAlias = Callable[[], Fit]
 Function: TypeAlias = Callable[..., Any]
