@@ -47,7 +47,7 @@ class AtIntervals(Logger):
     def __init__(self, interval: CadenceLike, argument: str, advice: str) -> None:
         self._due = read_interval(interval, type(self).__name__, advice, argument)
 
-    def act(self, state: State) -> None:
+    def _act(self, state: State) -> None:
         """What is done where it is due."""
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
@@ -62,7 +62,7 @@ class AtIntervals(Logger):
     def _act_if_due(self, state: State, event: Event) -> None:
         due = self._due
         if due.at(state, event) if isinstance(due, Cadence) else due(state):
-            self.act(state)
+            self._act(state)
 
 
 class Destination(AtIntervals):
@@ -213,14 +213,14 @@ class Destination(AtIntervals):
         self._open(self._latest if self._run is None or self._run.function == "fit" or state.timestamp.batch else None)
         self.flush()
 
-    def act(self, state: State) -> None:
+    def _act(self, state: State) -> None:
         self.flush()
         self.reached(state)
         # After what was read is written: the record then shows the loss that was not finite.
         state.check_finite()
 
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
-        self.act(state)
+        self._act(state)
 
     def flush(self) -> None:
         if self._run is not None and self._run.function == "fit" and not self._is_open:

@@ -94,9 +94,9 @@ class Tracker(FolderDestination, ABC):
         """Hand entries to the package, in their order."""
         for entry in self.counted_entries(entries):
             with own_draws():
-                self.hand_over(entry)
+                self._hand_over(entry)
 
-    def hand_over(self, entry: Entry) -> None:
+    def _hand_over(self, entry: Entry) -> None:
         """Hand an entry to the package."""
 
     @abstractmethod

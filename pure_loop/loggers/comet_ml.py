@@ -117,7 +117,7 @@ class CometMLLogger(Tracker):
             return set()
         return {(name, value["step"]) for name in names for value in experiment.get_metrics(name)}
 
-    def hand_over(self, entry: Entry) -> None:
+    def _hand_over(self, entry: Entry) -> None:
         step, epoch = entry.moment.batch, entry.moment.epoch
         if entry.kind == "metric":
             self._experiment.log_metric(entry.name, entry.value, step=step, epoch=epoch)

@@ -84,7 +84,7 @@ class ConsoleLogger(AtIntervals):
 
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
         if self._reported != state.timestamp.batch:
-            self.act(state)
+            self._act(state)
 
     def eval_end(self, state: State, logger: LoggerGroup) -> None:
         label = state.evaluator or "eval"
@@ -113,7 +113,7 @@ class ConsoleLogger(AtIntervals):
         out = sys.stdout if self._stream is None else self._stream
         print("\n".join([f"  {name}{size}", *lines]), file=out, flush=True)
 
-    def act(self, state: State) -> None:
+    def _act(self, state: State) -> None:
         self._reported = state.timestamp.batch
         numbers = {}
         for name, value in self._latest.items():

@@ -119,7 +119,7 @@ class NeptuneLogger(Tracker):
                     steps |= {(name, int(value["step"])) for value in item["values"]}
         return steps
 
-    def hand_over(self, entry: Entry) -> None:
+    def _hand_over(self, entry: Entry) -> None:
         path, at = self._path(entry.name), {"step": entry.moment.batch, "timestamp": entry.seconds}
         service, file = self._service, self._neptune.types.File
         if entry.kind == "metric" and math.isfinite(entry.value):

@@ -156,7 +156,7 @@ class RemoteUploader(AtIntervals):
                 self._thread.start()
             self._changed.notify_all()
 
-    def act(self, state: State) -> None:
+    def _act(self, state: State) -> None:
         self._queue_files()
 
     def close(self) -> None:
