@@ -37,17 +37,17 @@ def find_nonfinite(loss: Tensor, fresh: Iterable[Tensor]) -> Tensor:
     on_cpu, dtypes = device.type == "cpu", set(map(_dtype, tensors))
     if not on_cpu and (not dtypes <= _SCALED or any(element.device != device for element in tensors)):
         return _any_nonfinite(loss, tensors)
-    scale = _ones.get(device)
-    if scale is None:
-        scale = torch.ones(1, dtype=torch.float32, device=device)
-        if type(scale) is Tensor:  # inside of a trace it has no number, and the next caller would compute with it
-            _ones[device] = scale
+    unit = _ones.get(device)
+    if unit is None:
+        unit = torch.ones(1, dtype=torch.float32, device=device)
+        if type(unit) is Tensor:  # inside of a trace it has no number, and the next caller would compute with it
+            _ones[device] = unit
     if on_cpu and not math.isfinite(loss.item()):
-        return scale
-    result = torch.zeros_like(scale) if on_cpu else (~torch.isfinite(loss)).float().reshape(1)
+        return unit
+    result = torch.zeros_like(unit) if on_cpu else (~torch.isfinite(loss)).float().reshape(1)
     together = len(dtypes) == 1 and not dtypes.pop().is_complex
     for group in [tensors] if together else [[real_numbers(tensor)] for tensor in tensors]:
-        find_nonfinite_kernel(group, result, scale)
+        find_nonfinite_kernel(group, result, unit)
     return result
 
 

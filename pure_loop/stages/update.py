@@ -216,20 +216,20 @@ def _alike(tensors: FrozenDict[str, Tensor], references: FrozenDict[str, Tensor]
 def select(condition: Tensor, yes: PyTree, no: PyTree) -> PyTree:
     """``yes`` where the condition holds, else ``no``; waits for the device only where plain leaves differ."""
     leaves, spec = optree.tree_flatten(no, namespace=NAMESPACE)
-    chosen_leaves, other_spec = optree.tree_flatten(yes, namespace=NAMESPACE)
+    leaves_of_yes, other_spec = optree.tree_flatten(yes, namespace=NAMESPACE)
     # An optimizer may keep more, or less, after this step.
     if spec != other_spec or any(
-        a != b for a, b in zip(chosen_leaves, leaves, strict=True) if not isinstance(b, Tensor)
+        a != b for a, b in zip(leaves_of_yes, leaves, strict=True) if not isinstance(b, Tensor)
     ):
         return yes if bool(condition) else no
     places = [
-        i for i, (a, b) in enumerate(zip(chosen_leaves, leaves, strict=True)) if isinstance(b, Tensor) and a is not b
+        i for i, (a, b) in enumerate(zip(leaves_of_yes, leaves, strict=True)) if isinstance(b, Tensor) and a is not b
     ]
 
     def choose(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
         return [torch.where(condition, a, b) for a, b in zip(new, old, strict=True)]
 
-    chosen = map_local(choose, [leaves[i] for i in places], [chosen_leaves[i] for i in places])
+    chosen = map_local(choose, [leaves[i] for i in places], [leaves_of_yes[i] for i in places])
     for i, tensor in zip(places, chosen, strict=True):
         leaves[i] = tensor
     return optree.tree_unflatten(spec, leaves)
