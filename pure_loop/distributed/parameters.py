@@ -152,7 +152,7 @@ class UnshardedParameters:
             self._sums[number] = self._summed(number, gradients)
 
     def scatter(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        """The same of the last microbatch, and this rank's parts of the sums over all ranks, by name.
+        """Add those of the last microbatch; returns this rank's parts of the sums over all ranks, by name.
 
         There are none of what no microbatch of any rank reached.
         """

@@ -341,7 +341,7 @@ def break_mesh(ranks: Ranks) -> None:
 
 
 def on_usable_mesh(state: State, ranks: Ranks) -> State:
-    """The same State in parts, over a mesh on which ranks can exchange; all ask for it, with the same State.
+    """A State in parts, over a mesh on which ranks can exchange; all ask for it, with the same State.
 
     Raises:
         DistributedError: there were more ranks, or fewer, when it was put into parts.

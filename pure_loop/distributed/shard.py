@@ -396,7 +396,7 @@ class ShardEngine(MultiRankEngine):
 
 
 class _Unviewed(torch.autograd.Function):
-    """The same memory as a tensor that is a view of no other."""
+    """A tensor with this one's memory, and a view of no other."""
 
     @staticmethod
     def forward(ctx: object, tensor: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Metric:
     def on(
         self, *, outputs: Callable[[Outputs], Outputs] | None = None, targets: Callable[[Batch], PyTree] | None = None
     ) -> Metric:
-        """The same metric of a part of the outputs, and of targets anywhere in the batch.
+        """This metric of a part of the outputs, and of targets anywhere in the batch.
 
         Args:
             outputs: ``outputs -> outputs``: a function of the outputs; None: the outputs as they are.
@@ -90,14 +90,14 @@ class Metric:
         return (self.init, self.update, self.compute, self.merge, *self._settings.values())
 
     def made_by(self, factory: str, settings: Mapping[str, object]) -> Metric:
-        """The same metric, which says by which call it was made."""
+        """This metric, with the call that made it."""
         result = copy.copy(self)
         object.__setattr__(result, "_factory", factory)
         object.__setattr__(result, "_settings", settings)
         return result
 
     def renamed(self, name: str) -> Metric:
-        """The same metric under another name."""
+        """This metric under another name."""
         settings = {setting: value for setting, value in self._settings.items() if setting != "name"}
         return attrs.evolve(self, name=name).made_by(self._factory, {**settings, "name": name})
 

@@ -134,7 +134,7 @@ def _registered(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Slot]]:
 
 
 def read_altered(value: Any) -> Altered:
-    """The same, as a file says it: names to ``[kind, persistent]``.
+    """Altered buffers as a file says them: names to ``[kind, persistent]``.
 
     Raises:
         ValueError: it is no such mapping.

@@ -135,7 +135,7 @@ def _step(
 
 
 def _step_foreach(name: str, options: StepOptions, lists: list[list[Tensor]], steps: list[Tensor]) -> None:
-    """The same arithmetic for devices without the fused kernel; the step count never leaves the device."""
+    """Adam's arithmetic for devices without the fused kernel; the step count never leaves the device."""
     params, grads, averages, squares, largest = lists
     lr, (beta1, beta2), decay = options["lr"], options["betas"], options["weight_decay"]
     directions: Any = torch._foreach_neg(grads) if options["maximize"] else grads
@@ -158,7 +158,7 @@ def _step_foreach(name: str, options: StepOptions, lists: list[list[Tensor]], st
 
 
 def _step_traced(name: str, options: StepOptions, lists: list[list[Tensor]], steps: list[Tensor]) -> None:
-    """The same for a compiler, as one operation (see pure_loop/compile/kernels.py); ``lr`` is a float64 scalar."""
+    """A step for a compiler, as one operation (see pure_loop/compile/kernels.py); ``lr`` is a float64 scalar."""
     adam_op: Any = torch.ops.pure_loop.adam.default  # defined by pure_loop/compile/kernels.py, which calls this
     lr, live = options["lr"], None
     numbers = [*options["betas"], options["weight_decay"]]

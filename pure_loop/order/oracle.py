@@ -194,7 +194,7 @@ class _Run:
         return self.reached(self.plan.max_duration) or self.reached(self.plan.stop_at)
 
     def over_before_epoch_end(self) -> bool:
-        """The same before EPOCH_END, at which an algorithm that counts epochs stops training."""
+        """Whether training ends before EPOCH_END, at which an algorithm that counts epochs stops training."""
         stop = self.plan.stop_at
         stops = stop is not None and stop.unit is not TimeUnit.EPOCH and self.reached(stop)
         return stops or self.reached(self.plan.max_duration)

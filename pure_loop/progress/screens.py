@@ -318,7 +318,7 @@ class Notebook:
         return f'<div style="{_NUMBERS}">{self._html_table()}{bar}{measured}</div>'
 
     def text(self, snapshot: Snapshot, values: Mapping[str, float]) -> str:
-        """The same as plain text."""
+        """The screen as plain text."""
         rows = self._table.lines(_TEXT_WIDTH) if self._table.rows else []
         measured = ["  ".join(group) for group in snapshot.measured(values)]
         line = (snapshot.title, *_place(snapshot), snapshot.percent, *measured, snapshot.time)

@@ -56,7 +56,7 @@ _SCALED = frozenset({torch.float16, torch.float32, torch.float64, torch.complex6
 
 
 def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
-    """The same of a loss and of gradients, which may be aliased: nothing is written."""
+    """1 where a loss or a gradient is not finite, else 0, as above. They may be aliased: nothing is written."""
     looked_at = [gradient for gradient in map(real_numbers, grads) if gradient.is_floating_point()]
     # Sums are quick on a CPU; one of large numbers may overflow, too.
     if loss.is_cpu and all(math.isfinite(number.item()) for number in (loss, *map(torch.sum, looked_at))):
@@ -65,7 +65,7 @@ def gradients_nonfinite(loss: Tensor, grads: Iterable[Tensor]) -> Tensor:
 
 
 def _any_nonfinite(loss: Tensor, tensors: list[Tensor]) -> Tensor:
-    """The same by the largest element of each tensor, which is NaN where one is; of any dtypes and devices."""
+    """1 where the largest element of a tensor is not finite, else 0: it is NaN where one is; any dtypes and devices."""
     devices: dict[torch.device, list[Tensor]] = {}
     for item in map(real_numbers, tensors):
         if item.numel():

@@ -52,7 +52,7 @@ class Stages(UpdateStage):
     """
 
     def with_task(self, task: Task) -> Stages:
-        """The same stages of another task, such as that of an evaluator with a loss of its own."""
+        """These stages with another task, such as that of an evaluator with a loss of its own."""
         return attrs.evolve(self, task=task)
 
     def weights(self, pieces: list[Batch], state: State) -> tuple[Weights, int]:

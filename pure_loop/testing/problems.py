@@ -63,7 +63,7 @@ class Problem:
         return [copy.deepcopy(self.make_batch(samples, generator)) for samples in sizes]
 
     def in_float64(self) -> Problem:
-        """The same problem, computed in float64; a sum in another order is then off by 1e-16 and not by 1e-7."""
+        """This problem, computed in float64; a sum in another order is then off by 1e-16 and not by 1e-7."""
 
         def double(tensor: Tensor) -> Tensor:
             return tensor.double() if tensor.is_floating_point() else tensor

@@ -217,7 +217,7 @@ class Sweep:
         return len(self.rates)
 
     def optimizer(self, optimizer: Optimizer, first: int) -> Optimizer:
-        """The same optimizer at these rates; ``first``: how many batches were finished before the test."""
+        """The optimizer at these rates; ``first``: how many batches were finished before the test."""
 
         def rate(timestamp: Timestamp) -> float:
             return self.rates[min(timestamp.batch - first, self.steps - 1)]

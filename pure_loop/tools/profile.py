@@ -226,7 +226,7 @@ def _time_compiled(restoring: ExitStack, recorder: Recorder, compiled: Any) -> N
 
 
 def _timed_stages(cls: type[Stages], recorder: Recorder, *, ends_batches: bool) -> type:
-    """The same stages, timed: a class of the same layout, so that an instance can become one of it."""
+    """Stages that are timed: a class of the same layout, so that an instance can become one of it."""
 
     def of_evaluator(stages: object, state: object, *, label: str, **_: object) -> Key:
         return Key("stage", f"{label.removeprefix('eval/')} forward")

@@ -142,7 +142,7 @@ class Recorder:
         return time.perf_counter_ns()
 
     def timed(self, key: Key | Callable[..., Key], function: Callable[..., T]) -> Callable[..., T]:
-        """The same function, each call of which is a span; ``key`` may be a function of its arguments."""
+        """A function, each call of which is a span; ``key`` may be a function of its arguments."""
 
         @functools.wraps(function)
         def called(*args: object, **kwargs: object) -> T:
@@ -157,7 +157,7 @@ class Recorder:
         return called
 
     def timed_script(self, key: Key, script: Callable[..., Script]) -> Callable[..., Script]:
-        """The same of a generator function: a span for each time that it runs."""
+        """A generator function, timed: a span for each time that it runs."""
 
         def called(*args: object) -> Script:
             # No variable refers to a State while the generator waits: a reference would cost a copy.

@@ -179,6 +179,12 @@ def _is_users(name: str) -> bool:
     return "/" not in name or name.endswith("__init__.py") or name.startswith(_OPEN)
 
 
+def test_docstrings_say_what_and_not_the_same() -> None:
+    """One that says "the same" makes no sense without the code above it."""
+    texts = ((name, passage) for name, source in sources().items() for passage in prose(source))
+    assert [name for name, passage in texts if passage.startswith("The same")] == []
+
+
 def test_each_figure_is_counted() -> None:
     source = '''"""Whoever reads it."""
 def function(each: Any, value: int) -> list[Any]:
