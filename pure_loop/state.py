@@ -680,6 +680,10 @@ def setter(*fields: str, without: tuple[str, ...] = ()) -> Mapping[type, Callabl
     return _OfClass(lambda cls: copier(cls, *fields, without=without))
 
 
+# The State after a batch and outside of it: ``(state, timestamp, previous_timestamp, position) -> State``.
+after_batch = setter("timestamp", "previous_timestamp", "position", without=_OF_A_BATCH)
+
+
 def device_of(state: State) -> torch.device:
     """Where the parameters of a State are."""
     params = raw_params(state)

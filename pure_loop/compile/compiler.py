@@ -11,8 +11,7 @@ from pure_loop._internal.pytree import Batch
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.graph import Ended, PerBatch, Traced, at
-from pure_loop.compile.guards import Env
-from pure_loop.compile.segment import Run
+from pure_loop.compile.segment import Call, Run
 from pure_loop.compile.segments import BEFORE_GRADIENTS, OF_MICROBATCHES, Segments, microbatch
 from pure_loop.compile.stages import UPDATE_BAD, update
 from pure_loop.data.group import END
@@ -25,7 +24,7 @@ from pure_loop.loop.driver import Script, run_to_end
 from pure_loop.loop.evaluation import current
 from pure_loop.loop.training import Eager, train_batch
 from pure_loop.stages.ownership import Ownership, Request
-from pure_loop.state import NON_FINITE_ADVICE, State, outside_batch, with_fields
+from pure_loop.state import NON_FINITE_ADVICE, State, after_batch, with_fields
 from pure_loop.time import Time, Timestamp, TimeUnit, due
 
 _OF_A_BATCH = BEFORE_GRADIENTS | OF_MICROBATCHES | {Event.AFTER_TRAIN_BATCH}
@@ -157,11 +156,14 @@ class Compiler(Segments):
         self, state: State, fit: Fit, run: Run, after: Timestamp, around: dict[str, object] | None = None
     ) -> Script:
         """The State of BATCH_END, from what a graph gave, and what went around it."""
-        ended = self._ended(state, run, after)
+        if run.report is not None and run.report.is_cpu and (report := run.report.item()):
+            raise _nonfinite(state, int(report), state.batch)
+        before = state.timestamp
         if Event.BATCH_END not in self.observed:
-            return ended
-        fields = dict(zip(_PER_BATCH_FIELDS, run.per_batch, strict=True)) | (around or {})
-        return (yield Event.BATCH_END, current(with_fields(ended, **fields), fit, Event.BATCH_END))
+            state = run.put_in(state, ()) if run.names else state
+            return after_batch[type(state)](state, after, before, Event.BATCH_END)
+        fields = {"timestamp": after, "previous_timestamp": before, "position": Event.BATCH_END} | (around or {})
+        return (yield Event.BATCH_END, current(run.put_in(state, _PER_BATCH_FIELDS, **fields), fit, Event.BATCH_END))
 
     def feed(self, batches: Feed) -> Feed:
         """Batches as :meth:`steps_ahead` takes them."""
@@ -196,8 +198,8 @@ class Compiler(Segments):
         count = self.steps if fit.source.batches_stay and end.unit is not TimeUnit.SECOND else 1
         while segment.repeats(state):
             previous, timestamp = state.previous_timestamp, state.timestamp
-            calls: list[tuple[Env, PerBatch]] = []
-            env: Env | None = None
+            calls: list[Call] = []
+            call: Call | None = None
             failed: Exception | None = None
             while len(calls) < count:
                 try:
@@ -213,34 +215,28 @@ class Compiler(Segments):
                 after = timestamp.next_batch(samples, tokens, seconds)
                 due_now = _loop_is_due(timestamp, after, end, fit)
                 try:
-                    env = None if due_now else segment.fits((previous, timestamp, after), (batch,), env)
+                    call = None if due_now else segment.next_call((previous, timestamp, after), (batch,), call)
                 except Exception:
-                    env = None  # an algorithm's arithmetic failed: the loop meets that again, after the steps before it
-                if env is None:
+                    call = (
+                        None  # an algorithm's arithmetic failed: the loop meets that again, after the steps before it
+                    )
+                if call is None:
                     batches.push(loaded)
                     stopwatch.last -= seconds  # the next lap has them, too
                     break
-                calls.append((env, (batch,)))
+                calls.append(call)
                 previous, timestamp = timestamp, after
             state, stopped = segment.again(state, calls)
             if stopped is not None:
                 number, report = stopped
-                previous, timestamp, _ = calls[number][0].timestamps
-                raise _nonfinite(_timed(state, timestamp, previous), report, calls[number][1][0])
+                previous, timestamp, _ = calls[number].env.timestamps
+                raise _nonfinite(_timed(state, timestamp, previous), report, calls[number].per_batch[0])
             if failed is not None:
                 raise failed
             state = _timed(state, timestamp, previous)
             if len(calls) < count:
                 break
         return state
-
-    def _ended(self, state: State, run: Run, after: Timestamp) -> State:
-        """The State after a batch, outside of it, where the end is not observed."""
-        if run.report is not None and run.report.is_cpu and (report := run.report.item()):
-            raise _nonfinite(state, int(report), state.batch)
-        fields = dict(zip(run.names, run.durable, strict=True))
-        fields |= {"timestamp": after, "previous_timestamp": state.timestamp, "position": Event.BATCH_END}
-        return with_fields(outside_batch(state), **fields)
 
     def _gradients(self, state: State, timestamps: tuple[Timestamp, ...]) -> Script:
         """The gradient of the batch: as one graph, one a microbatch, or eagerly where that is asked for."""
@@ -290,8 +286,10 @@ def _loop_is_due(before: Timestamp, after: Timestamp, end: Time, fit: Fit) -> bo
     """Whether training ends with the batch between these, or an evaluator is due after it."""
     if after.get(end.unit) >= end.value:
         return True
-    cadences = (item.interval for item in fit.evaluators)
-    return any(isinstance(c, Cadence) and due(c.interval, before, after, Event.BATCH_END) for c in cadences)
+    return any(
+        isinstance(item.interval, Cadence) and due(item.interval.interval, before, after, Event.BATCH_END)
+        for item in fit.evaluators
+    )
 
 
 def _timed(state: State, timestamp: Timestamp, previous: Timestamp) -> State:

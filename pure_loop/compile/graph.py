@@ -30,6 +30,7 @@ from pure_loop.compile.trees import (
     rebuild,
     tensors_at,
     tensors_of,
+    values_of,
 )
 from pure_loop.data.batch import leaves
 from pure_loop.event import Event
@@ -323,7 +324,7 @@ def _refuse_closed(values: PerBatch, inputs: PerBatch) -> None:
 
 def _refuse_graphs(state: State, names: tuple[str, ...]) -> None:
     """Refuse memory that autograd would go through from one graph into the next."""
-    durable = DurableFields.of(state, names)
+    durable = DurableFields.of(values_of(state, names))
     for leaf, name in zip(durable.leaves, durable.names(names), strict=True):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise Untraceable(

@@ -13,7 +13,7 @@ from pure_loop._internal.pytree import Batch
 from pure_loop.compile._torch import storage_key
 from pure_loop.compile.guards import Env, named
 from pure_loop.compile.numbers import Number
-from pure_loop.compile.trees import DurableFields, tensors_of
+from pure_loop.compile.trees import DurableFields, tensors_of, values_of
 from pure_loop.state import State
 
 # KEPT: the leaf (or, per batch, the input) at this position. OUTPUT: the output at this position. NUMBER: what a
@@ -99,7 +99,7 @@ def plan(
     # Outputs are numbered in the order in which they come, those that are written in place left out.
     if report is not None:
         result.put_out(report)
-    fields = result.fields(DurableFields.of(state, inputs.names))
+    fields = result.fields(DurableFields.of(values_of(state, inputs.names)))
     return NextState(fields, result.per_batch(per_batch), report is not None), result.results, result.written
 
 

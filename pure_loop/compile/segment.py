@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import cast
+from typing import NamedTuple, cast
 
 import attrs
 import torch
@@ -28,11 +28,10 @@ from pure_loop.compile.trees import (
     durable_fields,
     field_of,
     is_number,
-    key_of,
     reader_of,
     rebuild,
+    tensors_and_key,
     tensors_at,
-    tensors_in,
     walk,
 )
 from pure_loop.data.batch import leaves
@@ -47,8 +46,7 @@ from pure_loop.time import Timestamp
 _READ_BY_FEW = ("metrics", "opt_state")
 
 
-@attrs.frozen
-class Run:
+class Run(NamedTuple):
     """What one call gave.
 
     Attributes:
@@ -63,10 +61,24 @@ class Run:
     report: Tensor | None
     per_batch: PerBatch
 
-    def put_in(self, state: State, names: Sequence[str]) -> State:
-        """The State with the durable fields, and the first of the per-batch values, by these names."""
-        fields = dict(zip(self.names, self.durable, strict=True))
-        return with_fields(state, **fields, **dict(zip(names, self.per_batch, strict=False)))
+    def put_in(self, state: State, names: Sequence[str], **others: object) -> State:
+        """The State with the durable fields, the first of the per-batch values, by these names, and other fields."""
+        fields = dict(zip(self.names, self.durable, strict=True)) | dict(zip(names, self.per_batch, strict=False))
+        return with_fields(state, **fields | others)
+
+
+class Call(NamedTuple):
+    """A call of the graph that was called before.
+
+    Attributes:
+        env: what it reads numbers from.
+        per_batch: the per-batch values.
+        tensors: those in them.
+    """
+
+    env: Env
+    per_batch: PerBatch
+    tensors: list[Tensor]
 
 
 @attrs.define(eq=False, repr=False)
@@ -96,6 +108,9 @@ class Segment:
     connected: bool = attrs.field(default=False, kw_only=True)
     names: tuple[str, ...] = attrs.field(default=(), init=False)
     _graphs: dict[object, list[Graph]] = attrs.field(factory=dict, init=False)
+    # The key at which graphs were last looked for, and those that are there.
+    _key: object = attrs.field(default=None, init=False)
+    _candidates: list[Graph] = attrs.field(factory=list, init=False)
     # How many of them there are for batches that differ in no tensor, but in what else they hold.
     _alike: Counter[object] = attrs.field(factory=Counter, init=False)
     _fields: Callable[[State], tuple[object, ...]] | None = attrs.field(default=None, init=False)
@@ -132,13 +147,12 @@ class Segment:
         values = self._fields(state)
         durable, result = self._durable, self._made
         ours = durable is not None and all(map(is_, values, self._values))
-        tensors = tensors_in(per_batch)
-        key = key_of(per_batch, tensors)
+        tensors, key = tensors_and_key(per_batch)
         if self.connected:
             key = key, tuple([tensor.requires_grad for tensor in tensors])
         if durable is None or not ours:
             self._durable = None
-            durable = DurableFields.of(state, self.names)
+            durable = DurableFields.of(values)
             env = Env(timestamps, durable.leaves)
             if self.connected:
                 key = key, tuple([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in durable.leaves])
@@ -161,27 +175,24 @@ class Segment:
             return False
         return not self.ownership.observed  # else it would copy
 
-    def fits(self, timestamps: tuple[Timestamp, ...], per_batch: PerBatch, before: Env | None) -> Env | None:
-        """What the last call's graph reads numbers from in a call with these, if it serves that, too.
-
-        Args:
-            before: what it reads them from in the call before that; None: that was the last one.
-        """
+    def next_call(self, timestamps: tuple[Timestamp, ...], per_batch: PerBatch, last: Call | None) -> Call | None:
+        """The call with these, if the last one's graph serves it, too; ``last`` is None where that has been made."""
         result = self._made
         assert result is not None
         assert self._durable is not None
+        before = None if last is None else last.env
         env = Env(timestamps, self._durable.leaves if before is None else result.counted_after(before))
-        same = key_of(per_batch, tensors_in(per_batch)) == self._per_batch_key
         if before is not None and not result.same_types(before.leaves, env.leaves):
             return None
-        return env if same and all_hold(result.moving, env) else None
+        tensors, key = tensors_and_key(per_batch)
+        return Call(env, per_batch, tensors) if key == self._per_batch_key and all_hold(result.moving, env) else None
 
-    def again(self, state: State, calls: Sequence[tuple[Env, PerBatch]]) -> tuple[State, tuple[int, int] | None]:
+    def again(self, state: State, calls: Sequence[Call]) -> tuple[State, tuple[int, int] | None]:
         """The last call again and again, with other data that fits.
 
         Args:
             state: as :meth:`repeats` was asked about; its timestamp may be another one.
-            calls: for each what :meth:`fits` returned, and the per-batch values.
+            calls: as :meth:`next_call` made them.
 
         Returns:
             The State after the last call, but for its timestamps. And the number of the call after which nothing was
@@ -195,15 +206,15 @@ class Segment:
         if arguments is None:
             arguments = self._arguments = tensors_at(durable.leaves, instance.start)
         with self.stages.running(state, "batch", code=None, gradients=False, casts=False):
-            for number, (env, per_batch) in enumerate(calls):
+            for number, (env, _, tensors) in enumerate(calls):
                 drawn = self._drawn(instance, state, env, 0)
-                report = instance.compiled.call(self._given(instance, arguments, env, tensors_in(per_batch), drawn))[0]
+                report = instance.compiled.call(self._given(instance, arguments, env, tensors, drawn))[0]
                 if report.is_cpu and (result := report.item()):
                     return state, (number, int(result))
         if instance.same or not calls:
             return state, None
         before = durable.leaves
-        durable = after(instance.next.fields, durable, before, calls[-1][0], [report], False)
+        durable = after(instance.next.fields, durable, before, calls[-1].env, [report], False)
         self._values, self._durable = durable.values, durable
         if not instance.same_types(before, durable.leaves):
             self._made = self._durable = None
@@ -244,6 +255,7 @@ class Segment:
         self.names = tuple(name for name in durable_fields(type(state)) if name not in left_out)
         self._fields = reader_of(type(state), self.names)
         self._graphs.clear()
+        self._key = None
         self._forget()
 
     def _forget(self) -> None:
@@ -284,8 +296,9 @@ class Segment:
             self._memory = Memory(instance.written, durable)
         report = outputs[0] if following.reports else None
         names = self.names
-        if instance.same and not instance.written:
-            names = values = ()
+        assert self._fields is not None
+        if instance.same and all(map(is_, self._fields(state), values)):
+            names = values = ()  # the State has them
         if not following.per_batch:
             return Run(names, values, report, ())
         inputs = [*tensors_at(leaves, instance.sources), *tensors]
@@ -345,7 +358,10 @@ class Segment:
     ) -> Graph:
         """The graph that serves this call; compiled if there is none."""
         key = durable.key(), per_batch_key
-        graphs = self._graphs.setdefault(key, [])
+        if self._key is None or key != self._key:  # which takes less than to hash it
+            self._key = key
+            self._candidates = self._graphs.setdefault(key, [])
+        graphs = self._candidates
         for result in graphs:
             if all_hold(result.guards, env):
                 return result

@@ -156,9 +156,6 @@ def microbatch(
 ) -> Script:
     """From the State of BEFORE_FORWARD to that of AFTER_BACKWARD."""
     engine = segments.stages.engine
-    if is_number(weight) and not segments.stages.task.by_shape:
-        # A graph takes a number for a constant, and a count of tokens is another one in most batches.
-        weight = torch.tensor(weight, dtype=torch.float64)
     # In no variable, which would keep its gradients alive while ranks exchange them.
     script = _Microbatch(segments, timestamps, index, last).script(engine.unsharded(state), weight)
     return engine.accumulate((yield from script), state, last=last)
@@ -185,7 +182,10 @@ class _Microbatch:
         segments = self.segments
         while not (segments.observed & INSIDE_MICROBATCH or "forward" in segments.eager):
             batch = state.batch if "batch" in self._fields(STEPS, ()) else None
-            per_batch = (state.microbatch, state._grads, weight, batch)
+            # A graph takes a number for a constant, and a count of tokens is another one in most batches.
+            moves = is_number(weight) and not segments.stages.task.by_shape
+            value = torch.tensor(weight, dtype=torch.float64) if moves else weight
+            per_batch = (state.microbatch, state._grads, value, batch)
             run = segments.attempt("microbatch", _differentiated, state, self.timestamps, per_batch, self.index)
             if run is not None:
                 return run.put_in(state, self._fields(STEPS, _CHANGED[:4]))
@@ -211,7 +211,7 @@ class _Microbatch:
         """The position and the State after the segment that begins here, or, where it can't be traced, before it."""
         observed = self.segments.observed
         end = next((i for i in range(position, len(STEPS)) if STEPS[i] in observed), len(STEPS))
-        ended = self._run(STEPS[position:end], state)
+        ended = self._run(_span(position, end), state)
         if ended is not None:
             return end, ended
         if self._is_eager() and position:
@@ -220,12 +220,12 @@ class _Microbatch:
             state = run_to_end(self._eagerly(begun, STEPS[:position]), stages.handlers, stages)
         return position, state
 
-    def _run(self, steps: tuple[Step, ...], state: State) -> State | None:
+    def _run(self, span: _Span, state: State) -> State | None:
         """The State after these steps as a graph; None: something in it can't be traced."""
-        segments, fields = self.segments, self._fields(steps, _CHANGED[:3])
-        if all(isinstance(step, Event) and step not in segments.stages.handlers for step in steps):
+        segments, fields = self.segments, self._fields(span.steps, _CHANGED[:3])
+        if not span.computations and segments.stages.handlers.keys().isdisjoint(span.steps):
             return state
-        if "forward" in [step for step in steps if not isinstance(step, Event)]:
+        if "forward" in span.computations:
             leaves = segments.single.engine.leaves(state, index=0, last=True)
             # What was read before has no part in this forward, and a graph looks at each tensor anyway.
             leaves.lent = None
@@ -233,10 +233,9 @@ class _Microbatch:
         per_batch = tuple(
             [read(state) if field in fields else None for field, read in zip(_CHANGED, _READERS, strict=True)]
         )
-        name = " to ".join(dict.fromkeys(_name(step) for step in (steps[0], steps[-1])))
-        run = segments.attempt(name, _program(steps), state, self.timestamps, per_batch, self.index, connected=True)
+        run = segments.attempt(span.name, span.program, state, self.timestamps, per_batch, self.index, connected=True)
         # The leaves stay what they are, for the backward.
-        return None if run is None else with_fields(run.put_in(state, fields), params=raw_params(state))
+        return None if run is None else run.put_in(state, fields, params=raw_params(state))
 
     def _eagerly(self, state: State, steps: tuple[Step, ...]) -> Script:
         for step in steps:
@@ -269,12 +268,28 @@ def _stage(stages: LoopStages, name: Step, state: State, index: int, last: bool)
     return stages.loss(state, index=index)
 
 
-def _name(step: Step) -> str:
-    return step.name if isinstance(step, Event) else step
+@attrs.frozen
+class _Span:
+    """Some of the steps of a microbatch, one after the other.
+
+    Attributes:
+        name: of the first and of the last.
+        steps: what they are.
+        computations: those of them that are no event.
+        program: what computes them.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    computations: frozenset[Step]
+    program: Program
 
 
 @cache
-def _program(steps: tuple[Step, ...]) -> Program:
+def _span(begin: int, end: int) -> _Span:
+    """The steps from this position to before that one."""
+    steps = STEPS[begin:end]
+
     def program(state: State, per_batch: PerBatch, traced: Traced) -> Ended:
         state = with_fields(state, **dict(zip(_CHANGED, per_batch, strict=True)))
         for step in steps:
@@ -282,11 +297,16 @@ def _program(steps: tuple[Step, ...]) -> Program:
             state = at(step, state, traced) if isinstance(step, Event) else _stage(traced.stages, step, state, 0, True)
         return state, None, tuple(getattr(state, field) for field in _CHANGED)
 
-    return program
+    names = [step.name if isinstance(step, Event) else step for step in (steps[0], steps[-1])]
+    computations = frozenset(step for step in steps if not isinstance(step, Event))
+    return _Span(" to ".join(dict.fromkeys(names)), steps, computations, program)
+
+
+_WHOLE = _span(0, len(STEPS))
 
 
 def _differentiated(state: State, per_batch: PerBatch, traced: Traced) -> Ended:
     microbatch, grads, weight, batch = per_batch
-    state, _, _ = _program(STEPS)(state, (microbatch, None, None, grads, batch), traced)
+    state, _, _ = _WHOLE.program(state, (microbatch, None, None, grads, batch), traced)
     state = traced.stages.backward(state, weight=weight)
     return state, None, tuple(getattr(state, name) for name in _CHANGED)

@@ -47,12 +47,20 @@ def field_of(state: State, name: str) -> object:
     return getattr(state, state._slots_behind.get(name, name))
 
 
+def values_of(state: State, names: Sequence[str]) -> tuple[object, ...]:
+    """The values of these fields."""
+    return tuple([field_of(state, name) for name in names])
+
+
 def reader_of(cls: type[State], names: Sequence[str]) -> Callable[[State], tuple[object, ...]]:
-    """Reads several fields, as :func:`field_of` does."""
+    """:func:`values_of`, with the names looked up beforehand."""
     return attrgetter(*[cls._slots_behind.get(name, name) for name in names])
 
 
-_NONE, _EMPTY = (_flatten(value)[1] for value in (None, FrozenDict[str, object]()))
+# Most fields are one of these, and optree takes longer to say so.
+_NONE, _EMPTY, _LEAF = (_flatten(value)[1] for value in (None, FrozenDict[str, object](), 0))
+_LEAVES = frozenset({Tensor, bool, int, float, frozenset})
+_STRIDED = torch.strided
 
 
 class UnreadFieldError(PureLoopError):
@@ -78,7 +86,7 @@ _pytree.register(LazyField, LazyField._look, lambda _, children: LazyField(), at
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
     """What a graph takes for granted about a tensor."""
-    if tensor.layout is not torch.strided:  # which has no strides, and which no graph takes
+    if tensor.layout is not _STRIDED:  # which has no strides, and which no graph takes
         return tensor.shape, tensor.layout, tensor.dtype, tensor.device
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg() or tensor.is_conj()
 
@@ -100,15 +108,17 @@ class DurableFields:
     leaves: list[object]
 
     @classmethod
-    def of(cls, state: State, names: tuple[str, ...]) -> DurableFields:
-        values = tuple([field_of(state, name) for name in names])
+    def of(cls, values: tuple[object, ...]) -> DurableFields:
         leaves: list[object] = []
         specs, ends = [], []
         for value in values:
-            # Most fields are one of these, and optree takes longer to say so.
+            kind = type(value)
             if value is None:
                 spec = _NONE
-            elif type(value) is FrozenDict and not value:
+            elif kind in _LEAVES:
+                spec = _LEAF
+                leaves.append(value)
+            elif kind is FrozenDict and not value:
                 spec = _EMPTY
             else:
                 result, spec = _flatten(value)
@@ -208,29 +218,30 @@ def walk(value: Batch, *, by_value: bool = True) -> object:
         return type(value), value if by_value else None
     plain = _plain(value)
     if plain is not None:
-        return type(value), tuple(value) if isinstance(value, dict) else (), tuple(map(describe, plain))
+        return _key_of_plain(value, plain)
     node = open_node(value)
     if node is None:
         return _leaf_key(value) if by_value else type(value)
     return type(value), tuple(node.names), tuple([walk(item, by_value=by_value) for item in node.children])
 
 
-def tensors_in(per_batch: tuple[Batch, ...]) -> Sequence[Tensor]:
-    """The per-batch tensors: where a batch is a tuple of tensors, that tuple itself."""
-    if len(per_batch) == 1 and type(per_batch[0]) is tuple:
-        for item in per_batch[0]:
-            if type(item) is not Tensor:
-                break
+def tensors_and_key(per_batch: tuple[Batch, ...]) -> tuple[list[Tensor], object]:
+    """The tensors in per-batch values, and what a graph depends on in these, as :func:`walk` says."""
+    tensors: list[Tensor] = []
+    key: list[object] = []
+    for value in per_batch:
+        plain = () if value is None else _plain(value)
+        if plain is None:
+            tensors += tensors_of(value)
+            key.append(walk(value))
         else:
-            return per_batch[0]
-    return [tensor for value in per_batch for tensor in tensors_of(value)]
+            tensors += plain
+            key.append(_key_of_plain(value, plain))
+    return tensors, tuple(key)
 
 
-def key_of(per_batch: tuple[Batch, ...], tensors: Sequence[Tensor]) -> object:
-    """What a graph depends on in per-batch values, of which these are the tensors."""
-    if tensors is per_batch[0]:
-        return tuple(map(describe, tensors))
-    return tuple(map(walk, per_batch))
+def _key_of_plain(value: Batch, tensors: Sequence[Tensor]) -> object:
+    return type(value), tuple(value) if isinstance(value, dict) else (), tuple(map(describe, tensors))
 
 
 def rebuild(template: Batch, tensors: Iterator[Tensor]) -> Batch:

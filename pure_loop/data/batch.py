@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from numbers import Number
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import attrs
@@ -74,9 +73,6 @@ class Graphs(Protocol):
     def keys(self) -> Iterable[str]: ...
 
 
-_device = attrgetter("device")
-
-
 def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T:
     """A batch with its tensors on ``device``, each moved once; the same object where nothing has to move.
 
@@ -94,12 +90,7 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
     True
     """
     device = torch.device(device)
-    # By far the commonest batch: a tuple or list of tensors. One of a subclass may hold more than its items.
-    if (
-        (isinstance(batch, tuple | list) and type(batch) in (tuple, list))
-        and set(map(type, batch)) <= {Tensor}
-        and set(map(_device, batch)) <= {device}
-    ):
+    if _is_plain_on(device, batch):
         return batch
     moved: dict[int, Tensor] = {}
 
@@ -112,6 +103,19 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
         return moved[id(tensor)]
 
     return map_tensors(move, batch, lambda value: _moved(value, device))
+
+
+def _is_plain_on(device: torch.device, batch: object) -> bool:
+    """Whether it is by far the commonest batch, a tuple or list of tensors, on this device.
+
+    One of a subclass may hold more than its items.
+    """
+    if type(batch) is not tuple and type(batch) is not list:
+        return False
+    for item in batch:  # noqa: SIM110 - in every step
+        if type(item) is not Tensor or item.device != device:
+            return False
+    return True
 
 
 def _moved(value: Movable, device: torch.device) -> object:
