@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop._internal.torch_private import is_transformed
 from pure_loop._internal.tree_ops import local_tensor
 
@@ -115,9 +116,9 @@ def count_of_differences(a: object, b: object) -> str:
         return f"{_short(a)} and {_short(b)}"
     a, b = local_tensor(a).detach().to_dense(), local_tensor(b).detach().to_dense()
     if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{_kind(a)} and {_kind(b)}"
+        return f"{shape_and_dtype(a)} and {shape_and_dtype(b)}"
     if not (_has_bits(a) and _has_bits(b)):
-        return f"two tensors of {_kind(a)}"
+        return f"two tensors of {shape_and_dtype(a)}"
     wrong = _differing_numbers(a, b)
     if a.is_complex():
         wrong = wrong.any(-1)
@@ -125,10 +126,6 @@ def count_of_differences(a: object, b: object) -> str:
     values = (tensor[tuple(place)].item() for tensor in (a, b))
     count = f"{int(wrong.sum())} of {a.numel()} numbers, {place}: " if place else ""
     return count + " and ".join(map(repr, values))
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _short(value: object) -> str:

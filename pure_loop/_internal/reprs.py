@@ -19,6 +19,16 @@ _MOST = 6
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
+def shape_and_dtype(tensor: Tensor) -> str:
+    """The shape and dtype of a tensor.
+
+    >>> import torch
+    >>> shape_and_dtype(torch.zeros(2, 3))
+    '(2, 3) float32'
+    """
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def kind(tensor: Tensor) -> str:
     """The shape, dtype and, where it isn't the CPU, device of a tensor.
 
@@ -27,7 +37,7 @@ def kind(tensor: Tensor) -> str:
     'tensor (2, 3) float32'
     """
     device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
-    return f"tensor {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{device}"
+    return f"tensor {shape_and_dtype(tensor)}{device}"
 
 
 def shown(value: object) -> str:

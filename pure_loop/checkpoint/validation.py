@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import PyTree
+from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -208,7 +209,7 @@ def refuse_invalid(values: Mapping[str, PyTree], path: object) -> None:
         if scalar is None and "." not in name:
             continue
         if not isinstance(scalar, Tensor) or scalar.shape != () or scalar.dtype is not dtype:
-            kind = _kind_of(scalar) if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
+            kind = shape_and_dtype(scalar) if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
             raise CheckpointError(
                 f"{path} can't be read: its {name} is {kind}, and a State has () "
                 f"{str(dtype).removeprefix('torch.')} there."
@@ -236,7 +237,7 @@ def _refuse_no_stop(values: Mapping[str, PyTree], path: object) -> None:
         raise CheckpointError(f"{path} can't be read: its stop is a {type(values['stop']).__name__}.")
     scale = values.get("lr_scale")
     if scale is not None and not (isinstance(scale, Tensor) and scale.shape == () and scale.is_floating_point()):
-        kind = _kind_of(scale) if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
+        kind = shape_and_dtype(scale) if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise CheckpointError(f"{path} can't be read: its lr_scale is {kind}, and a State has () float64 there.")
 
 
@@ -290,11 +291,6 @@ _KINDS: dict[str, type | UnionType] = {
 PROGRESS_FIELDS = ("seed", "timestamp", "previous_timestamp", "event", "position")
 
 
-def _kind_of(tensor: Tensor) -> str:
-    """Shape and dtype, for messages."""
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
 def refuse_another_model(
     params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: ModelDef, saved: str, path: object
 ) -> None:
@@ -316,9 +312,9 @@ def refuse_another_model(
             raise ResumeError(f"{start}: of {kind}, {differences(missing, unknown)}. {advice}")
         for name, tensor in wanted.items():
             if tensor.shape != result[name].shape or tensor.dtype != result[name].dtype:
+                in_file, in_model = shape_and_dtype(result[name]), shape_and_dtype(tensor)
                 raise ResumeError(
-                    f"{start}: {kind}[{name!r}] is {_kind_of(result[name])} in the file and {_kind_of(tensor)} in the "
-                    f"model. {advice}"
+                    f"{start}: {kind}[{name!r}] is {in_file} in the file and {in_model} in the model. {advice}"
                 )
 
 

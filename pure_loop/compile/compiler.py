@@ -134,10 +134,12 @@ class Compiler(Segments):
             timestamps = (*timestamps[:2], after)
         yielded = False
         while True:
-            if not yielded and (Event.AFTER_TRAIN_BATCH in self.observed or "update" in self.eager):
+            # Where all weights are 0 there is no gradient, and an optimizer counts on the host what it leaves out.
+            eager = "update" in self.eager or all(gradient is None for gradient in state._grads.values())
+            if not yielded and (Event.AFTER_TRAIN_BATCH in self.observed or eager):
                 state = yield Event.AFTER_TRAIN_BATCH, state
                 yielded = True
-            if "update" in self.eager:
+            if eager:
                 state = self.stages.update(
                     state, buffers=buffers, model=model, timestamp=after, previous_timestamp=before
                 )
@@ -217,9 +219,8 @@ class Compiler(Segments):
                 try:
                     call = None if due_now else segment.next_call((previous, timestamp, after), (batch,), call)
                 except Exception:
-                    call = (
-                        None  # an algorithm's arithmetic failed: the loop meets that again, after the steps before it
-                    )
+                    # An algorithm's arithmetic failed: the loop meets that again, after the steps before it.
+                    call = None
                 if call is None:
                     batches.push(loaded)
                     stopwatch.last -= seconds  # the next lap has them, too

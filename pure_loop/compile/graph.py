@@ -222,7 +222,8 @@ class _Function:
         if self.connected:
             state = state.replace(params=leaves.origin)
             _refuse_graphs(state, self.names)
-        inputs = Inputs(self.durable, self.names, stand_ins, self.places, fakes, tracing.lifted)
+        position_of = {place: position for position, place in enumerate(self.places)}
+        inputs = Inputs(self.durable, self.names, stand_ins, position_of, fakes, tracing.lifted)
         self.result, results, written = plan(state, report, per_batch, inputs, in_place=not self.connected)
         if not self.connected:
             return results, written, None

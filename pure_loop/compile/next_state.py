@@ -72,7 +72,7 @@ class Inputs:
     Attributes:
         before: the durable fields, of these ``names``.
         stand_ins: what stands for each of their leaves.
-        places: which of these are tensors.
+        position_of: by the place of a tensor among the durable leaves: its position in ``tensors``.
         tensors: stand-ins for these tensors, and the per-batch ones.
         lifted: numbers of the step as inputs.
     """
@@ -80,7 +80,7 @@ class Inputs:
     before: DurableFields
     names: tuple[str, ...]
     stand_ins: list[object]
-    places: list[int]
+    position_of: dict[int, int]
     tensors: list[Tensor]
     lifted: list[Tensor]
 
@@ -140,7 +140,7 @@ class _Plan:
                 return KEPT, slot
             if slot is not None and self.in_place and isinstance(old, Tensor) and _like(leaf, old):
                 self.results.append(leaf.detach())
-                self.written[len(self.results) - 1] = self.inputs.places.index(slot)
+                self.written[len(self.results) - 1] = self.inputs.position_of[slot]
                 return KEPT, slot
             # Never an input itself: what lasts has memory of its own.
             return OUTPUT, self.put_out(leaf.detach().clone())

@@ -68,7 +68,7 @@ class Run(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of the graph that was called before.
+    """A call that :meth:`Segment.again` is to make, of the graph that was called last.
 
     Attributes:
         env: what it reads numbers from.
@@ -175,14 +175,16 @@ class Segment:
             return False
         return not self.ownership.observed  # else it would copy
 
-    def next_call(self, timestamps: tuple[Timestamp, ...], per_batch: PerBatch, last: Call | None) -> Call | None:
-        """The call with these, if the last one's graph serves it, too; ``last`` is None where that has been made."""
+    def next_call(self, timestamps: tuple[Timestamp, ...], per_batch: PerBatch, before: Call | None) -> Call | None:
+        """The call with these after that one, if the graph that was called last serves it.
+
+        ``before`` is None of the first one, which follows the last call that was made.
+        """
         result = self._made
         assert result is not None
         assert self._durable is not None
-        before = None if last is None else last.env
-        env = Env(timestamps, self._durable.leaves if before is None else result.counted_after(before))
-        if before is not None and not result.same_types(before.leaves, env.leaves):
+        env = Env(timestamps, self._durable.leaves if before is None else result.counted_after(before.env))
+        if before is not None and not result.same_types(before.env.leaves, env.leaves):
             return None
         tensors, key = tensors_and_key(per_batch)
         return Call(env, per_batch, tensors) if key == self._per_batch_key and all_hold(result.moving, env) else None
@@ -358,9 +360,9 @@ class Segment:
     ) -> Graph:
         """The graph that serves this call; compiled if there is none."""
         key = durable.key(), per_batch_key
-        if self._key is None or key != self._key:  # which takes less than to hash it
-            self._key = key
+        if key != self._key:  # which takes less than to hash it
             self._candidates = self._graphs.setdefault(key, [])
+            self._key = key
         graphs = self._candidates
         for result in graphs:
             if all_hold(result.guards, env):

@@ -274,7 +274,7 @@ class _Span:
 
     Attributes:
         name: of the first and of the last.
-        steps: what they are.
+        steps: the steps, in order.
         computations: those of them that are no event.
         program: what computes them.
     """

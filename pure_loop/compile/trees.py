@@ -22,7 +22,7 @@ from pure_loop.data.batch import map_tensors, open_node
 from pure_loop.errors import PureLoopError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.precision import LossScale
-from pure_loop.stages.references import can_count, count_in, storages_are_unshared
+from pure_loop.stages.references import Tensors, can_count, count_in
 from pure_loop.state import State
 
 _OF_THE_STEP = frozenset(
@@ -53,14 +53,15 @@ def values_of(state: State, names: Sequence[str]) -> tuple[object, ...]:
 
 
 def reader_of(cls: type[State], names: Sequence[str]) -> Callable[[State], tuple[object, ...]]:
-    """:func:`values_of`, with the names looked up beforehand."""
+    """A function that gives the :func:`values_of` these names, of which there are at least two."""
     return attrgetter(*[cls._slots_behind.get(name, name) for name in names])
 
 
 # Most fields are one of these, and optree takes longer to say so.
 _NONE, _EMPTY, _LEAF = (_flatten(value)[1] for value in (None, FrozenDict[str, object](), 0))
-_LEAVES = frozenset({Tensor, bool, int, float, frozenset})
-_STRIDED = torch.strided
+_TYPES_OF_LEAVES = frozenset({Tensor, bool, int, float, frozenset})
+
+_STRIDED = torch.strided  # to look it up in torch takes longer
 
 
 class UnreadFieldError(PureLoopError):
@@ -115,7 +116,7 @@ class DurableFields:
             kind = type(value)
             if value is None:
                 spec = _NONE
-            elif kind in _LEAVES:
+            elif kind in _TYPES_OF_LEAVES:
                 spec = _LEAF
                 leaves.append(value)
             elif kind is FrozenDict and not value:
@@ -134,8 +135,8 @@ class DurableFields:
     def names(self, fields: tuple[str, ...]) -> list[str]:
         """What each leaf is called, for errors."""
         result = []
-        for field, value in zip(fields, self.values, strict=True):
-            result += ["state." + field + "".join(f"[{part!r}]" for part in path) for path in _paths(value)]
+        for field, spec in zip(fields, self.specs, strict=True):
+            result += ["state." + field + "".join(f"[{part!r}]" for part in path) for path in spec.paths()]
         return result
 
 
@@ -154,10 +155,10 @@ def _leaf_key(leaf: object) -> object:
     if is_number(leaf):
         return type(leaf)
     try:
-        hash(leaf)
+        # By the hash, too: an object that was changed in place is still equal to itself.
+        return type(leaf), hash(leaf), leaf
     except TypeError:
         return _This(leaf)
-    return type(leaf), leaf
 
 
 @attrs.frozen(eq=False)
@@ -260,7 +261,7 @@ def rebuild(template: Batch, tensors: Iterator[Tensor]) -> Batch:
 # The memory that a segment writes to. A segment writes to whatever lasts, algorithms' memory included, and refers to it
 # itself, from one call to the next; pure_loop.stages.ownership does the like for eager steps.
 
-# What refers to a tensor besides mappings and the list here: the list of what the graph writes to, and the leaves.
+# What refers to a tensor besides mappings and what counts it: the list of what the graph writes to, and the leaves.
 _OURS = 2
 
 
@@ -279,7 +280,7 @@ class Memory:
     def __init__(self, positions: Sequence[int], durable: DurableFields) -> None:
         self.positions = frozenset(positions)
         self._ends = durable.ends
-        self._tensors = tensors_at(durable.leaves, positions)
+        self._tensors = Tensors(tensors_at(durable.leaves, positions))
         # Which fields they are in, and for each tensor the field and the path to what it is in; None: it is the field.
         self._fields: list[int] | None = []
         self._containers: list[tuple[int, Path | None]] = []
@@ -316,7 +317,7 @@ class Memory:
             holders: how many tuples of the segment have the values.
             observed: the State that the consumer is about to give up, if that is alive.
         """
-        if self._fields is None or not self._tensors or not can_count():
+        if self._fields is None or not self.positions or not can_count():
             return False
         of_fields = {}
         for field in self._fields:
@@ -330,7 +331,7 @@ class Memory:
             return False
         fields_of: dict[tuple[int, Path | None], int] = {(field, None): count for field, count in of_fields.items()}
         references = [_OURS + fields_of.get(key, 1) for key in self._containers]
-        return count_in(self._tensors) == references and storages_are_unshared(self._tensors)
+        return self._tensors.holders() == references
 
 
 def _at(values: Sequence[object], field: int, path: Path) -> object:

@@ -90,7 +90,7 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
     True
     """
     device = torch.device(device)
-    if _is_plain_on(device, batch):
+    if _is_plain_on(batch, device):
         return batch
     moved: dict[int, Tensor] = {}
 
@@ -105,8 +105,8 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
     return map_tensors(move, batch, lambda value: _moved(value, device))
 
 
-def _is_plain_on(device: torch.device, batch: object) -> bool:
-    """Whether it is by far the commonest batch, a tuple or list of tensors, on this device.
+def _is_plain_on(batch: object, device: torch.device) -> bool:
+    """Whether a batch is a plain tuple or list of plain tensors on this device, as most are.
 
     One of a subclass may hold more than its items.
     """

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop._internal.tree_ops import is_sharded
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.ranks import Ranks
@@ -205,7 +206,7 @@ class Buffers:
             if old is None and self._written is not None:
                 result = f"registered the buffer {name!r}, which the first batch didn't"
             elif old is not None and (old.shape != tensor.shape or old.dtype is not tensor.dtype):
-                result = f"changed the buffer {name!r} from {_shape(old)} to {_shape(tensor)}"
+                result = f"changed the buffer {name!r} from {shape_and_dtype(old)} to {shape_and_dtype(tensor)}"
         removed = [name for name in before if name not in state.buffers]
         if removed:
             result = f"removed the buffer {removed[0]!r}"
@@ -221,7 +222,7 @@ class Buffers:
         Raises:
             DistributedError: a forward has registered a buffer on one rank, and not or of another shape on another one.
         """
-        shapes = {name: _shape(tensor) for name, tensor in state.buffers.items()}
+        shapes = {name: shape_and_dtype(tensor) for name, tensor in state.buffers.items()}
         difference = _difference(self._talk.gather(shapes), "None")
         if difference is not None:
             rank, name, shape, first = difference
@@ -249,10 +250,6 @@ class Buffers:
             self._written |= frozenset(name for names in self._talk.gather(changed) for name in names)
             self._epoch = epoch
         return [name for name in state.buffers if name in self._written]
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _is_cheap(buffer: Tensor) -> bool:

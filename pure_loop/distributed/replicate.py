@@ -183,7 +183,7 @@ class ReplicateEngine(MultiRankEngine):
         names = list(state.model.differentiated(state.frozen))
         absent = [grads[name] is None for name in names]
         counts = not all(absent)  # of a rank of which nothing counts, nothing is known
-        if self._leaves_out(state, sum(absent) if counts else 0):
+        if self._leaves_out(state, sum(absent) if counts else 0, counts):
             ranks = self.talk.sum(torch.tensor(absent, dtype=torch.float32, device=device_of(state))).tolist()
             names = [name for name, without in zip(names, ranks, strict=True) if without < self.ranks]
         elif any(absent) and counts:
@@ -193,12 +193,14 @@ class ReplicateEngine(MultiRankEngine):
         result = dict(zip(names, self.sums_of(value), strict=True))
         return with_fields(state, _grads=FrozenDict((name, result.get(name)) for name in grads))
 
-    def _leaves_out(self, state: State, absent: int) -> bool:
+    def _leaves_out(self, state: State, absent: int, counts: bool) -> bool:
         """Whether batches may leave parameters out: the user says so, or the first one does, on any rank."""
         if self._unused is None:
             self._unused = self.parallel.find_unused_parameters
         if self._unused is None:
-            rows = self.talk.exchange(Event.AFTER_BACKWARD, state.timestamp.batch, absent)
+            rows = self.talk.exchange(Event.AFTER_BACKWARD, state.timestamp.batch, absent, counts)
+            if not any(row[1] for row in rows):
+                return True  # nor is anything known if nothing counts on any rank
             self._unused = any(row[0] for row in rows)
         return self._unused
 
@@ -233,7 +235,9 @@ class ReplicateEngine(MultiRankEngine):
         unused = self.parallel.find_unused_parameters
         if unused is None:
             unreached = 0 if loss is None else _count_unreached(loss, self._held.values())
-            unused = any(row[0] for row in self.talk.exchange(Event.BEFORE_BACKWARD, state.timestamp.batch, unreached))
+            rows = self.talk.exchange(Event.BEFORE_BACKWARD, state.timestamp.batch, unreached, loss is not None)
+            # Where no rank has a loss it isn't known, and looked for in each batch.
+            unused = any(row[0] for row in rows) or not any(row[1] for row in rows)
         capacity = self.parallel.bucket_cap_mb
         options: dict[str, Any] = {} if capacity is None else {"bucket_cap_mb": capacity}
         held = list(self._held.values())

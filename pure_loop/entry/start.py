@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.devices import read_device
 from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.source import Source
 from pure_loop.entry.parallel import Together
@@ -280,13 +281,13 @@ def _compare(name: str, state: State, wanted: Mapping[Path, Tensor], changing: s
     for path, tensor in wanted.items():
         if path not in result:
             if any(key in state.params for key in _texts(path)):
-                refuse(path, "no tensor", f"init makes one of {_kind(tensor)}")
+                refuse(path, "no tensor", f"init makes one of {shape_and_dtype(tensor)}")
         elif changing.isdisjoint(_texts(path)) and not _fits(result[path], tensor):
-            refuse(path, _kind(result[path]), f"init makes {_kind(tensor)}")
+            refuse(path, shape_and_dtype(result[path]), f"init makes {shape_and_dtype(tensor)}")
     by_name = {path[:-1] for path in wanted if path and path[-1] in names}
     for path, tensor in result.items():
         if path not in wanted and path and path[:-1] in by_name and path[-1] not in names:
-            refuse(path, _kind(tensor), "the model has no parameter or buffer of that name")
+            refuse(path, shape_and_dtype(tensor), "the model has no parameter or buffer of that name")
 
 
 def _fits(tensor: Tensor, expected: Tensor) -> bool:
@@ -305,7 +306,3 @@ def _tensors(tree: PyTree) -> Mapping[Path, Tensor]:
 
 def _texts(path: Path) -> Iterable[str]:
     return (key for key in path if isinstance(key, str))
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

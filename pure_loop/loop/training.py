@@ -164,7 +164,7 @@ def batches_of_epoch(state: State, fit: Fit, at: Event | None, stopwatch: Stopwa
                 state = yield from script
                 at = Event.BATCH_END
             if at is Event.BATCH_END:
-                if state.event is not None:  # else a graph, or the call that began here, has left the batch
+                if state.event is not None:  # else a graph has left the batch
                     state = outside_batch(state)
                 if fit.evaluators:
                     state = yield from evaluations(state, fit, Event.BATCH_END)

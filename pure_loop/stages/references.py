@@ -66,6 +66,15 @@ class Tensors:
         of_storages = map(count, storages), map(storage_uses, self._pointers), sent
         return list(zip(*of_tensors, *of_storages, behind, strict=True))
 
+    def holders(self) -> list[int]:
+        """How many objects refer to each, but for this one; empty where something else has the memory of one."""
+        alone = expected_uses()["alone"]
+        if not self.are_plain or self._wrappers:
+            return []
+        uses = self.uses()
+        # What is expected has one in a mapping.
+        return [use[0] - alone[0] + 1 for use in uses] if {use[1:] for use in uses} <= {alone[1:]} else []
+
     def have_uses(self, *expected: tuple[Any, ...]) -> bool:
         """Whether what refers to each is one of these."""
         if not self.are_plain or set(map(count, self._wrappers)) - {use[0] for use in expected}:
@@ -207,9 +216,3 @@ def count_in(objects: Sequence[Any]) -> list[int]:
     """
     (once,) = map(count, [FrozenDict()])
     return [references - once for references in map(count, objects)]
-
-
-def storages_are_unshared(tensors: Sequence[Tensor]) -> bool:
-    """Whether each of these has a storage of its own, that torch has in this process, and no other tensor has."""
-    own = Tensors(tensors)
-    return own.are_plain and {use[1:] for use in own.uses()} <= {expected_uses()["alone"][1:]}

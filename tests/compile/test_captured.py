@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,11 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.compile import interpreted, record
 from pure_loop.errors import CompileError
 from tests.support.compiling import BATCHES, SHORT, assert_close, fit, stream
-from tests.support.models import CLASSES, FEATURES, plain
+from tests.support.models import CLASSES, FEATURES, batches, plain
 
 
 def with_a_teacher(watch: set[Event], **settings: Any) -> Any:
@@ -170,3 +172,74 @@ def test_inputs_that_are_targets_too_are_not_written_to(which: str, microbatch_s
         with pytest.raises(CompileError, match=r"^the forward of InPlace can't be .* shares .* x = x\.clone\(\)"):
             trained(True)
         assert_close(trained("where possible"), trained(False))
+
+
+class Factor:
+    """A number, hashed and compared by its value, that is written to."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Factor) and other.value == self.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+FACTORS = [1.0, 2.0, 3.0, 1.0]
+
+
+def with_a_factor_in_the_batch(**settings: Any) -> Any:
+    factor = Factor(0.0)
+
+    class Loader:
+        def __iter__(self) -> Any:
+            for (x, y), value in zip(batches((8,) * 4, 1), FACTORS, strict=True):
+                factor.value = value
+                yield x, y, factor
+
+    def loss(outputs: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(outputs, batch[1]) * batch[2].value
+
+    task = pl.Task(forward=lambda model, batch: model(batch[0]), loss=loss)
+    return fit(plain, data=Loader(), task=task, loss=None, max_duration="4ba", **settings)
+
+
+def with_a_factor_in_memory(**settings: Any) -> Any:
+    @pl.algorithm(Event.BATCH_START)
+    def written(state: pl.State) -> pl.State:
+        factor = state.algorithm_state.get("factor") or Factor(0.0)
+        factor.value = FACTORS[state.timestamp.batch]
+        return state.remember("factor", factor)
+
+    @pl.algorithm(Event.AFTER_LOSS)
+    def read(state: pl.State) -> pl.State:
+        return state.replace(loss=state.loss * state.algorithm_state["factor"].value)
+
+    settings["watch"] = settings["watch"] | {Event.BATCH_START}
+    data = batches((8,) * 4, 1)
+    return fit(plain, data=data, algorithms=[written, read], max_duration="4ba", **settings)
+
+
+@pytest.mark.parametrize("inside", [None, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH])
+@pytest.mark.parametrize("train", [with_a_factor_in_the_batch, with_a_factor_in_memory])
+def test_a_value_that_is_written_to_is_another_value(train: Callable[..., Any], inside: Event | None) -> None:
+    """It is equal to itself, and a graph holds what it was."""
+    watch = {Event.BATCH_END, *([] if inside is None else [inside])}
+    with interpreted():
+        found = [state.params for event, state in train(watch=watch, compile=True) if event is Event.BATCH_END]
+    wanted = [state.params for event, state in train(watch={Event.BATCH_END}) if event is Event.BATCH_END]
+    torch.testing.assert_close(list(map(dict, found)), list(map(dict, wanted)))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_library_may_register_sets_as_nodes() -> None:
+    optree.register_pytree_node(frozenset, lambda s: (sorted(s), None), lambda _, s: frozenset(s), namespace=NAMESPACE)
+    try:
+        found = fit(plain, compile=True, watch=BATCHES)
+    finally:
+        optree.unregister_pytree_node(frozenset, namespace=NAMESPACE)
+    assert_close(found, fit(plain, watch=BATCHES))

@@ -353,3 +353,13 @@ def test_a_wrong_backward_is_caught(wrong: str, monkeypatch: pytest.MonkeyPatch)
     settings: dict[str, Any] = {"model": mlp, "watch": {Event.AFTER_FORWARD, *BATCHES}, "max_duration": "2ba"}
     with pytest.raises(AssertionError):
         assert_close(fit(compile=True, **settings), fit(**settings))
+
+
+@pytest.mark.parametrize("optimizer", [pl.optim.adamw(lr=1e-2), pl.optim.sgd(lr=0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_batch_of_no_weight_is_skipped(bad: int, optimizer: pl.Optimizer) -> None:
+    """Its gradients are None where the backward is eager, and the optimizer counts what it leaves out."""
+    data = [(x, torch.full_like(y, -100) if i == bad else y) for i, (x, y) in enumerate(batches((8, 8, 8), 1))]
+    settings: dict[str, Any] = {"model": plain, "data": data, "microbatch_size": 4, "nonfinite": "skip"}
+    settings |= {"optimizer": optimizer, "watch": {Event.AFTER_LOSS, Event.BATCH_END}}
+    assert_close(fit(compile=True, **settings), fit(**settings))

@@ -193,10 +193,10 @@ def test_parameters_that_other_ranks_reach():
 class Idle(nn.Module):
     """With a layer that no loss reaches."""
 
-    def __init__(self):
+    def __init__(self, width=1):
         super().__init__()
         torch.manual_seed(0)
-        self.idle, self.used = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.idle, self.used = nn.Linear(2, 2), nn.Linear(2, width)
 
     def forward(self, x):
         return self.used(x)
@@ -217,6 +217,24 @@ def test_parameters_that_no_loss_reaches_and_microbatches_of_padding(kind, sampl
             return witness(an_epoch(Idle(), data, compile=True, parallel=kind, **options))
 
     for rank, found in enumerate(pool(kind=kind).run(program)):
+        compare(found, alone, f"rank {rank}", 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_first_batch_of_no_weight_says_nothing_of_parameters_that_no_loss_reaches(compile):
+    inputs = [torch.randn(4, 2, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
+    data = [*zip(inputs, [torch.full((4,), -100), torch.arange(4) % 3], strict=True)]
+    options = {"optimizer": pl.optim.sgd(lr=0.1), "microbatch_size": 2, "loss": nn.functional.cross_entropy}
+    options |= {"nonfinite": "skip", "max_duration": "2ba"}
+    alone = witness(an_epoch(Idle(3), data, watch={Event.BATCH_END}, **options))
+
+    def program(rank):
+        with interpreted():
+            stream = an_epoch(Idle(3), data, compile=compile, parallel="replicate", watch=WATCHES[3], **options)
+            return witness(pair for pair in stream if pair[0] is Event.BATCH_END)
+
+    for rank, found in enumerate(pool().run(program)):
         compare(found, alone, f"rank {rank}", 1e-5)
 
 

@@ -16,6 +16,7 @@ import torch.distributed.nn.functional  # its default arguments are the default 
 from torch import Tensor
 from torch.futures import Future
 
+from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop._internal.torch_private import wait_tensor
 from pure_loop.testing.ranks._collectives import OPERATIONS, CollectiveError, Tensors, UnsupportedCollectiveError
 
@@ -359,7 +360,7 @@ def _flat(lists: Nested) -> list[Tensor]:
 
 
 def _shown(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return "nothing" if tensor is None else shape_and_dtype(tensor)
 
 
 def _lies_flat(tensor: Tensor) -> bool:
