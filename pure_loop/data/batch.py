@@ -90,8 +90,14 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
     True
     """
     device = torch.device(device)
-    if _is_plain_on(batch, device):
-        return batch
+    items: Any = batch
+    # By far the commonest batch: a tuple or list of tensors. One of a subclass may hold more than its items.
+    if type(items) is tuple or type(items) is list:
+        for item in items:
+            if type(item) is not Tensor or item.device != device:
+                break
+        else:
+            return batch
     moved: dict[int, Tensor] = {}
 
     def move(tensor: Tensor) -> Tensor:
@@ -103,19 +109,6 @@ def to_device(batch: T, device: torch.device | str, *, stays: bool = False) -> T
         return moved[id(tensor)]
 
     return map_tensors(move, batch, lambda value: _moved(value, device))
-
-
-def _is_plain_on(batch: object, device: torch.device) -> bool:
-    """Whether a batch is a plain tuple or list of plain tensors on this device, as most are.
-
-    One of a subclass may hold more than its items.
-    """
-    if type(batch) is not tuple and type(batch) is not list:
-        return False
-    for item in batch:  # noqa: SIM110 - in every step
-        if type(item) is not Tensor or item.device != device:
-            return False
-    return True
 
 
 def _moved(value: Movable, device: torch.device) -> object:
