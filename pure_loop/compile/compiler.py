@@ -157,7 +157,10 @@ class Compiler(Segments):
     def _end(
         self, state: State, fit: Fit, run: Run, after: Timestamp, around: dict[str, object] | None = None
     ) -> Script:
-        """The State of BATCH_END, from what a graph gave, and what went around it."""
+        """The State of BATCH_END, or outside of the batch where that is not observed, from what a graph gave.
+
+        ``around`` are per-batch values that the graph did not take.
+        """
         if run.report is not None and run.report.is_cpu and (report := run.report.item()):
             raise _nonfinite(state, int(report), state.batch)
         before = state.timestamp

@@ -183,9 +183,9 @@ class _Microbatch:
         while not (segments.observed & INSIDE_MICROBATCH or "forward" in segments.eager):
             batch = state.batch if "batch" in self._fields(STEPS, ()) else None
             # A graph takes a number for a constant, and a count of tokens is another one in most batches.
-            moves = is_number(weight) and not segments.stages.task.by_shape
-            value = torch.tensor(weight, dtype=torch.float64) if moves else weight
-            per_batch = (state.microbatch, state._grads, value, batch)
+            varies = is_number(weight) and not segments.stages.task.by_shape
+            factor = torch.tensor(weight, dtype=torch.float64) if varies else weight
+            per_batch = (state.microbatch, state._grads, factor, batch)
             run = segments.attempt("microbatch", _differentiated, state, self.timestamps, per_batch, self.index)
             if run is not None:
                 return run.put_in(state, self._fields(STEPS, _CHANGED[:4]))

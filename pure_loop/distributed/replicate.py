@@ -200,7 +200,7 @@ class ReplicateEngine(MultiRankEngine):
         if self._unused is None:
             rows = self.talk.exchange(Event.AFTER_BACKWARD, state.timestamp.batch, absent, counts)
             if not any(row[1] for row in rows):
-                return True  # nor is anything known if nothing counts on any rank
+                return True  # nothing counts on any rank: the next batch decides
             self._unused = any(row[0] for row in rows)
         return self._unused
 
@@ -236,7 +236,7 @@ class ReplicateEngine(MultiRankEngine):
         if unused is None:
             unreached = 0 if loss is None else _count_unreached(loss, self._held.values())
             rows = self.talk.exchange(Event.BEFORE_BACKWARD, state.timestamp.batch, unreached, loss is not None)
-            # Where no rank has a loss it isn't known, and looked for in each batch.
+            # Where no rank has a loss it isn't known which are reached: DistributedDataParallel looks in each batch.
             unused = any(row[0] for row in rows) or not any(row[1] for row in rows)
         capacity = self.parallel.bucket_cap_mb
         options: dict[str, Any] = {} if capacity is None else {"bucket_cap_mb": capacity}
