@@ -84,6 +84,10 @@ AREAS = {
         "pure_loop/data/*.py",
         _in("data", "data", "sources", "sources_sizes"),
     ),
+    "checkpoint": Area(
+        "pure_loop/checkpoint/*.py",
+        _in("checkpoint", "save_load", "archive", "layout", "checkpointer"),
+    ),
 }
 """The areas by their names."""
 
