@@ -93,34 +93,34 @@ dist: $(STAMP)  ## the sdist and the wheel of a release in dist/, and what a pac
 	$(BIN)/python -m twine check --strict dist/*
 
 bench: $(STAMP)  ## cost of a step against the hand-written loop, as ratios in one run; BENCH="--compile" for options
-	$(BIN)/python -m tests.benchmarks $(BENCH)
+	$(BIN)/python -m bench.performance $(BENCH)
 
 # torch first, or what depends on it brings the build for CUDA. Composer asks for an older torch, so without its own.
-$(PEERS_STAMP): pyproject.toml constraints.txt tests/benchmarks/requirements.txt tests/benchmarks/composer.txt
+$(PEERS_STAMP): pyproject.toml constraints.txt bench/performance/requirements.txt bench/performance/composer.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --upgrade pip
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt torch
 	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[plot]'
-	$(PEERS)/bin/python -m pip install --quiet --requirement tests/benchmarks/requirements.txt
-	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement tests/benchmarks/composer.txt
+	$(PEERS)/bin/python -m pip install --quiet --requirement bench/performance/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --requirement bench/performance/composer.txt
 	@touch $@
 
 bench-peers: $(PEERS_STAMP)  ## the same, with other libraries' loops
-	$(PEERS)/bin/python -m tests.benchmarks $(BENCH)
+	$(PEERS)/bin/python -m bench.performance $(BENCH)
 
 bench-page: $(PEERS_STAMP) $(STAMP)  ## measure the tables and the chart of docs/performance.md anew, and write the page
-	$(PEERS)/bin/python -m tests.benchmarks --compile --output docs/benchmark.json --plot docs/benchmark.png
+	$(PEERS)/bin/python -m bench.performance --compile --output docs/benchmark.json --plot docs/benchmark.png
 	$(BIN)/python docs/generate.py
 
 laws-of-peers: $(PEERS_STAMP) $(STAMP)  ## try the laws on other libraries, and write the tables of them: ten minutes
-	$(PEERS)/bin/python -m tests.peers
+	$(PEERS)/bin/python -m bench.peers
 	$(BIN)/python docs/generate.py
 
 bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shard, as ratios in one run
-	$(BIN)/python -m tests.benchmarks.ranks
+	$(BIN)/python -m bench.performance.ranks
 
 cards: $(STAMP)  ## measure the cards of algorithms anew, or NAME=mixup alone: half an hour
-	$(BIN)/python -m tests.cards $(NAME)
+	$(BIN)/python -m bench.cards $(NAME)
 
 tables: $(STAMP)  ## write what is made from the modules anew: __init__.py of packages, tables, reference, cards
 	$(BIN)/python docs/generate.py --tables

@@ -180,7 +180,7 @@ class _Reader(pl.Callback):
 
 def callback_of(name: str) -> Any:
     """The callback of this name."""
-    C = pl.callbacks  # noqa: N806
+    C = pl.callbacks
     factories: dict[str, Callable[[], Any]] = {
         "grad_monitor": lambda: C.GradMonitor("1ba"),
         "lr_monitor": lambda: C.LRMonitor(),

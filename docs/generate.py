@@ -347,7 +347,7 @@ def _strategies() -> str:
 
 def _benchmark(name: str) -> str:
     """A table of what was measured; by path, because pages are written where only the package can be imported."""
-    tables = _by_path("tests/benchmarks/tables.py")
+    tables = _by_path("bench/performance/tables.py")
     found = json.loads((ROOT / "docs" / "benchmark.json").read_text())
     return str(tables.as_markdown(tables.of(name, found)))
 
@@ -355,7 +355,7 @@ def _benchmark(name: str) -> str:
 def _peers(part: str = "table") -> str:
     """A part of what the laws found on other libraries."""
     found = json.loads((ROOT / "docs" / "peers.json").read_text())
-    return str(_by_path("tests/peers/tables.py").render(part, found))
+    return str(_by_path("bench/peers/tables.py").render(part, found))
 
 
 def _gpu() -> str:
@@ -375,7 +375,7 @@ def _by_path(path: str) -> Any:
 
 def cards() -> dict[Path, str]:
     """The text of each card, by its path."""
-    path, render_card = ROOT / "docs" / "cards.json", _by_path("tests/cards/pages.py").render
+    path, render_card = ROOT / "docs" / "cards.json", _by_path("bench/cards/pages.py").render
     return {
         path.parent / "cards" / f"{name}.md": render_card(name, record)
         for name, record in json.loads(path.read_text()).items()

@@ -37,9 +37,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("thorough" if THOROUGH else "fast")
 
 
-# What other libraries are measured with can be imported where they are installed, and the simulated device only before
-# torch is.
-collect_ignore_glob = ["benchmarks/peers/*.py", "simulated_gpu/*.py"]
+# The simulated device can be imported only before torch is.
+collect_ignore_glob = ["simulated_gpu/*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

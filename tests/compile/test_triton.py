@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
+from bench.performance.workloads import WORKLOADS, Workload
 from pure_loop import Event
-from tests.benchmarks.workloads import WORKLOADS, Workload
 from tests.support.lowering import Lowered, lowering
 from tests.support.tiers import tiers
 from tests.support.triton_interpreter import IS_ON

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import pure_loop.compile
+from bench.performance.hand import hand_written
+from bench.performance.loops import ours
+from bench.performance.turns import Steps
+from bench.performance.workloads import GPT, LARGE, WORKLOADS, Workload, gpt, wide
 from pure_loop import Event
-from tests.benchmarks.hand import hand_written
-from tests.benchmarks.loops import ours
-from tests.benchmarks.turns import Steps
-from tests.benchmarks.workloads import GPT, LARGE, WORKLOADS, Workload, gpt, wide
 
 __all__ = ["AGAIN", "BASE", "COMPILED", "EAGER", "LOOPS", "MIXED", "workload_on"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.turns import Steps
+from bench.performance.turns import Steps
 from tests.gpu.competitors import LOOPS, workload_on
 from tests.gpu.profiling import kernels, profiled
 from tests.gpu.results import first_line

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 import pure_loop as pl
+from bench.performance.memory import peaks
 from pure_loop import Event
-from tests.benchmarks.memory import peaks
 from tests.ownership.judge import Judge
 from tests.ownership.programs import CONSUMERS, DATA, Keep, Program, addresses, judge, programs
 from tests.ownership.ways import of_tree

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import pure_loop as pl
+from bench.performance.memory import peaks
+from bench.performance.turns import OfGenerator
 from pure_loop import Event
 from pure_loop.stages.references import can_count
 from pure_loop.stages.workspace import Workspace
-from tests.benchmarks.memory import peaks
-from tests.benchmarks.turns import OfGenerator
 from tests.support.tiers import tiers
 
 pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")

@@ -1,0 +1,33 @@
+"""Measure cards anew and write docs/cards.json, the pictures and the pages: ``python -m bench.cards [NAME ...]``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from bench.cards.entries import ENTRIES
+from bench.cards.measure import measured
+from bench.cards.pages import render
+from bench.cards.pictures import PICTURES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def main(names: list[str]) -> None:
+    path = DOCS / "cards.json"
+    records = json.loads(path.read_text()) if path.exists() else {}
+    (DOCS / "cards").mkdir(exist_ok=True)
+    for name in names or sorted(ENTRIES):
+        entry = ENTRIES[name]
+        print(name, flush=True)
+        if entry.picture:
+            PICTURES[entry.picture](entry, DOCS / "cards" / f"{name}.png")
+        records[name] = measured(name, entry)
+        # After each, so that an interruption loses one.
+        path.write_text(json.dumps(dict(sorted(records.items())), indent=1) + "\n")
+        (DOCS / "cards" / f"{name}.md").write_text(render(name, records[name]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
