@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 # Other libraries, which are measured and not used: an environment of their own.
 PEERS ?= .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
@@ -21,14 +22,21 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton gpu lint typecheck coverage dist bench bench-peers bench-page bench-ranks laws-of-peers cards tables docs docs-site clean \
 	new-algorithm new-callback new-logger new-metric new-optimizer new-schedule
 
-$(STAMP): pyproject.toml $(CONSTRAINTS) pure_loop/_internal/version.py
+# What `make demo` needs: torch and the package, and what the example reads its data and draws its picture with.
+$(DEMO_STAMP): pyproject.toml $(CONSTRAINTS) pure_loop/_internal/version.py
+	@echo "Installing torch, pure_loop, scikit-learn and matplotlib, with what they need, into $(VENV)."
+	@echo "That takes about a minute, of which most is torch's download; without a cache of pip it is longer."
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(TORCH) --editable . scikit-learn matplotlib
+	@touch $@
+
+$(STAMP): $(DEMO_STAMP)
+	@echo "Installing what the tests need, about 170 packages more, into $(VENV). That takes one to three minutes."
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) $(TORCH)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable . --group dev
 	@touch $@
 
-demo: $(STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
+demo: $(DEMO_STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
 	$(BIN)/python examples/digits.py
 
 test: $(STAMP)  ## the fast tier: five to ten minutes on two cores
