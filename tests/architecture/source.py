@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import pure_loop as pl
 
-__all__ = ["PACKAGE", "Modules", "Place", "differences", "modules", "names_in", "parsed", "walk"]
+__all__ = ["PACKAGE", "Modules", "Place", "differences", "modules", "names_in", "walk"]
 
 PACKAGE = Path(pl.__file__).parent
 
@@ -69,7 +69,3 @@ def _named(node: ast.AST, names: Collection[str]) -> Iterator[str]:
         case ast.ImportFrom(module=module, names=aliases, level=0):
             said = [*(module or "").split("."), *(alias.name for alias in aliases)]
     yield from (name for name in said if name in names)
-
-
-def parsed(source: str) -> Modules:
-    return {"wrong.py": ast.parse(source)}

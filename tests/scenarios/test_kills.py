@@ -31,20 +31,6 @@ from tests.support.killed_runs import Killer
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 
 
-@pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    with Killer() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(killer: Killer) -> dict[str, str]:
-    """The last State of the run that nothing is saved of."""
-    told = killer()
-    assert told["how"] == "end"
-    return told["state"]  # type: ignore[no-any-return]
-
-
 def batches_in(folder: Path) -> list[int]:
     return sorted(int(each.stem.rpartition("ba")[2]) for each in folder.glob("ep*-ba*.safetensors"))
 
@@ -90,28 +76,6 @@ def test_kill_9_at_any_moment(kills: int, killer: Killer, uninterrupted: dict[st
             assert not leftovers(folder), "what killed processes have left is swept by the next one"
             run, reached, folder = run + 1, 0, tmp_path / str(run + 1)
     assert all(found[each] for each in ("before the first batch", "in training", "in a save")), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("background", [True, False])
-def test_a_signal_saves_at_the_next_boundary(
-    number: signal.Signals, background: bool, killer: Killer, uninterrupted: dict[str, str], tmp_path: Path
-) -> None:
-    saver = {"folder": str(tmp_path), "interval": "1000ba", "background": background}
-    draw, at = random.Random(number), 0
-    for _ in range(3):
-        at += draw.randint(1, 8)
-        told = killer(kill=number, batch=at, after=draw.uniform(0, 0.01), saver=saver, autoresume=str(tmp_path))
-        assert told["how"] == ("SystemExit" if number == signal.SIGTERM else "KeyboardInterrupt"), told
-        assert told.get("code") == (143 if number == signal.SIGTERM else None)
-        assert told["handlers"], "handlers are as before"
-        assert batches_in(tmp_path)[-1] == told["batch"], "saved at the boundary of the batch under way"
-        at = told["batch"]
-    assert not leftovers(tmp_path)
-    assert len(batches_in(tmp_path)) == 3
-    ended = killer(saver=saver, autoresume=str(tmp_path))
-    assert ended.get("state") == uninterrupted, ended.get("text")
 
 
 class Signalled:
@@ -258,35 +222,6 @@ def test_a_signal_is_not_lost_when_the_loop_is_left_before_the_boundary(leave: s
         came = True
     assert came
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@in_main_thread
-def test_several_savers_hold_one_signal_back(tmp_path: Path) -> None:
-    """Each saves, the signal acts once, and the handlers are as before, in whatever order they are put back."""
-    before = signal.getsignal(signal.SIGINT)
-    savers = [CheckpointSaver(tmp_path / str(index), interval="1000ba") for index in range(3)]
-    data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 8
-    arguments: dict[str, Any] = {
-        "loss": torch.nn.functional.mse_loss,
-        "optimizer": pl.optim.sgd(lr=0.1),
-        "max_duration": "1ep",
-        "callbacks": savers,
-    }
-    pl.run(pl.fit(torch.nn.Linear(2, 1), data, **arguments))
-    assert signal.getsignal(signal.SIGINT) is before
-    for saver in savers:
-        for path in Path(saver.folder).iterdir():
-            path.unlink()
-
-    def interrupt(event: Event, state: pl.State) -> None:
-        if event is Event.BEFORE_FORWARD and state.timestamp.batch == 2:
-            signal.raise_signal(signal.SIGINT)
-
-    arguments["callbacks"] = [interrupt, *savers]
-    with pytest.raises(KeyboardInterrupt):
-        pl.run(pl.fit(torch.nn.Linear(2, 1), data, **arguments))
-    assert all(batches_in(Path(saver.folder)) for saver in savers)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 @in_main_thread

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import pure_loop as pl
 from pure_loop import Event
@@ -91,13 +90,6 @@ def test_from_every_boundary_with_everything_at_once(precision: str) -> None:
         sameness.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], f"from {event.name} at {index}")
 
 
-def test_through_a_pickle_in_the_middle_of_a_later_epoch() -> None:
-    whole = go(model())
-    index = next(i for i, (event, s) in enumerate(whole) if event is Event.BATCH_END and s.timestamp.batch == 5)
-    again = go(pickle.loads(pickle.dumps(whole[index][1])))
-    sameness.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], "from a pickle")
-
-
 def test_with_workers_that_draw_random_numbers() -> None:
     alone = go(model(), max_duration="2ep")
     whole = go(model(), workers=2, max_duration="2ep")
@@ -131,29 +123,6 @@ def test_a_duration_that_is_over_yields_start_and_end() -> None:
     last = go(model(), max_duration="2ep")[-1][1]
     for duration in ("2ep", "1ep", "1ba", "0ba"):
         assert [event for event, _ in go(last, max_duration=duration)] == [Event.FIT_START, Event.FIT_END]
-
-
-def test_forks_of_one_state_do_not_disturb_each_other() -> None:
-    whole = go(model())
-    kept = next(state for event, state in whole if event is Event.EPOCH_CHECKPOINT)
-    before = sameness.frozen_copy(kept)
-    other = go(kept.replace(seed=99), seed=99)
-    again = go(kept)
-    sameness.assert_same(kept, before, "the parent")
-    sameness.assert_same(again[-1][1], whole[-1][1], "the fork with the same seed")
-    assert not torch.equal(other[-1][1].params["0.weight"], again[-1][1].params["0.weight"])
-
-
-def test_changing_learning_rate_and_algorithms_on_the_way() -> None:
-    kept = next(state for event, state in go(model()) if event is Event.EPOCH_CHECKPOINT)
-    other = everything(
-        DataLoader(TensorDataset(torch.randn(6, 1, 6, 6), torch.zeros(6, dtype=torch.long)), batch_size=6),
-        optimizer=pl.optim.sgd(lr=0.5, momentum=0.9, nesterov=True),
-        algorithms=[pl.algorithms.ema(half_life="1ba", name="fresh")],
-    )
-    last = pl.run(pl.fit(kept, **other))
-    assert last.timestamp.epoch == 3
-    assert "fresh" in last.algorithm_state
 
 
 @pytest.mark.parametrize("donate", [False, "auto"])

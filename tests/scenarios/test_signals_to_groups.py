@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,6 @@ from tests.support.killed_runs import BATCHES, Killer
 from tests.support.tiers import examples
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="processes are forked and listed")
-
-
-@pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    with Killer() as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(killer: Killer) -> dict[str, str]:
-    """The last State of the run that nothing is saved of."""
-    told = killer()
-    assert told["how"] == "end"
-    return told["state"]  # type: ignore[no-any-return]
 
 
 def signalled_and_resumed(killer: Killer, uninterrupted: dict[str, str], folder: Path, **arguments: Any) -> None:
@@ -58,16 +43,6 @@ def signalled_and_resumed(killer: Killer, uninterrupted: dict[str, str], folder:
         assert told["handlers"], "handlers are as before"
     ended = killer(autoresume=str(folder), workers=arguments["workers"])
     assert ended.get("state") == uninterrupted, ended.get("text")
-
-
-@pytest.mark.parametrize(
-    "to", [pytest.param("group", marks=pytest.mark.slow), "terminal", pytest.param("member", marks=pytest.mark.slow)]
-)
-def test_a_job_with_workers_is_saved(to: str, killer: Killer, uninterrupted: dict[str, str], tmp_path: Path) -> None:
-    """Two persistent workers, a signal in the second batch: to the group, by Ctrl-C, to each process by itself."""
-    number = signal.SIGINT if to == "terminal" else signal.SIGTERM
-    shared = {"workers": 2, "persistent": True, "seconds": 0.001}
-    signalled_and_resumed(killer, uninterrupted, tmp_path, kill=number, to=to, batch=1, after=0.002, **shared)
 
 
 @st.composite
