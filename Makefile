@@ -19,7 +19,7 @@ CONSTRAINTS ?= constraints.txt
 # Two test processes, one thread each: the suite's tensors are small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-thorough test-compiler test-simulated-gpu test-triton gpu lint typecheck coverage dist bench bench-peers bench-page bench-ranks laws-of-peers cards tables docs docs-site clean \
+.PHONY: demo test test-slow test-thorough test-shuffled test-compiler test-simulated-gpu test-triton gpu lint typecheck coverage dist bench bench-peers bench-page bench-ranks laws-of-peers cards tables docs docs-site clean \
 	new-algorithm new-callback new-logger new-metric new-optimizer new-schedule
 
 # What `make demo` needs: torch and the package, and what the example reads its data and draws its picture with.
@@ -47,6 +47,11 @@ test-slow: $(STAMP)  ## the slow tier of CI: real processes, real compilers, the
 
 test-thorough: $(STAMP)  ## more examples and the slow laws
 	PURE_LOOP_THOROUGH=1 $(BIN)/python -m pytest -n 2 --timeout=3600
+
+SEED ?= 0
+test-shuffled: $(STAMP)  ## the fast tier in another order, with other examples and numbers: SEED=3
+	PURE_LOOP_SEED=$(SEED) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not thorough" \
+		--hypothesis-seed=$(SEED)
 
 COMPILED := test_compile test_connected test_refusals test_kept test_inductor
 

@@ -7,6 +7,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import random
 import re
 import shutil
 import signal
@@ -23,11 +24,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 THOROUGH = bool(os.environ.get("PURE_LOOP_THOROUGH"))
 COMPILER = bool(os.environ.get("PURE_LOOP_COMPILER"))
+# `make test-shuffled SEED=3`: files, and the tests of each file, in another order, with other examples of Hypothesis.
+SEED = os.environ.get("PURE_LOOP_SEED")
 
 hypothesis.settings.register_profile(
     "fast",
     deadline=None,
-    derandomize=True,
+    derandomize=SEED is None,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
@@ -45,11 +48,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     written = [item.nodeid for item in items if re.search(r"\{Event\.\w+, ", item.name)]
     if written:
         raise pytest.UsageError(f"a set is written in another order in each process; give it an id: {written[0]}")
+    if SEED is not None:
+        _shuffle(items, random.Random(int(SEED)))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, and there is none")
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(skip)
+
+
+def _shuffle(items: list[pytest.Item], draw: random.Random) -> None:
+    """Files stay whole, because what the tests of one share is made once."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    names = list(files)
+    draw.shuffle(names)
+    for tests in files.values():
+        draw.shuffle(tests)
+    items[:] = [item for name in names for item in files[name]]
 
 
 @pytest.fixture(autouse=True, scope="session")
