@@ -18,6 +18,9 @@ sample and seed; where files have changed, other mutants are drawn: compare the 
 ``strict=True`` of a zip, what only a GPU does, a bound from which copying is slower. ``mutants_27ea3a7.json`` has those
 of the core before it was rewritten, by the tests of that version.
 
+``--compare FILE`` runs nothing: it prints the scores of the output beside those of an earlier record of the same
+mutants, those that are no longer found, and, for each mutant that was found by a test that is gone, what finds it now.
+
 ``--carry`` runs nothing: it looks up each recorded mutant in the files of today, and writes where it is now. Outcomes
 stay those of the recorded commit, and what is no longer there leaves the record: scores are those of the rest.
 
@@ -147,8 +150,8 @@ class Copy:
         finally:
             path.write_text(original)
             py_compile.compile(str(path))
-        test = re.match(r"(?:FAILED|ERROR) (.+?)(?: - |$)", result["said"])
-        if result["by"] == "tests" and test is not None and not self.passes(test[1]):
+        test = _test(result)
+        if test is not None and not self.passes(test):
             result["outcome"] = "invalid"
         return result
 
@@ -208,6 +211,36 @@ def scores(mutants: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def compared(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], root: Path = ROOT) -> list[str]:
+    """What became of the mutants of an earlier record: scores, which are lost, what stands in for tests that are gone."""
+    earlier = {_key(mutant): mutant for mutant in before}
+    pairs = [(earlier[_key(mutant)], mutant) for mutant in after if _key(mutant) in earlier]
+    pairs = [pair for pair in pairs if "invalid" not in (pair[0]["outcome"], pair[1]["outcome"])]
+    was, now = scores([first for first, _ in pairs]), scores([second for _, second in pairs])
+    lines = [f"{area}: {was[area]['score']} before, {now[area]['score']} now" for area in was]
+    for first, second in pairs:
+        place = (
+            f"{second['file']}:{second['line']} {second['kind']}: {second['before'][:50]!r} -> {second['after'][:50]!r}"
+        )
+        if first["outcome"] != "survived" and second["outcome"] == "survived":
+            lines.append(f"LOST {place}; was found by {first['said'][:150]}")
+        elif (test := _test(first)) is not None and not _exists(test, root):
+            lines.append(f"{place}\n    by {test}\n    now {_test(second) or second['by']}")
+    return lines
+
+
+def _test(mutant: dict[str, Any]) -> str | None:
+    """The test that found a mutant, with its parameters."""
+    match = re.match(r"(?:FAILED|ERROR) (.+?)(?: - |$)", mutant["said"])
+    return match[1] if match is not None and mutant["by"] == "tests" else None
+
+
+def _exists(test: str, root: Path) -> bool:
+    path, _, name = test.partition("::")
+    function = name.partition("[")[0].rpartition("::")[2]
+    return (root / path).exists() and (path.startswith("pure_loop") or f"def {function}(" in (root / path).read_text())
+
+
 def commit() -> str:
     """The last commit that changed the package, and whether its files differ from it."""
     head = subprocess.run(
@@ -231,12 +264,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--carry", action="store_true", help="write where the recorded mutants are today, and run nothing"
     )
+    parser.add_argument("--compare", type=Path, help="an earlier record of the same mutants; runs nothing")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     given = parser.parse_args(arguments)
     if given.carry:
         record = json.loads(given.output.read_text())
         mutants = carried(record["mutants"])
         _write(given.output, {**record, "scores": scores(mutants), "mutants": mutants, "carried_to": commit()})
+        return 0
+    if given.compare is not None:
+        records = [json.loads(path.read_text())["mutants"] for path in (given.compare, given.output)]
+        print("\n".join(compared(*records)))
         return 0
     items = drawn(given.sample, given.seed, given.areas)
     if given.list:

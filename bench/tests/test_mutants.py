@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.areas import AREAS, guards_of
-from bench.mutants import carried, described, drawn, scores
+from bench.mutants import carried, compared, described, drawn, scores
 from bench.mutation import mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,3 +93,18 @@ def test_a_mutant_is_carried_to_where_its_code_is() -> None:
     assert there
     elsewhere = [each | {"file": "pure_loop/gone.py", "line": 1, "place": [0, 1]} for each in there]
     assert carried([*elsewhere, elsewhere[0] | {"before": "no such code"}], ["state"]) == there
+
+
+def test_what_stands_in_for_a_test_that_is_gone_is_named() -> None:
+    first, second, third = [described(item) for item in drawn(3, 0, ["state"])]
+    found = {"outcome": "killed", "by": "tests", "said": "FAILED tests/state/test_gone.py::test_gone[1] - E"}
+    there = {"outcome": "killed", "by": "tests", "said": "FAILED bench/tests/test_mutants.py::test_a_mutant - E"}
+    lost = {"outcome": "survived", "by": "", "said": ""}
+    before = [first | found, second | found, third | found]
+    lines = compared(before, [first | there, second | lost, third | {"outcome": "invalid", "by": "", "said": ""}])
+    assert lines[0] == "state: 1.0 before, 0.5 now"
+    assert lines[1].endswith(
+        "by tests/state/test_gone.py::test_gone[1]\n    now bench/tests/test_mutants.py::test_a_mutant"
+    )
+    assert lines[2].startswith("LOST ")
+    assert len(lines) == 3
