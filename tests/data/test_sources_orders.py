@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -37,7 +38,17 @@ from pure_loop import Event
 from pure_loop.data.copies import Private
 from pure_loop.data.dataloaders import source
 from tests.support.loaders import same
-from tests.support.passes import Counted, CountingStream, CountingStreamAtTheEnd, order_of
+from tests.support.passes import (
+    COUNTERS,
+    Countdown,
+    Counted,
+    CountingBatches,
+    CountingLoader,
+    CountingStream,
+    CountingStreamAtTheEnd,
+    Items,
+    order_of,
+)
 from tests.support.tiers import examples
 
 N = 11  # samples, so that two orders are equal once in 40 million
@@ -149,6 +160,75 @@ def of_sampler(sampler: Any, **options: Any) -> Any:
     return DataLoader(table(), batch_size=SIZE, sampler=sampler, **options)
 
 
+class OwnLoader:
+    """A loader of the user's own, around a stream or a DataLoader."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.passes = inner, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for item in self.inner:
+            yield item, self.passes
+
+
+class OwnIterator:
+    """A loader that is its own iterator, and begins anew at each ``iter``."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.passes, self.left = n, -1, 0
+
+    def __iter__(self) -> OwnIterator:
+        self.passes += 1
+        self.left = self.n
+        return self
+
+    def __next__(self) -> Any:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return torch.tensor(order_of(self.n, self.passes)[self.left])
+
+
+class OwnGenerators(IterableDataset[Any]):
+    """Draws from a generator of its own, and shuffles a list in place."""
+
+    def __init__(self, n: int) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.files = list(range(n))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.files.append(self.files.pop(int(torch.randint(len(self.files), (), generator=self.generator))))
+        yield from [torch.tensor(file) for file in self.files]
+
+
+# Epoch k is pass k of what counts its passes, by hand and by a source.
+COUNTING: dict[str, Callable[[], Any]] = {
+    # torch's batch sampler would begin what is its own iterator anew for each batch
+    **{
+        kind: (lambda make=make: of_sampler(make(N)))  # type: ignore[misc]
+        for kind, make in Countdown.items()
+        if kind != "itself"
+    },
+    # arrays of datasets may be large: they are shared
+    **{
+        f"stream, {kind}": (lambda kind=kind: DataLoader(CountingStream(N, kind), SIZE))  # type: ignore[misc]
+        for kind in COUNTERS
+        if kind != "array"
+    },
+    "itself": lambda: DataLoader(Items(N), batch_size=None, sampler=Countdown["itself"](N)),
+    "batch sampler": lambda: DataLoader(Items(N), batch_sampler=CountingBatches(Counted(N, "number"), SIZE)),
+    "torch's batch sampler": lambda: DataLoader(
+        Items(N), batch_sampler=BatchSampler(Countdown["at the end"](N), SIZE, drop_last=False)
+    ),
+    "drop last": lambda: of_sampler(Counted(N, "list"), drop_last=True),
+    "stream that counts at its end": lambda: CountingStreamAtTheEnd(N, "number"),
+    "stream with its own generator": lambda: DataLoader(OwnGenerators(N), batch_size=SIZE),
+    "own loader, counting sampler": lambda: BySampler(Counted(N, "list")),
+    "own loader of a stream": lambda: OwnLoader(CountingStream(N, "list")),
+    "own loader of a counting loader": lambda: OwnLoader(CountingLoader(Items(N), SIZE, sampler=Counted(N, "number"))),
+    "own iterator": lambda: OwnIterator(N),
+}
 CORES: dict[str, Callable[[], Any]] = {
     "shuffle": shuffled,
     "in order": lambda: DataLoader(table(), batch_size=SIZE),
@@ -160,12 +240,10 @@ CORES: dict[str, Callable[[], Any]] = {
     "own sampler, global numpy": lambda: of_sampler(Mine("global numpy")),
     "sampler with epochs": lambda: of_sampler(Knowing()),
     "distributed sampler": lambda: of_sampler(DistributedSampler(table(), 1, 0)),
-    "counting sampler": lambda: of_sampler(Counted(N, "number")),
     "batch sampler": lambda: DataLoader(table(), batch_sampler=BatchSampler(RandomSampler(range(N)), SIZE, False)),
     "samples": lambda: DataLoader(table(), batch_size=None, shuffle=True),
     "own loader, random sampler": lambda: BySampler(RandomSampler(range(N))),
     "own loader, own sampler": lambda: BySampler(Mine("numpy")),
-    "own loader, counting sampler": lambda: BySampler(Counted(N, "list")),
     "stream, random sampler": lambda: DataLoader(OfSampler(RandomSampler(range(N))), batch_size=SIZE),
     "bare stream, random sampler": lambda: OfSampler(RandomSampler(range(N))),
     "stream with epochs": lambda: DataLoader(OfSamplerWithEpochs(RandomSampler(range(N))), batch_size=SIZE),
@@ -177,8 +255,6 @@ CORES: dict[str, Callable[[], Any]] = {
     "stream, a generator in a mapping": lambda: OfGenerator(
         lambda each: {"a": {"b": each}}, lambda held: held["a"]["b"]
     ),
-    "counting stream": lambda: CountingStream(N, "number"),
-    "stream that counts at its end": lambda: CountingStreamAtTheEnd(N, "number"),
 }
 
 
@@ -318,9 +394,8 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 
 def samples(batches: list[Any]) -> list[float]:
-    """The samples in their order."""
-    leaves = [leaf for batch in batches for leaf in (batch if isinstance(batch, list | tuple) else [batch])]
-    return [value for leaf in leaves for value in leaf.reshape(-1).tolist()]
+    """The samples in their order, and other numbers that batches have."""
+    return [value for leaf in tree_leaves(batches) for value in torch.as_tensor(leaf).double().reshape(-1).tolist()]
 
 
 def by_hand(make: Callable[[], Any], seed: int, epochs: int = 3) -> list[list[float]]:
@@ -372,7 +447,9 @@ def all_equal(counts: list[Counter[float]]) -> bool:
     return all(one == counts[0] for one in counts)
 
 
-def check(make: Callable[[], Any], limit: int | None = None, epochs: int = 3, *, everywhere: bool = True) -> None:
+def check(
+    make: Callable[[], Any], limit: int | None = None, epochs: int = 3, *, everywhere: bool = True, counts: bool = False
+) -> None:
     """The law. ``make`` gives an object that was never iterated over; ``everywhere``: resumed at each position."""
     hand, other_hand = by_hand(make, 0, epochs), by_hand(make, 1, epochs)
 
@@ -390,6 +467,8 @@ def check(make: Callable[[], Any], limit: int | None = None, epochs: int = 3, *,
 
     batches = run(0)
     orders, others = [list(map(samples, each)) for each in (batches, run(1))]
+    if counts and limit is None:
+        assert orders == hand, "epoch k is not pass k"
     many = len(orders[0]) >= 6  # of fewer samples two orders may be equal
     if many and distinct(hand):
         assert distinct(orders), "one order for ever"
@@ -427,7 +506,7 @@ def surrounded(loader: Any, around: list[str]) -> Any:
 
 
 def wrapped(core: str, around: list[str]) -> Any:
-    return surrounded(CORES[core](), around)
+    return surrounded((CORES | COUNTING)[core](), around)
 
 
 @examples(60, 1500)
@@ -497,6 +576,24 @@ def test_two_workers_have_two_orders() -> None:
         assert order[::2] != order[1::2]
 
 
+@examples(60, 800)
+@given(st.sampled_from(sorted(COUNTING)), wrappers, st.none() | st.sampled_from([2, 3]), st.integers(1, 4))
+def test_epoch_k_is_pass_k(core: str, around: list[str], limit: int | None, epochs: int) -> None:
+    """Counters of all kinds, at the beginning and at the end of a pass, in place, nested, seeding a generator.
+
+    Samplers, batch samplers, torch's own around one, samplers of batches, subclasses of DataLoader, iterable datasets,
+    loaders of the user's own; in wrappers; epochs cut.
+    """
+    length = source(wrapped(core, around), seed=0, stream="train").loader_length
+    limit = None if limit is None or length is None else min(limit, length)
+    check(lambda: wrapped(core, around), limit, epochs, counts=True)
+
+
+def test_each_counter_counts() -> None:
+    for core in COUNTING:
+        check(COUNTING[core], epochs=2, everywhere=False, counts=True)
+
+
 class LacksPass(Private):
     """The seed of a pass lacks its number."""
 
@@ -522,7 +619,7 @@ class LacksReplay(Private):
     [
         (LacksPass, "shuffle", "one order for ever"),
         (LacksRun, "shuffle", "one order for every seed"),
-        (LacksReplay, "counting sampler", r"\(1, 0\)"),
+        (LacksReplay, "number", r"\(1, 0\)"),
     ],
 )
 def test_a_wrong_source_breaks_the_law(

@@ -1,13 +1,11 @@
-"""Epoch k is pass k of what counts its passes, whatever code iterates, and in whatever process.
+"""How long an epoch is: endless data, data without a length, wrong lengths, and iterators that are drawn from once.
 
-How long an epoch is, too: endless data, data without a length, wrong lengths, and iterators that are drawn from once.
+That epoch k is pass k of what counts its passes is asked in test_sources_orders.py; here it is of runs.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
-import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,200 +23,14 @@ from pure_loop.data.dataloaders import source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
 from tests.support.loaders import Again, Augmented, CustomBatches, Made, SizedStream, Stream, same, table
 from tests.support.passes import (
-    COUNTERS,
-    Countdown,
     Counted,
-    CountingBatches,
-    CountingLoader,
     CountingStream,
-    CountingStreamAtTheEnd,
     Items,
     order_of,
 )
 from tests.support.tiers import examples
 
 Make = Callable[[], Any]
-
-FORMS: dict[str, Callable[[Any, int, int], Any]] = {
-    "sampler": lambda sampler, n, size: DataLoader(Items(n), batch_size=size, sampler=sampler),
-    "batch sampler": lambda sampler, n, size: DataLoader(Items(n), batch_sampler=CountingBatches(sampler, size)),
-    "torch's batch sampler": lambda sampler, n, size: DataLoader(
-        Items(n), batch_sampler=BatchSampler(sampler, size, drop_last=False)
-    ),
-    "no batches": lambda sampler, n, size: DataLoader(Items(n), batch_size=None, sampler=sampler),
-    "drop last": lambda sampler, n, size: DataLoader(Items(n), batch_size=size, sampler=sampler, drop_last=n > size),
-    "loader of its own kind": lambda sampler, n, size: CountingLoader(Items(n), batch_size=size, sampler=sampler),
-}
-
-
-def by_hand(make: Make, epochs: int, limit: int | None = None) -> list[list[Any]]:
-    loader = make()
-    passes = []
-    for epoch in range(epochs):
-        for each in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))):
-            for part in (each, getattr(each, "sampler", None)):
-                if callable(getattr(part, "set_epoch", None)):
-                    part.set_epoch(epoch)
-        passes.append(list(itertools.islice(loader, limit)))
-    return passes
-
-
-def check(make: Make, epochs: int, limit: int | None = None, *, loads_nothing: bool = False) -> None:
-    """What a source gives is what the loader gives by hand, from every position on, from objects used before or not."""
-    wanted = by_hand(make, epochs, limit)
-    used = make()
-    data = source(used, seed=0, stream="train", batches_per_epoch=limit)
-    sizes = list(itertools.accumulate([0, *map(len, wanted)]))
-    assert same([list(data.epoch(epoch, 0, sizes[epoch])) for epoch in range(epochs)], wanted)
-    for loader in (used, make()):
-        for epoch, batches in enumerate(wanted):
-            for start in range(len(batches)):
-                resumed = source(loader, seed=0, stream="train", batches_per_epoch=limit)
-                if loads_nothing:
-                    loader.dataset.loads = 0
-                got = list(resumed.epoch(epoch, start, sizes[epoch] + start))
-                assert same(got, batches[start:]), (epoch, start)
-                if loads_nothing:
-                    assert loader.dataset.loads == sum(batch.numel() for batch in got)
-                if epoch + 1 < epochs:
-                    assert same(list(resumed.epoch(epoch + 1, 0, sizes[epoch + 1])), wanted[epoch + 1])
-
-
-@examples(60, 400)
-@given(
-    st.sampled_from(sorted(Countdown)),
-    st.sampled_from(sorted(FORMS)),
-    st.integers(2, 7),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.none() | st.integers(1, 3),
-)
-def test_epoch_k_is_pass_k_of_a_sampler(
-    kind: str, form: str, n: int, size: int, epochs: int, limit: int | None
-) -> None:
-    """Counters of all kinds, at the beginning and at the end of a pass, in place, nested, seeding a generator.
-
-    Samplers, batch samplers, torch's own around one, samplers of batches, subclasses of DataLoader; epochs cut.
-    """
-    if kind == "itself":
-        form = "no batches"  # torch's batch sampler would begin it anew for each batch
-    if limit is not None and limit > len(FORMS[form](Countdown[kind](n), n, size)):
-        limit = None
-    check(
-        lambda: FORMS[form](Countdown[kind](n), n, size),
-        epochs,
-        limit,
-        loads_nothing=form != "loader of its own kind",
-    )
-
-
-@pytest.mark.slow  # processes
-@pytest.mark.parametrize("persistent", [False, True])
-def test_epoch_k_is_pass_k_with_workers(persistent: bool) -> None:
-    for kind, form in (("number", "sampler"), ("itself", "no batches"), ("in place", "batch sampler")):
-
-        def make(workers: int) -> Any:
-            loader = FORMS[form](Countdown[kind](5), 5, 2)
-            loader.num_workers = workers
-            if workers:
-                loader.prefetch_factor = 2
-                vars(loader)["persistent_workers"] = persistent
-            return loader
-
-        wanted = by_hand(lambda: make(0), 3)
-        data = source(make(2), seed=0, stream="train")
-        try:
-            assert same([list(data.epoch(epoch)) for epoch in range(3)], wanted)
-            assert same(list(data.epoch(1, start=1)), wanted[1][1:])
-        finally:
-            data.close()
-
-
-@pytest.mark.slow  # processes
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_stream_in_workers_is_counted_as_by_hand(persistent: bool) -> None:
-    """Persistent workers continue to count; new ones begin again with the dataset as it was given."""
-    for make_stream in (lambda: CountingStreamAtTheEnd(5, "number"), lambda: CountingStream(5, "list")):
-
-        def make() -> Any:
-            return DataLoader(make_stream(), batch_size=2, num_workers=1, persistent_workers=persistent)
-
-        wanted = by_hand(make, 3)
-        data, resumed = (source(make(), seed=0, stream="train") for _ in range(2))
-        try:
-            assert same([list(data.epoch(epoch)) for epoch in range(3)], wanted)
-            assert same(list(resumed.epoch(1, start=1)), wanted[1][1:])
-            assert same(list(resumed.epoch(2)), wanted[2])
-            assert same(list(resumed.epoch(0)), wanted[0])
-        finally:
-            data.close()
-            resumed.close()
-    gc.collect()
-    assert not multiprocessing.active_children()
-
-
-class OwnLoader:
-    """A loader of the user's own, around a stream or a DataLoader."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.passes = inner, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += 1
-        for item in self.inner:
-            yield item, self.passes
-
-
-class OwnIterator:
-    """A loader that is its own iterator, and begins anew at each ``iter``."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.passes, self.left = n, -1, 0
-
-    def __iter__(self) -> OwnIterator:
-        self.passes += 1
-        self.left = self.n
-        return self
-
-    def __next__(self) -> Any:
-        if not self.left:
-            raise StopIteration
-        self.left -= 1
-        return torch.tensor(order_of(self.n, self.passes)[self.left])
-
-
-class OwnGenerators(IterableDataset[Any]):
-    """Draws from a generator of its own, and shuffles a list in place."""
-
-    def __init__(self, n: int) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-        self.files = list(range(n))
-
-    def __iter__(self) -> Iterator[Any]:
-        self.files.append(self.files.pop(int(torch.randint(len(self.files), (), generator=self.generator))))
-        yield from [torch.tensor(file) for file in self.files]
-
-
-ITERABLES: dict[str, Callable[[int, int], Any]] = {
-    **{
-        kind: lambda n, size, kind=kind: DataLoader(CountingStream(n, kind), batch_size=size)  # type: ignore[misc]
-        for kind in COUNTERS
-        if kind != "array"  # arrays of datasets may be large: they are shared
-    },
-    "at the end": lambda n, size: DataLoader(CountingStreamAtTheEnd(n, "number"), batch_size=size),
-    "own generators": lambda n, size: DataLoader(OwnGenerators(n), batch_size=size),
-    "bare stream": lambda n, size: CountingStream(n, "number"),
-    "own loader": lambda n, size: OwnLoader(DataLoader(Items(n), batch_size=size, sampler=Counted(n, "number"))),
-    "own loader of a stream": lambda n, size: OwnLoader(CountingStream(n, "list")),
-    "own iterator": lambda n, size: OwnIterator(n),
-}
-
-
-@examples(30, 200)
-@given(st.sampled_from(sorted(ITERABLES)), st.integers(2, 5), st.integers(1, 3), st.integers(1, 3))
-def test_epoch_k_is_pass_k_of_a_dataset_or_a_loader(kind: str, n: int, size: int, epochs: int) -> None:
-    """Iterable datasets that count, at the beginning or the end, shuffle in place or draw; loaders that do, too."""
-    check(lambda: ITERABLES[kind](n, size), epochs)
 
 
 def test_streams_that_change_nothing_are_not_gone_through_again() -> None:
