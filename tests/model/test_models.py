@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
@@ -89,28 +89,6 @@ def tied() -> nn.Module:
 def shared() -> nn.Module:
     layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
     return nn.Sequential(layer, norm, nn.Tanh(), layer, norm, nn.Linear(4, 2))
-
-
-def symmetric() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    parametrize.register_parametrization(layer, "weight", By(lambda m, w: w.triu() + w.triu(1).T))
-    return around(layer)
-
-
-def checkpointed() -> nn.Module:
-    return By(lambda m, x: m.o(checkpoint(m.b, x, use_reentrant=False)), b=around(nn.Linear(4, 4)), o=nn.Linear(2, 2))
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradients[0]
 
 
 def hooked() -> nn.Module:
@@ -261,12 +239,6 @@ def inner_step(model: Any, x: Tensor) -> Tensor:
     return functional_call(model.o, moved, (x,))
 
 
-def lazy() -> nn.Module:
-    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
-    model(torch.ones(1, 4))
-    return model
-
-
 def listed() -> nn.Module:
     weights = nn.ParameterList([torch.ones(4, 2), torch.zeros(2)])
     scale = nn.ParameterDict({"scale": nn.Parameter(torch.ones(2))})
@@ -316,17 +288,13 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "transformer": (transformer, SEQUENCES),
     "tied embedding": (tied, TOKENS),
     "BatchNorm, cumulative": (lambda: conv(nn.BatchNorm2d(4, momentum=None)), IMAGES),
-    "InstanceNorm": (lambda: conv(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), IMAGES),
     "channels last": (lambda: conv(nn.BatchNorm2d(4)).to(memory_format=torch.channels_last), LAST),
     "weight norm": (lambda: around(parametrizations.weight_norm(nn.Linear(4, 4))), VECTORS),
     "spectral norm": (lambda: around(parametrizations.spectral_norm(nn.Linear(4, 4))), VECTORS),
     "orthogonal": (lambda: around(parametrizations.orthogonal(nn.Linear(4, 4))), VECTORS),
-    "own parametrization": (symmetric, VECTORS),
     "pruned": (pruned, VECTORS),
     "the old weight norm": (lambda: of_hooks(nn.utils.weight_norm), VECTORS),
     "the old spectral norm": (lambda: of_hooks(nn.utils.spectral_norm), VECTORS),
-    "checkpoint": (checkpointed, VECTORS),
-    "autograd.Function": (lambda: By(lambda m, x: Square.apply(m.o(x)), o=nn.Linear(4, 2)), VECTORS),
     "hooks": (hooked, VECTORS),
     "bound methods": (Bound, VECTORS),
     "assigned buffers": (
@@ -349,7 +317,6 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "__getattr__": (Forwarding, VECTORS),
     "vmap of grad": (lambda: By(energy, o=nn.Linear(4, 2), n=around(nn.Linear(4, 4))), VECTORS),
     "inner step": (lambda: By(inner_step, o=nn.Linear(4, 2)), VECTORS),
-    "lazy, initialised": (lazy, VECTORS),
     "ParameterList and ParameterDict": (listed, VECTORS),
     "strided, scalar, empty and viewing parameters": (odd_shapes, VECTORS),
     "two dtypes": (two_dtypes, VECTORS),

@@ -456,15 +456,6 @@ def test_complex_parameters_are_pairs_of_real_ones() -> None:
         torch.testing.assert_close(torch.view_as_real(params["p0"]), real["p0"])
 
 
-def test_decay_in_proportion_to_the_schedule_of_the_rate() -> None:
-    """Loshchilov and Hutter's ``weight_decay * lr(t) / peak``: at half the peak 0.005 of a decay of 0.01."""
-    rate = linear(0.2, 0.0, "4ba")
-    optimizer = sgd(rate, weight_decay=0.01 / 0.2 * rate, independent_decay=True)
-    start, still = (named([torch.full((2,), value, dtype=torch.float64)]) for value in (1.0, 0.0))
-    params, _ = optimizer.update(still, optimizer.init(start), start, Timestamp(batch=2))
-    assert params["p0"][0].item() == pytest.approx(0.995, abs=1e-15)
-
-
 def test_a_schedule_may_give_any_one_number() -> None:
     for value in (torch.tensor(0.1), torch.tensor(0.1).numpy(), 1):
         params = FrozenDict(w=torch.ones(2))
