@@ -57,7 +57,6 @@ MADE: dict[str, Callable[[Rate], pl.optim.Optimizer]] = {
     ),
     "from_torch": lambda rate: from_torch(torch.optim.RMSprop, lr=times(rate, 0.1)),
 }
-each = pytest.mark.parametrize("name", MADE)
 
 
 def fit(optimizer: pl.optim.Optimizer, start: Any = None, **options: Any) -> Any:
@@ -69,7 +68,7 @@ def whole(name: str) -> list[pl.State]:
     return [state for event, state in fit(MADE[name](0.1), strict=True) if event is Event.BATCH_END]
 
 
-@each
+@pytest.mark.parametrize("name", MADE)
 def test_a_run_learns_and_resumes(name: str) -> None:
     first, last = whole(name)[0], whole(name)[-1]
     with torch.no_grad():
@@ -95,13 +94,14 @@ def halve_after_two(state: pl.State) -> pl.State:
     return state.replace(lr_scale=HALF) if state.timestamp.batch == 2 else state
 
 
-@each
-def test_the_scale_multiplies_each_rate_and_nothing_else(name: str) -> None:
-    for options in ({"watch": {Event.BATCH_END}}, {"donate": False}):
-        wanted = pl.run(fit(MADE[name](by_schedule), **options))
-        scaled = pl.run(fit(MADE[name](0.25), algorithms=[halve_after_two], **options))
-        assert not differences(scaled, wanted, without=frozenset({"lr_scale"}))
-        assert scaled.lr_scale == 0.5
+def test_the_scale_multiplies_each_rate_and_nothing_else() -> None:
+    for name, make in MADE.items():
+        for options in ({"watch": {Event.BATCH_END}}, {"donate": False}):
+            wanted = pl.run(fit(make(by_schedule), **options))
+            scaled = pl.run(fit(make(0.25), algorithms=[halve_after_two], **options))
+            found = differences(scaled, wanted, without=frozenset({"lr_scale"}))
+            assert not found, f"{name}: {found[0]}"
+            assert scaled.lr_scale == 0.5
 
 
 # A dampened optimizer changes the structure of its state in the first step; others are as those that are here.
