@@ -291,7 +291,7 @@ def test_tokens() -> None:
         assert num_tokens(batch) == tokens, batch
 
 
-def test_ranks_take_their_own_numbers() -> None:
+def test_each_process_takes_its_own_numbers() -> None:
     batch = {"x": torch.arange(5), "lengths": [1, 2, 3, 4, 5]}
     shares = [Share(rank, 3, num_samples, split).of(batch) for rank in range(3)]
     assert [(share.batch["lengths"], share.counts) for share in shares] == [([1, 2], True), ([3, 4], True), ([5], True)]
