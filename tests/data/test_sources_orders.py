@@ -509,7 +509,7 @@ def wrapped(core: str, around: list[str]) -> Any:
     return surrounded((CORES | COUNTING)[core](), around)
 
 
-@examples(60, 1500)
+@examples(50, 1500)
 @given(cores, wrappers, st.none() | st.sampled_from([2, 3, 7]))
 @example("shuffle", ["wrapper"], None)
 @example("shuffle", ["wrapper"], 2)
@@ -576,7 +576,7 @@ def test_two_workers_have_two_orders() -> None:
         assert order[::2] != order[1::2]
 
 
-@examples(60, 800)
+@examples(40, 800)
 @given(st.sampled_from(sorted(COUNTING)), wrappers, st.none() | st.sampled_from([2, 3]), st.integers(1, 4))
 def test_epoch_k_is_pass_k(core: str, around: list[str], limit: int | None, epochs: int) -> None:
     """Counters of all kinds, at the beginning and at the end of a pass, in place, nested, seeding a generator.

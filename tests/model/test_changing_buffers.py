@@ -129,7 +129,7 @@ def shares_memory(module: nn.Module) -> bool:
     return len({tensor.untyped_storage().data_ptr() for tensor in buffers}) < len(buffers)
 
 
-@examples(24, 1500)
+@examples(14, 1500)
 @given(
     script=st.lists(LINES, min_size=1, max_size=6),
     tied=st.booleans(),

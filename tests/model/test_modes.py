@@ -59,7 +59,7 @@ def fit(model: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("freeze", FREEZES)
 def test_submodules_in_eval_mode_stay_so_in_training(freeze: str) -> None:
     """The modes in every forward of training are those that the user set, and in evaluation all is in eval mode."""
-    for options in WAYS:
+    for options in WAYS[list(FREEZES).index(freeze) % 2 :: 2]:
         model = net()
         FREEZES[freeze](model)
         wanted = modes(model)

@@ -157,7 +157,7 @@ def by_loop(
     penalised=st.booleans(),
     mode=st.sampled_from(sorted(MODES)),
 )
-@examples(40, 3000)
+@examples(30, 3000)
 def test_hooks_fill_the_objects_of_the_user(
     kind: str, called: str, place: str, holds_model: bool, penalised: bool, mode: str
 ) -> None:

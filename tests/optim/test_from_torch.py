@@ -395,7 +395,7 @@ def test_an_init_that_reads_numbers_resumes() -> None:
 @pytest.mark.usefixtures("interpreted")
 def test_classes_are_traced_or_run_between_graphs() -> None:
     """In a graph, too, what a class keeps are tensors, of a class of torch's own."""
-    for name in ("RMSprop", "Rprop", "SGD"):
+    for name in ("RMSprop", "Rprop"):
         states = [
             pl.run(
                 fit(None, from_torch(getattr(torch.optim, name), lr=0.01), watch={Event.BATCH_END}, compile=compiled)

@@ -125,13 +125,12 @@ def test_one_graph_serves_all_numbers(name: str) -> None:
 def test_a_compiled_step_of_many_tensors_calls_the_kernel_on_lists() -> None:
     layers = [module for _ in range(16) for module in (nn.Linear(FEATURES, FEATURES), nn.Tanh())]
     model = nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES))
-    for name in ("adam", "adamw"):
-        options: dict[str, Any] = {"max_duration": "5ba", "watch": {Event.BATCH_END}}
-        with record() as compilations:
-            compiled = pl.run(fit(MADE[name](0.1), model, compile=True, **options))
-        close(compiled, pl.run(fit(MADE[name](0.1), model, **options)), 2e-5, 1e-6)
-        (compilation,) = compilations
-        assert compilation.kernels == (f"{name} of 34 tensors",)
+    options: dict[str, Any] = {"max_duration": "2ba", "watch": {Event.BATCH_END}}
+    with record() as compilations:
+        compiled = pl.run(fit(MADE["adam"](0.1), model, compile=True, **options))
+    close(compiled, pl.run(fit(MADE["adam"](0.1), model, **options)), 2e-5, 1e-6)
+    (compilation,) = compilations
+    assert compilation.kernels == ("adam of 34 tensors",)
 
 
 class Mixed(nn.Module):
@@ -150,7 +149,7 @@ def test_a_compiled_step_rounds_no_number_to_the_dtype_of_another_parameter() ->
     data = [(torch.randn(6, 3, generator=noise()), torch.randn(6, 1, generator=noise(1)))]
     settings: dict[str, Any] = {"loss": nn.functional.mse_loss, "max_duration": "1ep"}
     model = Mixed()
-    for name in ("sgd", "adamw", "lamb"):
+    for name in ("sgd", "lamb"):
         compiled, eager = [
             pl.run(pl.fit(model, data, optimizer=MADE[name](0.3), **settings, **options))
             for options in ({"compile": True, "watch": {Event.BATCH_END}}, {})

@@ -112,7 +112,7 @@ def test_a_run_continues_a_loop_by_hand_and_the_reverse(name: str, point: int) -
     check(OURS[name], point, every=name == "momentum")
 
 
-@examples(12, 500)
+@examples(8, 500)
 @given(cls=st.sampled_from(CLASSES), point=st.integers(1, BATCHES - 1))
 def test_so_it_is_with_classes_of_torch(cls: Any, point: int) -> None:
     check((lambda: from_torch(cls), cls, {}), point)
