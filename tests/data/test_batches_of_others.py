@@ -1,4 +1,4 @@
-"""Batches of other libraries' classes train without a word of how to count, split and move them."""
+"""Batches of other classes train without a word of how to count, split and move them, or with the words of a task."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,15 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.data.batch import to_device
 from pure_loop.data.samples import num_samples, split
+from pure_loop.errors import DataError
 from tests.support.extras import needs
+from tests.support.problem import noise
 
 SAMPLES = 5
-POINTS = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
+POINTS = torch.randn(SAMPLES, 3, generator=noise())
 TARGETS = POINTS.sum(dim=1, keepdim=True)
+WEIGHTS = [1.0, 2.0, 4.0, 8.0, 16.0]
+mse = nn.functional.mse_loss
 
 
 @dataclass
@@ -28,10 +33,42 @@ class Record:
     points: Tensor
     targets: Tensor
     name: str = "a"
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        self.made += 1
 
 
-def record() -> Any:
-    return Record(POINTS, TARGETS)
+class Sized:
+    """As a TensorDict: it has the size of its batch, and is cut by slices."""
+
+    def __init__(self, points: Tensor, targets: Tensor) -> None:
+        self.points, self.targets, self.batch_size = points, targets, points.shape[:1]
+
+    def __getitem__(self, some: slice) -> Sized:
+        return Sized(self.points[some], self.targets[some])
+
+    def __iter__(self) -> Any:
+        raise AssertionError("not iterated over")
+
+    def to(self, device: Any) -> Sized:
+        return Sized(self.points.to(device), self.targets.to(device))
+
+
+class MovesItself:
+    """As a batch of graphs: its tensors are moved in place, and it can't be counted."""
+
+    def __init__(self, points: Tensor, targets: Tensor) -> None:
+        self.points, self.targets = points, targets
+
+    def to(self, device: Any) -> MovesItself:
+        self.points, self.targets = self.points.to(device), self.targets.to(device)
+        return self
+
+
+class MovesOnly(MovesItself):
+    def to(self, device: Any) -> None:  # type: ignore[override]
+        super().to(device)
 
 
 def packed() -> Any:
@@ -71,9 +108,19 @@ def of_graphs(model: nn.Module, batch: Any) -> Tensor:
     return model(total / batch.batch.bincount()[:, None])  # type: ignore[no-any-return]
 
 
+def of_points(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch.points)  # type: ignore[no-any-return]
+
+
 # A batch, the forward, and its targets.
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[nn.Module, Any], Tensor], Callable[[Any], Tensor]]] = {
-    "dataclass": (record, lambda model, batch: model(batch.points), lambda batch: batch.targets),
+    "dataclass": (lambda: Record(POINTS, TARGETS), of_points, lambda batch: batch.targets),
+    "sized": (lambda: Sized(POINTS, TARGETS), of_points, lambda batch: batch.targets),
+    "list of numbers": (  # rows that are weighed by them
+        lambda: {"points": POINTS, "weights": WEIGHTS},
+        lambda model, batch: model(batch["points"]) * torch.tensor(batch["weights"])[:, None],
+        lambda batch: batch["points"].sum(dim=1, keepdim=True),
+    ),
     "PackedSequence": (packed, of_sequences, lambda batch: batch["targets"]),
     "TensorDict": (
         tensordict,
@@ -82,42 +129,99 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[nn.Module, Any], Tensor], Ca
     ),
     "graphs": (graphs, of_graphs, lambda batch: batch.y),
 }
+# The package of graphs takes seconds to be imported.
 NEEDED = {"TensorDict": [needs("tensordict")], "graphs": [needs("torch_geometric"), pytest.mark.slow]}
-EACH = [pytest.param(kind, marks=NEEDED.get(kind, [])) for kind in KINDS]
 
 
-@pytest.mark.parametrize("kind", EACH)
-def test_it_trains_alike_with_any_microbatch_size(kind: str) -> None:
+def train(batch: Any, task: Any, model: Any = None, **options: Any) -> tuple[pl.State, list[Any]]:
+    """Two batches; the last State, and the microbatches."""
+    model = nn.Linear(3, 1) if model is None else model
+    stream = pl.fit(model, [batch] * 2, task=task, optimizer=pl.optim.sgd(lr=0.01), max_duration="1ep", **options)
+    pairs = list(stream)
+    return pairs[-1][1], [state.microbatch for event, state in pairs if event is Event.BEFORE_FORWARD]
+
+
+def by_hand(batch: Any, task: Any, model: nn.Module) -> dict[str, Tensor]:
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    for _ in range(2):
+        leaves = {name: value.requires_grad_() for name, value in params.items()}
+        outputs = torch.func.functional_call(_Task(model, task), {f"model.{n}": v for n, v in leaves.items()}, (batch,))
+        grads = torch.autograd.grad(task.loss(outputs, batch), list(leaves.values()))
+        pairs = zip(leaves.items(), grads, strict=True)
+        params = {name: (value - 0.01 * grad).detach() for (name, value), grad in pairs}
+    return params
+
+
+class _Task(nn.Module):
+    def __init__(self, model: nn.Module, task: Any) -> None:
+        super().__init__()
+        self.model, self.task = model, task
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.task.forward(self.model, batch)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDED.get(kind, [])) for kind in KINDS])
+def test_it_trains_as_by_hand_with_any_microbatch_size_and_is_moved_as_a_copy(kind: str) -> None:
     make, forward, targets = KINDS[kind]
     batch, model = make(), nn.Linear(3, 1)
-    task: Any = pl.Task(forward=forward, loss=lambda outputs, batch: nn.functional.mse_loss(outputs, targets(batch)))
-    ends = {}
-    for size in (None, 1, 2, 3):
-        optimizer = pl.optim.sgd(lr=0.1)
-        stream = pl.fit(model, [batch] * 2, task=task, optimizer=optimizer, max_duration="1ep", microbatch_size=size)
-        sizes = []
-        for event, state in stream:
-            if event is Event.BEFORE_FORWARD:
-                sizes.append(len(targets(state.microbatch)))
+    task: Any = pl.Task(forward=forward, loss=lambda outputs, batch: mse(outputs, targets(batch)))
+    expected = by_hand(batch, task, model)
+    for size, sizes in ((None, [5]), (1, [1] * 5), (2, [2, 2, 1]), (3, [3, 2])):
+        state, pieces = train(batch, task, model, microbatch_size=size, strict=size != 1)
         assert state.timestamp.sample == 2 * SAMPLES
-        assert sizes == 2 * {None: [5], 1: [1] * 5, 2: [2, 2, 1], 3: [3, 2]}[size]
-        ends[size] = dict(state.params)
-    for size in (1, 2, 3):
-        torch.testing.assert_close(ends[size], ends[None])
-
-
-@pytest.mark.parametrize("kind", EACH)
-def test_it_is_moved_as_a_copy(kind: str) -> None:
-    make, _, targets = KINDS[kind]
-    batch = make()
+        assert [len(targets(piece)) for piece in pieces] == 2 * sizes
+        torch.testing.assert_close(dict(state.params), expected, rtol=1e-4, atol=1e-5)
     assert num_samples(batch) == SAMPLES
     moved = to_device(batch, "meta")
     assert targets(moved).device.type == "meta"
     assert targets(batch).device.type == "cpu"
+    if kind == "dataclass":
+        assert moved.made == 1  # not made anew
+        assert [(piece.name, piece.made) for piece in split(batch, 3)] == [("a", 1)] * 2
+    if kind == "PackedSequence":
+        assert moved["points"].batch_sizes.is_cpu
+        assert to_device(batch, "cpu")["points"].data is batch["points"].data
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_packed_sequences_are_cut_in_their_order(enforce_sorted: bool) -> None:
+    lengths = (4, 3, 3, 1) if enforce_sorted else (1, 3, 4, 3)
+    sequences = [torch.full((length, 2), float(i)) for i, length in enumerate(lengths)]
+    pieces = split((pack_sequence(sequences, enforce_sorted=enforce_sorted), torch.arange(4)), 3)
+    assert [piece[1].tolist() for piece in pieces] == [[0, 1, 2], [3]]
+    got = [sequence for piece in pieces for sequence in unpack_sequence(piece[0])]
+    assert all(map(torch.equal, got, sequences))
+
+
+def test_objects_are_moved_by_their_own_to_and_counted_as_the_task_says() -> None:
+    for kind in (MovesItself, MovesOnly):
+        mine = kind(POINTS, TARGETS)
+        moved, beside = to_device((mine, torch.zeros(3)), "meta")
+        assert type(moved) is kind
+        assert moved.points.is_meta
+        assert beside.is_meta
+        assert mine.points.is_cpu
+    plain = pl.Task(forward=of_points, loss=lambda outputs, batch: mse(outputs, batch.targets))
+    says = r"MovesItself.*task=pl.Task\(samples=.*split="
+    with pytest.raises(DataError, match=rf"can't count.*{says}"):
+        train(MovesItself(POINTS, TARGETS), plain)
+    counted = attrs.evolve(plain, samples=lambda batch: len(batch.points))
+    assert train(MovesItself(POINTS, TARGETS), counted)[0].timestamp.sample == 2 * SAMPLES
+    with pytest.raises(DataError, match=rf"can't (count|split).*{says}"):
+        train(MovesItself(POINTS, TARGETS), counted, microbatch_size=1)
+
+    def cut(batch: Any, size: int) -> list[Any]:
+        places = range(0, len(batch.points), size)
+        return [MovesItself(batch.points[i : i + size], batch.targets[i : i + size]) for i in places]
+
+    model, batch, task = nn.Linear(3, 1), MovesItself(POINTS, TARGETS), attrs.evolve(counted, split=cut)
+    state, _ = train(batch, task, model, microbatch_size=2)
+    torch.testing.assert_close(dict(state.params), by_hand(batch, task, model))
 
 
 @needs("torch_geometric")
-@pytest.mark.slow
+@pytest.mark.slow  # the package takes seconds to be imported
 def test_graphs_keep_what_they_follow() -> None:
     whole = graphs()
     followed = type(whole).from_data_list(whole.to_data_list(), follow_batch=["y"])

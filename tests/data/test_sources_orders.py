@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,9 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -37,7 +38,17 @@ from pure_loop import Event
 from pure_loop.data.copies import Private
 from pure_loop.data.dataloaders import source
 from tests.support.loaders import same
-from tests.support.passes import Counted, CountingStream, CountingStreamAtTheEnd, order_of
+from tests.support.passes import (
+    COUNTERS,
+    Countdown,
+    Counted,
+    CountingBatches,
+    CountingLoader,
+    CountingStream,
+    CountingStreamAtTheEnd,
+    Items,
+    order_of,
+)
 from tests.support.tiers import examples
 
 N = 11  # samples, so that two orders are equal once in 40 million
@@ -149,30 +160,90 @@ def of_sampler(sampler: Any, **options: Any) -> Any:
     return DataLoader(table(), batch_size=SIZE, sampler=sampler, **options)
 
 
+class OwnLoader:
+    """A loader of the user's own, around a stream or a DataLoader."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.passes = inner, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for item in self.inner:
+            yield item, self.passes
+
+
+class OwnIterator:
+    """A loader that is its own iterator, and begins anew at each ``iter``."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.passes, self.left = n, -1, 0
+
+    def __iter__(self) -> OwnIterator:
+        self.passes += 1
+        self.left = self.n
+        return self
+
+    def __next__(self) -> Any:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return torch.tensor(order_of(self.n, self.passes)[self.left])
+
+
+class OwnGenerators(IterableDataset[Any]):
+    """Draws from a generator of its own, and shuffles a list in place."""
+
+    def __init__(self, n: int) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.files = list(range(n))
+
+    def __iter__(self) -> Iterator[Any]:
+        self.files.append(self.files.pop(int(torch.randint(len(self.files), (), generator=self.generator))))
+        yield from [torch.tensor(file) for file in self.files]
+
+
+# Epoch k is pass k of what counts its passes, by hand and by a source.
+COUNTING: dict[str, Callable[[], Any]] = {
+    # torch's batch sampler would begin what is its own iterator anew for each batch
+    **{
+        kind: (lambda make=make: of_sampler(make(N)))  # type: ignore[misc]
+        for kind, make in Countdown.items()
+        if kind != "itself"
+    },
+    # arrays of datasets may be large: they are shared
+    **{
+        f"stream, {kind}": (lambda kind=kind: DataLoader(CountingStream(N, kind), SIZE))  # type: ignore[misc]
+        for kind in COUNTERS
+        if kind != "array"
+    },
+    "itself": lambda: DataLoader(Items(N), batch_size=None, sampler=Countdown["itself"](N)),
+    "batch sampler": lambda: DataLoader(Items(N), batch_sampler=CountingBatches(Counted(N, "number"), SIZE)),
+    "torch's batch sampler": lambda: DataLoader(
+        Items(N), batch_sampler=BatchSampler(Countdown["at the end"](N), SIZE, drop_last=False)
+    ),
+    "drop last": lambda: of_sampler(Counted(N, "list"), drop_last=True),
+    "stream that counts at its end": lambda: CountingStreamAtTheEnd(N, "number"),
+    "stream with its own generator": lambda: DataLoader(OwnGenerators(N), batch_size=SIZE),
+    "own loader, counting sampler": lambda: BySampler(Counted(N, "list")),
+    "own loader of a stream": lambda: OwnLoader(CountingStream(N, "list")),
+    "own loader of a counting loader": lambda: OwnLoader(CountingLoader(Items(N), SIZE, sampler=Counted(N, "number"))),
+    "own iterator": lambda: OwnIterator(N),
+}
 CORES: dict[str, Callable[[], Any]] = {
     "shuffle": shuffled,
     "in order": lambda: DataLoader(table(), batch_size=SIZE),
     "a list": lambda: list(torch.arange(float(N)).split(SIZE)),
     "shuffle, drop last": lambda: shuffled(drop_last=True),
     "shuffle, own generator": lambda: shuffled(generator=torch.Generator().manual_seed(3)),
-    "random sampler, own generator": lambda: of_sampler(
-        RandomSampler(range(N), generator=torch.Generator().manual_seed(3))
-    ),
-    "subset": lambda: of_sampler(SubsetRandomSampler(range(N))),
     "weighted": lambda: of_sampler(WeightedRandomSampler([1.0] * N, N, replacement=False)),
-    "own sampler, torch": lambda: of_sampler(Mine("torch")),
-    "own sampler, python": lambda: of_sampler(Mine("python")),
-    "own sampler, numpy": lambda: of_sampler(Mine("numpy")),
     "own sampler, global": lambda: of_sampler(Mine("global")),
     "own sampler, global numpy": lambda: of_sampler(Mine("global numpy")),
     "sampler with epochs": lambda: of_sampler(Knowing()),
     "distributed sampler": lambda: of_sampler(DistributedSampler(table(), 1, 0)),
-    "counting sampler": lambda: of_sampler(Counted(N, "number")),
     "batch sampler": lambda: DataLoader(table(), batch_sampler=BatchSampler(RandomSampler(range(N)), SIZE, False)),
     "samples": lambda: DataLoader(table(), batch_size=None, shuffle=True),
     "own loader, random sampler": lambda: BySampler(RandomSampler(range(N))),
     "own loader, own sampler": lambda: BySampler(Mine("numpy")),
-    "own loader, counting sampler": lambda: BySampler(Counted(N, "list")),
     "stream, random sampler": lambda: DataLoader(OfSampler(RandomSampler(range(N))), batch_size=SIZE),
     "bare stream, random sampler": lambda: OfSampler(RandomSampler(range(N))),
     "stream with epochs": lambda: DataLoader(OfSamplerWithEpochs(RandomSampler(range(N))), batch_size=SIZE),
@@ -184,8 +255,6 @@ CORES: dict[str, Callable[[], Any]] = {
     "stream, a generator in a mapping": lambda: OfGenerator(
         lambda each: {"a": {"b": each}}, lambda held: held["a"]["b"]
     ),
-    "counting stream": lambda: CountingStream(N, "number"),
-    "stream that counts at its end": lambda: CountingStreamAtTheEnd(N, "number"),
 }
 
 
@@ -310,8 +379,6 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "set_epoch, counting": Counting,
     "its own iterator": Iterating,
     "list": Listed,
-    "dict": lambda loader: Held({"a": loader}, lambda held: held["a"]),
-    "ordered": lambda loader: Held(OrderedDict(a=loader), lambda held: held["a"]),
     "tuple": lambda loader: Held((1, loader), lambda held: held[1]),
     "named tuple": lambda loader: Held([Pair("a", loader)], lambda held: held[0].loader),
     "nested": lambda loader: Held({"a": [("b", {"c": loader})]}, lambda held: held["a"][0][1]["c"]),
@@ -321,16 +388,14 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "bare stream": Stream,
     "stream": lambda loader: DataLoader(Stream(loader), batch_size=None),
     "lambda": lambda loader: Made(lambda: iter(loader)),
-    "generator of a lambda": lambda loader: Made(lambda: (batch for batch in loader)),
     "partial": lambda loader: Made(functools.partial(generated, loader)),
     "method": lambda loader: Made(Factory(loader).make),
 }
 
 
 def samples(batches: list[Any]) -> list[float]:
-    """The samples in their order."""
-    leaves = [leaf for batch in batches for leaf in (batch if isinstance(batch, list | tuple) else [batch])]
-    return [value for leaf in leaves for value in leaf.reshape(-1).tolist()]
+    """The samples in their order, and other numbers that batches have."""
+    return [value for leaf in tree_leaves(batches) for value in torch.as_tensor(leaf).double().reshape(-1).tolist()]
 
 
 def by_hand(make: Callable[[], Any], seed: int, epochs: int = 3) -> list[list[float]]:
@@ -382,7 +447,9 @@ def all_equal(counts: list[Counter[float]]) -> bool:
     return all(one == counts[0] for one in counts)
 
 
-def check(make: Callable[[], Any], limit: int | None = None, epochs: int = 3, *, everywhere: bool = True) -> None:
+def check(
+    make: Callable[[], Any], limit: int | None = None, epochs: int = 3, *, everywhere: bool = True, counts: bool = False
+) -> None:
     """The law. ``make`` gives an object that was never iterated over; ``everywhere``: resumed at each position."""
     hand, other_hand = by_hand(make, 0, epochs), by_hand(make, 1, epochs)
 
@@ -400,6 +467,8 @@ def check(make: Callable[[], Any], limit: int | None = None, epochs: int = 3, *,
 
     batches = run(0)
     orders, others = [list(map(samples, each)) for each in (batches, run(1))]
+    if counts and limit is None:
+        assert orders == hand, "epoch k is not pass k"
     many = len(orders[0]) >= 6  # of fewer samples two orders may be equal
     if many and distinct(hand):
         assert distinct(orders), "one order for ever"
@@ -432,22 +501,16 @@ cores = st.sampled_from(sorted(CORES))
 wrappers = st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=3)
 
 
+def surrounded(loader: Any, around: list[str]) -> Any:
+    return functools.reduce(lambda loader, kind: WRAPPERS[kind](loader), around, loader)
+
+
 def wrapped(core: str, around: list[str]) -> Any:
-    return functools.reduce(lambda loader, kind: WRAPPERS[kind](loader), around, CORES[core]())
+    return surrounded((CORES | COUNTING)[core](), around)
 
 
-def check_one(core: str, around: list[str], limit: int | None) -> None:
-    length = source(wrapped(core, around), seed=0, stream="train").loader_length
-    if limit is not None and length is not None:
-        limit = min(limit, length)
-    check(lambda: wrapped(core, around), limit)
-
-
-LIMITS = st.none() | st.sampled_from([2, 3, 7])
-
-
-@examples(60, 1500)
-@given(cores, wrappers, LIMITS)
+@examples(50, 1500)
+@given(cores, wrappers, st.none() | st.sampled_from([2, 3, 7]))
 @example("shuffle", ["wrapper"], None)
 @example("shuffle", ["wrapper"], 2)
 @example("shuffle", ["set_epoch"], None)
@@ -459,14 +522,10 @@ def test_over_everything_that_can_be_a_dataloader(core: str, around: list[str], 
     DataLoaders, samplers with generators of their own or of the process, batch samplers, counters, streams in a
     DataLoader or bare, with ``set_epoch`` or without; in wrappers of wrappers, in containers and records, in functions.
     """
-    check_one(core, around, limit)
-
-
-@pytest.mark.slow
-@settings(max_examples=400)
-@given(cores, wrappers, LIMITS)
-def test_over_everything_at_length(core: str, around: list[str], limit: int | None) -> None:
-    check_one(core, around, limit)
+    length = source(wrapped(core, around), seed=0, stream="train").loader_length
+    if limit is not None and length is not None:
+        limit = min(limit, length)
+    check(lambda: wrapped(core, around), limit)
 
 
 IN_WORKERS: dict[str, Callable[..., Any]] = {
@@ -474,7 +533,6 @@ IN_WORKERS: dict[str, Callable[..., Any]] = {
     "own sampler": lambda **options: of_sampler(Mine("numpy"), **options),
     "stream, random sampler": lambda **options: DataLoader(OfSampler(RandomSampler(range(N))), SIZE, **options),
     "stream, own sampler": lambda **options: DataLoader(OfSampler(Mine("global")), SIZE, **options),
-    "stream, own sampler and generator": lambda **options: DataLoader(OfSampler(Mine("torch")), SIZE, **options),
     "stream with epochs": lambda **options: DataLoader(OfSamplerWithEpochs(RandomSampler(range(N))), SIZE, **options),
     "stream of a sampler with epochs": lambda **options: DataLoader(OfSampler(Knowing()), SIZE, **options),
     "stream of a stream with epochs": lambda **options: DataLoader(
@@ -485,27 +543,22 @@ IN_WORKERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # processes
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", IN_WORKERS)
-def test_over_everything_in_workers(kind: str, workers: int, persistent: bool) -> None:
-    options = {"num_workers": workers, "persistent_workers": persistent, "multiprocessing_context": "fork"}
-    check(lambda: IN_WORKERS[kind](**options), epochs=2, everywhere=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("around", [["wrapper"], ["set_epoch", "list"], ["lambda"], ["iter"]], ids=str)
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", ["shuffle", "stream, random sampler", "counting stream"])
-def test_loaders_with_workers_in_wrappers(kind: str, persistent: bool, around: list[str]) -> None:
-    options = {"num_workers": 1, "persistent_workers": persistent, "multiprocessing_context": "fork"}
-    inner = lambda: IN_WORKERS[kind](**options)  # noqa: E731
-    check(
-        lambda: functools.reduce(lambda loader, name: WRAPPERS[name](loader), around, inner()),
-        epochs=2,
-        everywhere=False,
-    )
+def test_over_everything_in_workers(persistent: bool) -> None:
+    """By itself and in a wrapper, with one worker or two."""
+    options: dict[str, Any] = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
+    for number, (kind, make) in enumerate(IN_WORKERS.items()):
+        workers = 1 if "counting" in kind or "counts" in kind else 1 + number % 2
+        check(functools.partial(make, num_workers=workers, **options), epochs=2, everywhere=False)
+    arounds: dict[str, list[str]] = {
+        "shuffle": ["wrapper"],
+        "stream, random sampler": ["set_epoch", "list"],
+        "counting stream": ["lambda"],
+    }
+    for kind, around in arounds.items():
+        inner = functools.partial(IN_WORKERS[kind], num_workers=1, **options)
+        check(lambda: surrounded(inner(), around), epochs=2, everywhere=False)
 
 
 def test_two_workers_have_two_orders() -> None:
@@ -521,6 +574,24 @@ def test_two_workers_have_two_orders() -> None:
             data.close()
         assert sorted(order) == sorted([*map(float, range(N))] * 2)
         assert order[::2] != order[1::2]
+
+
+@examples(40, 800)
+@given(st.sampled_from(sorted(COUNTING)), wrappers, st.none() | st.sampled_from([2, 3]), st.integers(1, 4))
+def test_epoch_k_is_pass_k(core: str, around: list[str], limit: int | None, epochs: int) -> None:
+    """Counters of all kinds, at the beginning and at the end of a pass, in place, nested, seeding a generator.
+
+    Samplers, batch samplers, torch's own around one, samplers of batches, subclasses of DataLoader, iterable datasets,
+    loaders of the user's own; in wrappers; epochs cut.
+    """
+    length = source(wrapped(core, around), seed=0, stream="train").loader_length
+    limit = None if limit is None or length is None else min(limit, length)
+    check(lambda: wrapped(core, around), limit, epochs, counts=True)
+
+
+def test_each_counter_counts() -> None:
+    for core in COUNTING:
+        check(COUNTING[core], epochs=2, everywhere=False, counts=True)
 
 
 class LacksPass(Private):
@@ -548,7 +619,7 @@ class LacksReplay(Private):
     [
         (LacksPass, "shuffle", "one order for ever"),
         (LacksRun, "shuffle", "one order for every seed"),
-        (LacksReplay, "counting sampler", r"\(1, 0\)"),
+        (LacksReplay, "number", r"\(1, 0\)"),
     ],
 )
 def test_a_wrong_source_breaks_the_law(
@@ -559,8 +630,9 @@ def test_a_wrong_source_breaks_the_law(
         check(lambda: wrapped(core, ["wrapper"]))
 
 
-@pytest.mark.parametrize("around", [["wrapper"], ["set_epoch"], ["lambda", "list"]], ids=str)
-def test_a_run_resumes_from_each_state_over_a_wrapper(around: list[str]) -> None:
+def test_a_run_resumes_from_each_state_over_a_wrapper() -> None:
+    around = ["set_epoch", "lambda"]
+
     def run(start: Any) -> list[Any]:
         loader = wrapped("shuffle", around)
         stream = pl.fit(start, loader, task=task, optimizer=pl.optim.sgd(lr=0.01), max_duration="2ep", seed=3)

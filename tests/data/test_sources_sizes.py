@@ -85,21 +85,17 @@ def test_each_sample_of_the_epoch_comes_once(
         assert torch.equal(again[-1].params["weight"], rest[-1].params["weight"])
 
 
-@pytest.mark.parametrize("extended", [False, True])
-@pytest.mark.parametrize(("n", "size", "other"), [(5, 3, 4), (5, 4, 3), (9, 5, 8), (9, 8, 5)])
-def test_as_many_batches_of_another_size(
-    n: int, size: int, other: int, extended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether or not a library added a class of its own to torch's collate."""
-    if extended:
-        monkeypatch.setitem(collate.default_collate_fn_map, Buckets, lambda batch, **_: batch[0])
-    seen = run(model(), loader(n, size, shuffle=True), max_duration="1ep")
-    data = loader(n, other, shuffle=True)
-    if size < other:
-        with pytest.raises(pl.ResumeError, match="They end within the first batch"):
-            run(seen[0], data, max_duration="1ep")
-    else:
-        assert samples(run(seen[0], data, max_duration="1ep")) == samples(seen)[size:]
+def test_a_class_that_a_library_adds_to_torchs_collate_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many batches of another size, too: whether they end within the first one."""
+    monkeypatch.setitem(collate.default_collate_fn_map, Buckets, lambda batch, **_: batch[0])
+    for n, size, other in ((5, 3, 4), (5, 4, 3), (9, 5, 8), (9, 8, 5)):
+        seen = run(model(), loader(n, size, shuffle=True), max_duration="1ep")
+        data = loader(n, other, shuffle=True)
+        if size < other:
+            with pytest.raises(pl.ResumeError, match="They end within the first batch"):
+                run(seen[0], data, max_duration="1ep")
+        else:
+            assert samples(run(seen[0], data, max_duration="1ep")) == samples(seen)[size:]
 
 
 def test_samples_that_an_addition_to_the_collate_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,19 +113,20 @@ def test_samples_that_an_addition_to_the_collate_leaves_out(monkeypatch: pytest.
     assert samples(run(seen[0], make(), max_duration="1ep")) == [4, 8]
 
 
-def test_drop_last_leaves_out_what_a_run_of_the_new_size_leaves_out() -> None:
+def test_other_ways_to_divide_an_epoch() -> None:
+    """drop_last leaves out what a run of the new size leaves out; steps of several batches; epochs that are cut."""
     seen = run(model(), loader(40, 4, drop_last=True, shuffle=True), max_duration="1ep")
     rest = run(seen[2], loader(40, 7, drop_last=True, shuffle=True), max_duration="1ep")
     assert samples(rest) == samples(seen)[12:35]
     assert [len(state.batch[0]) for state in rest] == [2, 7, 7, 7]
-
-
-def test_steps_of_several_batches() -> None:
     seen = run(model(), loader(40, 4), max_duration="1ep")
     rest = run(seen[3], loader(40, 4), batches_per_step=2, max_duration="1ep")
     assert samples(rest) == samples(seen)[16:]
     with pytest.raises(pl.ResumeError, match="They end within a step"):
         run(seen[2], loader(40, 4), batches_per_step=2, max_duration="1ep")
+    # Another batches_per_epoch alone changes nothing of what was seen.
+    rest = run(seen[1], loader(40, 4), max_duration="1ep", batches_per_epoch=4)
+    assert samples(rest) == samples(seen)[8:16]
 
 
 @dataclass
@@ -169,31 +166,29 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("other", [2, 8])
 @pytest.mark.parametrize("kind", WITHOUT)
-def test_what_has_no_order_of_samples_says_so_before_training(kind: str, other: int) -> None:
+def test_what_has_no_order_of_samples_says_so_before_training(kind: str) -> None:
     make = WITHOUT[kind]
     seen = run(model(), make(4), max_duration="1ep")
-    with pytest.raises(
-        pl.ResumeError, match=r"in the first 3 batches of epoch 0, and the State has seen \d+ in as many"
-    ):
-        run(seen[2], make(other), max_duration="1ep")
+    for other in (2, 8):
+        with pytest.raises(
+            pl.ResumeError, match=r"in the first 3 batches of epoch 0, and the State has seen \d+ in as many"
+        ):
+            run(seen[2], make(other), max_duration="1ep")
     assert len(run(seen[2], make(4), max_duration="1ep")) == 3
 
 
-@pytest.mark.parametrize("factor", [1, 2])
-def test_collates_that_change_the_number_of_samples_resume_as_they_were(factor: int) -> None:
+def test_collates_that_change_the_number_of_samples_resume_as_they_were() -> None:
     """Samples are dropped, or come several times: positions are batches."""
+    for factor in (1, 2):
 
-    def collate(rows: list[Any]) -> Any:
-        return default_collate([row for row in rows if row[0] % 5 != 3] * factor)
+        def make() -> Any:
+            rows_of = lambda rows: [row for row in rows if row[0] % 5 != 3] * factor  # noqa: E731
+            return loader(23, 4, shuffle=True, collate_fn=lambda rows: default_collate(rows_of(rows)))
 
-    def make() -> Any:
-        return loader(23, 4, shuffle=True, collate_fn=collate)
-
-    seen = run(model(), make())
-    for number, state in enumerate(seen[:-1]):
-        assert same([each.batch for each in run(state, make())], [each.batch for each in seen[number + 1 :]])
+        seen = run(model(), make())
+        for number, state in enumerate(seen[:-1]):
+            assert same([each.batch for each in run(state, make())], [each.batch for each in seen[number + 1 :]])
 
 
 def test_an_own_batch_sampler_of_torchs_kind_over_a_random_sampler() -> None:
@@ -204,10 +199,3 @@ def test_an_own_batch_sampler_of_torchs_kind_over_a_random_sampler() -> None:
     seen = run(model(), make(4), max_duration="1ep")
     assert samples(run(seen[2], make(6), max_duration="1ep")) == samples(seen)[12:]
     assert samples(run(seen[2], make(5), max_duration="1ep")) == samples(seen)[12:]
-
-
-def test_cut_epochs() -> None:
-    """Another ``batches_per_epoch`` alone changes nothing of what was seen."""
-    seen = run(model(), loader(24, 4), max_duration="1ep")
-    rest = run(seen[1], loader(24, 4), max_duration="1ep", batches_per_epoch=4)
-    assert samples(rest) == samples(seen)[8:16]

@@ -1,11 +1,12 @@
-"""Buffers that forwards register, set, reshape and remove: in the State from then on, as in a loop by hand."""
+"""Buffers that forwards register, set, reshape and remove: in the State from then on, as in a loop by hand.
+
+Those of models of a kind are in test_models.py.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-import pickle
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,207 +21,23 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.order import BOUNDARIES
-from tests.conftest import THOROUGH
+from pure_loop.random import seeded
+from tests.support import problem
+from tests.support.holding import assert_holds
 from tests.support.hostile import described, document_of
-from tests.support.runs import images
-from tests.support.tiers import examples, pairwise
-
-
-def noise(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
+from tests.support.problem import noise
+from tests.support.tiers import examples
 
 # Eight samples, so that a mean over them rounds as it does by hand.
-DATA = [(noise(8, 3, seed=i), noise(8, 2, seed=i + 10)) for i in range(3)]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "all events": {},
-    "watched": {"watch": {Event.BATCH_END}},
-    "copied": {"donate": False},
-    "strict": {"strict": True},
-    "microbatches": {"microbatch_size": 8},
-}
+DATA = [(torch.randn(8, 3, generator=noise(i)), torch.randn(8, 2, generator=noise(i + 10))) for i in range(3)]
+WAYS: list[dict[str, Any]] = [
+    *({}, {"watch": {Event.BATCH_END}}, {"donate": False}, {"strict": True}, {"microbatch_size": 8})
+]
 OPTIMIZER = {"optimizer": pl.optim.sgd(lr=0.01), "loss": functional.mse_loss}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Base(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(3, 2)
-        self.build()
-
-    def build(self) -> None:
-        pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.change(self.layer(x))
-        return out
-
-    def change(self, y: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Bank(Base):
-    """Grows by a batch in each forward."""
-
-    bank: Tensor
-
-    def build(self) -> None:
-        self.register_buffer("bank", torch.zeros(0, 2))
-
-    def change(self, y: Tensor) -> Tensor:
-        self.bank = torch.cat([self.bank, y.detach()])
-        return y - self.bank.mean(0)
-
-
-class BankOfData(Bank):
-    """By ``.data``, so that the buffer stays the same object."""
-
-    def change(self, y: Tensor) -> Tensor:
-        self.bank.data = torch.cat([self.bank, y.detach()])
-        return y - self.bank.mean(0)
-
-
-class Wider(Base):
-    """Another dtype from the second forward on."""
-
-    mean: Tensor
-
-    def build(self) -> None:
-        self.register_buffer("mean", torch.zeros(2, dtype=torch.float16), persistent=False)
-
-    def change(self, y: Tensor) -> Tensor:
-        if self.mean.any():
-            self.mean = self.mean.double()
-        self.mean = (self.mean + y.detach().mean(0)).to(self.mean.dtype)
-        return y - self.mean.float()
-
-
-class NoneAtFirst(Base):
-    mean: Tensor | None
-
-    def build(self) -> None:
-        self.register_buffer("mean", None)
-
-    def change(self, y: Tensor) -> Tensor:
-        if self.mean is None:
-            self.mean = y.detach().mean(0)
-        return y - self.mean
-
-
-class Registered(Base):
-    """In the forward, of a submodule too, one of them not in state_dict()."""
-
-    def change(self, y: Tensor) -> Tensor:
-        if not hasattr(self, "mean"):
-            self.register_buffer("mean", y.detach().mean(0), persistent=False)
-            self.layer.register_buffer("scale", y.detach().std(0))
-            self.register_buffer("later", None)
-        elif self.later is None:
-            self.later = torch.ones(2)
-        else:
-            self.later += 1
-        scale: Any = self.layer.scale
-        return (y - self.mean) / scale
-
-
-class BecomesNone(Base):
-    count: Tensor
-    first: Tensor | None
-
-    def build(self) -> None:
-        self.register_buffer("first", torch.ones(2))
-        self.register_buffer("count", torch.tensor(0))
-
-    def change(self, y: Tensor) -> Tensor:
-        self.count += 1
-        if self.count == 2:
-            self.first = None
-        elif self.count == 4:
-            self.first = torch.full((3, 2), 2.0)
-        return y if self.first is None else y * self.first.sum(0)
-
-
-class Deleted(Base):
-    """Once deleted, hasattr is what tells; and it is registered again later."""
-
-    count: Tensor
-
-    def build(self) -> None:
-        self.register_buffer("first", torch.ones(2))
-        self.register_buffer("count", torch.tensor(0))
-
-    def change(self, y: Tensor) -> Tensor:
-        self.count += 1
-        if self.count == 2:
-            del self.first
-        elif self.count == 4:
-            self.register_buffer("first", torch.full((2,), 3.0), persistent=False)
-        return y * self.first if hasattr(self, "first") else y
-
-
-class ComesAndGoes(Base):
-    """A tensor after each other forward."""
-
-    cache: Tensor | None
-
-    def build(self) -> None:
-        self.register_buffer("cache", None)
-
-    def change(self, y: Tensor) -> Tensor:
-        if self.cache is None:
-            self.cache = y.detach().mean(0)
-            return y
-        y = y - self.cache
-        self.cache = None
-        return y
-
-
-class Torn(Base):
-    """One buffer under two names; from the second forward on they are two."""
-
-    a: Tensor
-    b: Tensor
-
-    def build(self) -> None:
-        self.register_buffer("a", torch.zeros(2))
-        self.register_buffer("b", self.a)
-
-    def change(self, y: Tensor) -> Tensor:
-        if self.b.any():
-            self.a = self.a + 1
-        self.b += 1
-        return y + self.a - 0.5 * self.b
-
-
-class Rotary(Base):
-    """As rotary embeddings are cached: registered in __init__, and anew by a longer input."""
-
-    table: Tensor
-
-    def build(self) -> None:
-        self.register_buffer("table", torch.arange(2.0), persistent=False)
-        self.register_buffer("calls", torch.tensor(0))
-
-    def change(self, y: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        if 3 * int(self.calls) > len(self.table):
-            self.register_buffer("table", torch.arange(6.0 * int(self.calls)), persistent=False)
-        return y * (1 + self.table[:2]) / self.table.sum()
-
-
-CHOSEN = (3, 14)
-KINDS = [
-    *(Bank, BankOfData, Wider, NoneAtFirst, Registered, BecomesNone, Deleted, ComesAndGoes, Torn, Rotary),
-]
+def fit(start: Any, **options: Any) -> Any:
+    return pl.fit(start, DATA, **{"max_duration": "2ep", **OPTIMIZER, **options})
 
 
 def by_hand(model: nn.Module, steps: int = 6) -> list[nn.Module]:
@@ -237,72 +54,14 @@ def by_hand(model: nn.Module, steps: int = 6) -> list[nn.Module]:
     return after
 
 
-def assert_holds(state: pl.State, module: nn.Module, where: str = "") -> None:
-    """The State, and its module, hold what this one does: names, numbers, dtypes, and what is persistent."""
-    for made in (None, state.module()):
-        params = dict(state.params if made is None else made.named_parameters())
-        buffers = dict(state.buffers if made is None else made.named_buffers())
-        for held, named in ((params, dict(module.named_parameters())), (buffers, dict(module.named_buffers()))):
-            assert held.keys() == named.keys(), where
-            for name, tensor in named.items():
-                assert held[name].dtype == tensor.dtype, (where, name)
-                assert torch.equal(held[name].detach(), tensor.detach()), (where, name)
-        if made is not None:
-            assert made.state_dict().keys() == module.state_dict().keys(), where
-            for name, submodule in module.named_modules():
-                assert made.get_submodule(name)._buffers.keys() == submodule._buffers.keys(), where
-
-
-def fit(start: Any, **options: Any) -> Any:
-    return pl.fit(start, DATA, max_duration="2ep", **(OPTIMIZER | options))
-
-
-@pytest.mark.parametrize(("kind", "options"), pairwise({kind.__name__: kind for kind in KINDS}, list(OPTIONS)))
-def test_buffers_are_those_of_a_loop_by_hand(kind: type[Base], options: str) -> None:
-    model = kind()
-    expected = by_hand(model)
-    states = [state for event, state in fit(model, **OPTIONS[options]) if event is Event.BATCH_END]
-    for batch, (state, module) in enumerate(zip(states, expected, strict=True)):
-        assert_holds(state, module, f"batch {batch}")
-    for state, module in ((states[0], expected[0]), (states[-1], expected[-1])):
-        evaluated = pl.run(pl.evaluate(state, DATA[1:2], loss=functional.mse_loss)).metrics["eval"]["loss"]
-        wanted = functional.mse_loss(copy.deepcopy(module).eval()(DATA[1][0]), DATA[1][1])
-        assert float(evaluated) == float(wanted.detach())
-    assert_holds(pl.State.create(model), kind())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_resumes_from_every_boundary(kind: type[Base], tmp_path: Path) -> None:
-    """From a kept State, a pickled one, a file, load_path and autoresume; to weights alone."""
-    model = kind()
-    pairs = [(event, state) for event, state in fit(model)]
-    final = pairs[-1][1].module()
-    boundaries = [(e, s) for e, s in pairs if e in BOUNDARIES or e is Event.FIT_START]
-    # BATCH_END of the first batch, and of the fifth.
-    assert [boundaries[index][0] for index in CHOSEN] == [Event.BATCH_END, Event.BATCH_END]
-    for index in range(len(boundaries)) if THOROUGH else CHOSEN:
-        event, state = boundaries[index]
-        path = tmp_path / str(index) / "a.safetensors"
-        pl.save(state, path)
-        starts: dict[str, Any] = {"kept": state, "pickled": pickle.loads(pickle.dumps(state))}
-        starts |= {"loaded": pl.load(path, model=kind()), "of its module": pl.load(path, model=state.module())}
-        for how, start in starts.items():
-            assert_holds(start, state.module(), how)
-            assert_holds(pl.run(fit(start)), final, f"{how} at {event.name} {index}")
-        if state.position is not None:
-            for how, options in (("load_path", {"load_path": path}), ("autoresume", {"autoresume": path.parent})):
-                assert_holds(pl.run(fit(kind(), **options)), final, f"{how} at {event.name} {index}")
-        assert_holds(pl.load(path, model=kind(), weights_only=True), state.module(), "weights alone")
-
-
 class Scripted(nn.Module):
     """Does to its buffers what a script says, a line a forward in train mode; its output depends on all of them."""
 
     def __init__(self, script: list[list[tuple[Any, ...]]], tied: bool) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.script = script
-        self.layer, self.inner = nn.Linear(3, 2), nn.Linear(2, 2)
+        with seeded(0):
+            self.layer, self.inner = nn.Linear(3, 2), nn.Linear(2, 2)
         self.register_buffer("calls", torch.tensor(0))
         self.register_buffer("a", torch.ones(2, 2))
         self.register_buffer("b", None, persistent=False)
@@ -370,18 +129,18 @@ def shares_memory(module: nn.Module) -> bool:
     return len({tensor.untyped_storage().data_ptr() for tensor in buffers}) < len(buffers)
 
 
-@examples(12, 1500)
+@examples(14, 1500)
 @given(
     script=st.lists(LINES, min_size=1, max_size=6),
     tied=st.booleans(),
-    options=st.sampled_from(list(OPTIONS)),
+    options=st.sampled_from(WAYS),
     boundary=st.integers(0, 100),
 )
-def test_any_script_of_changes(script: list[list[tuple[Any, ...]]], tied: bool, options: str, boundary: int) -> None:
+def test_any_script_of_changes(script: list[list[tuple[Any, ...]]], tied: bool, options: Any, boundary: int) -> None:
     """Against the loop by hand, evaluated after each batch, and resumed at a boundary from memory and from disk."""
     model = Scripted(script, tied)
     expected = by_hand(model)
-    settings: dict[str, Any] = {"evaluators": DATA[:1], "eval_interval": "1ba", **OPTIONS[options]}
+    settings: dict[str, Any] = {"evaluators": DATA[:1], "eval_interval": "1ba", **options}
     if any(map(shares_memory, expected)):
         with pytest.raises(pl.ModelError, match="in the same memory"):
             pl.run(fit(model, **settings))
@@ -404,117 +163,54 @@ def test_any_script_of_changes(script: list[list[tuple[Any, ...]]], tied: bool, 
             assert_holds(pl.run(fit(start, **settings)), expected[-1])
 
 
-class Makes(nn.Module):
-    """A submodule, parameter or buffer made in the forward by ``make``."""
+class First(nn.Module):
+    """None at first; or registered in the first forward, of a submodule too."""
 
-    def __init__(self, make: Callable[[Any, Tensor], object]) -> None:
+    mean: Tensor | None
+
+    def __init__(self, registers: bool = False) -> None:
         super().__init__()
-        self.layer, self.make = nn.Linear(3, 2), make
-        self.register_buffer("one", torch.ones(2))
-        self.register_buffer("two", torch.ones(2))
-        self.register_parameter("nothing", None)
+        with seeded(0):
+            self.layer = nn.Linear(3, 2)
+        self.registers = registers
+        self.register_buffer("mean", None)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
-        self.make(self, y.detach())
-        return y * self.one * self.two
+        if self.mean is None:
+            self.mean = y.detach().mean(0)
+            if self.registers:
+                self.layer.register_buffer("scale", y.detach().std(0), persistent=False)
+        return (y - self.mean) * (self.layer.scale if self.registers else 1)  # type: ignore[operator]
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Tensor], object], str]] = {
-    "a parameter": (lambda m, y: setattr(m, "w", nn.Parameter(y.mean(0))), "created the parameter 'w'"),
-    "a parameter in the place of None": (
-        lambda m, y: setattr(m, "nothing", nn.Parameter(y.mean(0))),
-        "created the parameter 'nothing'",
-    ),
-    "a parameter of a submodule": (
-        lambda m, y: m.layer.register_parameter("w", nn.Parameter(y.mean(0))),
-        "created the parameter 'layer.w'",
-    ),
-    "another parameter": (
-        lambda m, y: setattr(m.layer, "bias", nn.Parameter(y.mean(0))),
-        "replaced the parameter 'layer.bias'",
-    ),
-    "no parameter any more": (lambda m, y: delattr(m.layer, "bias"), "removed the parameter 'layer.bias'"),
-    "None for a parameter": (lambda m, y: setattr(m.layer, "bias", None), "removed the parameter 'layer.bias'"),
-    "a layer": (lambda m, y: setattr(m, "head", nn.Linear(2, 2)), "put a Linear in the model, as 'head'"),
-    "another layer": (lambda m, y: setattr(m, "layer", nn.Linear(3, 2)), "put a Linear in the model, as 'layer'"),
-    "a layer in a list": (
-        lambda m, y: m.add_module("heads", nn.ModuleList([nn.BatchNorm1d(2, affine=False)])),
-        "as 'heads'",
-    ),
-    "no layer any more": (lambda m, y: delattr(m, "layer"), "removed the submodule 'layer'"),
-    "one buffer for two": (lambda m, y: setattr(m, "one", m.two), "buffer 'one' and buffer 'two' in the same memory"),
-    "a part of a buffer": (lambda m, y: setattr(m, "one", m.two[1:]), "in the same memory"),
-    "a parameter as a buffer": (
-        lambda m, y: setattr(m, "one", m.layer.bias.detach()),
-        "parameter 'layer.bias' and buffer 'one' in the same memory",
-    ),
-    "a number for a buffer": (lambda m, y: m._buffers.update(one=3), "set buffer 'one' to 3"),
-}
+def test_what_holds_nothing_may_be_made_in_the_forward() -> None:
+    """A loss or an activation; a submodule that is registered a second time; and a functional call."""
 
+    class Makes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
 
-@pytest.mark.parametrize("options", ["all events", "watched"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_no_state_can_hold_is_refused_by_name_in_the_first_batch(name: str, options: str) -> None:
-    make, said = REFUSED[name]
-    with pytest.raises(pl.ModelError) as caught:
-        pl.run(fit(Makes(make), **OPTIONS[options]))
-    assert said in str(caught.value)
-    assert "batch 0" in str([str(caught.value), *caught.value.__notes__])
+        def forward(self, x: Tensor) -> Tensor:
+            self.activation, self.current = nn.ReLU(), self.layer
+            other = {name: parameter * 2 for name, parameter in self.layer.named_parameters()}
+            return torch.func.functional_call(self.layer, other, x) + self.layer(x)  # type: ignore[no-any-return]
 
-
-def test_a_submodule_without_tensors_may_be_made_in_the_forward() -> None:
-    """A loss or an activation; and a submodule that is registered a second time."""
-
-    def make(m: Any, y: Tensor) -> None:
-        m.activation, m.current = nn.ReLU(), m.layer
-
-    state = pl.run(fit(Makes(make), evaluators=DATA))
+    state = pl.run(fit(Makes(), evaluators=DATA))
     assert set(state.params) == {"layer.weight", "layer.bias"}
-
-
-def test_a_functional_call_in_the_forward_registers_nothing() -> None:
-    def make(m: Any, y: Tensor) -> None:
-        other = {name: parameter * 2 for name, parameter in m.layer.named_parameters()}
-        torch.func.functional_call(m.layer, other, DATA[0][0])
-
-    assert not pl.run(fit(Makes(make))).model.altered
+    assert not state.buffers
 
 
 def test_a_batch_that_is_skipped_registers_nothing() -> None:
     """nonfinite="skip": the buffers are those before the batch, and so is what is registered."""
     data = [(DATA[0][0], torch.full((8, 2), torch.inf)), *DATA]
-    for kind in (Bank, NoneAtFirst, Registered):
-        stream = pl.fit(kind(), data, max_duration="4ba", nonfinite="skip", **OPTIMIZER)
+    for registers in (False, True):
+        stream = pl.fit(First(registers), data, max_duration="4ba", nonfinite="skip", **OPTIMIZER)
         states = [state for event, state in stream if event is Event.BATCH_END]
-        assert_holds(states[0], kind())
-        for state, module in zip(states[1:], by_hand(kind(), 3), strict=True):
+        assert_holds(states[0], First(registers))
+        for state, module in zip(states[1:], by_hand(First(registers), 3), strict=True):
             assert_holds(state, module)
-
-
-def test_an_average_starts_where_a_buffer_does() -> None:
-    """EMA: by hand, what a buffer is after the first update that sees it in this shape, and averaged from then on."""
-    for kind in KINDS:
-        model, average, shapes = kind(), {}, {}
-        average = {n: t.detach() for n, t in model.named_buffers() if t.is_floating_point()}
-        for module in by_hand(model):
-            now = {n: t.detach() for n, t in module.named_buffers() if t.is_floating_point()}
-            for name, tensor in now.items():
-                old = average.get(name)
-                wide = tensor.float() if tensor.dtype is torch.float16 else tensor
-                same = old is not None and old.shape == tensor.shape and (old.dtype in (wide.dtype, tensor.dtype))
-                average[name] = torch.lerp(old.to(wide.dtype), wide, 0.25) if same else tensor  # type: ignore[union-attr]
-            average = {name: average[name] for name in now}
-            shapes = {name: tensor.shape for name, tensor in module.named_buffers()}
-        ema = pl.algorithms.ema(smoothing=0.75, buffers="*")
-        state = pl.run(fit(model, algorithms=[ema], evaluators=DATA))
-        found = state.algorithm_state["ema"]["buffers"]
-        assert found.keys() == average.keys()
-        for name, tensor in average.items():
-            torch.testing.assert_close(found[name], tensor)
-        shown = pl.algorithms.averaged(state)
-        assert {name: tensor.shape for name, tensor in shown.buffers.items()} == shapes
-        pl.run(fit(shown.replace(event=state.event), algorithms=[ema]))
 
 
 SLOTS: dict[str, tuple[Any, str, bool]] = {
@@ -532,61 +228,51 @@ SLOTS: dict[str, tuple[Any, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", SLOTS)
-def test_files_that_list_other_buffers_are_refused(name: str, tmp_path: Path) -> None:
+def test_files_that_list_other_buffers_are_refused(tmp_path: Path) -> None:
     """With a digest that is right; what no program has written is passed over where there is another file."""
-    slots, said, passed_over = SLOTS[name]
-    kept = [state for event, state in fit(NoneAtFirst()) if event is Event.BATCH_END]
-    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
-    pl.save(kept[0], good)
-    pl.save(kept[1], bad)
-    content = bad.read_bytes()
-    bad.write_bytes(described(content, json.dumps({**document_of(content), "buffers": slots})))
-    kinds: Any = pl.CheckpointError if passed_over else pl.ResumeError
-    with pytest.raises(kinds) as caught:
-        pl.load(bad, model=NoneAtFirst())
-    assert said in str(caught.value)
-    if passed_over:
-        assert pl.latest(tmp_path) == str(good)
+    kept = [state for event, state in fit(First()) if event is Event.BATCH_END]
+    for name, (slots, said, passed_over) in SLOTS.items():
+        folder = tmp_path / name
+        good, bad = folder / "good.safetensors", folder / "bad.safetensors"
+        pl.save(kept[0], good)
+        pl.save(kept[1], bad)
+        content = bad.read_bytes()
+        bad.write_bytes(described(content, json.dumps({**document_of(content), "buffers": slots})))
+        kinds: Any = pl.CheckpointError if passed_over else pl.ResumeError
+        with pytest.raises(kinds) as caught:
+            pl.load(bad, model=First())
+        assert said in str(caught.value)
+        if passed_over:
+            assert pl.latest(folder) == str(good)
 
 
 def test_apply_follows_what_a_function_registers() -> None:
     """In scripts: the buffers of one call are given to the next one."""
-    state = pl.State.create(NoneAtFirst())
-    x = DATA[0][0]
+    state, expected, x = pl.State.create(First()), First(), DATA[0][0]
     out, buffers = state.model.apply(lambda m: m(x), state.params, state.buffers, training=True)
     again, after = state.model.apply(lambda m: m(2 * x), state.params, dict(buffers), training=True)
-    expected = NoneAtFirst()
     assert torch.equal(out, expected(x))
     assert torch.equal(again, expected(2 * x))
     assert torch.equal(after["mean"], expected.mean)  # type: ignore[arg-type]
     assert not state.buffers
 
 
-@pytest.mark.parametrize("kind", [NoneAtFirst, Bank, Registered, BecomesNone])
-def test_a_compiled_step_says_that_it_needs_one_shape(kind: type[Base], interpreted: None) -> None:
-    """And runs such a forward eagerly where possible, as it does without compile."""
+@pytest.mark.usefixtures("interpreted")
+def test_a_compiled_step_says_that_it_needs_one_shape() -> None:
+    """And runs such a forward eagerly where possible; from a State that has the buffers it is compiled."""
+    expected = by_hand(First())[-1]
     with pytest.raises(pl.CompileError, match=r"a graph has buffers of one shape|reads a number out of a tensor"):
-        pl.run(fit(kind(), compile=True))
-    state = pl.run(fit(kind(), compile="where possible", evaluators=DATA[:1]))
-    expected = by_hand(kind())[-1]
-    assert state.buffers.keys() == dict(expected.named_buffers()).keys()
-    for name, tensor in expected.named_buffers():
-        torch.testing.assert_close(state.buffers[name], tensor)
+        pl.run(fit(First(), compile=True))
+    kept = next(state for event, state in fit(First()) if event is Event.BATCH_END)
+    for state in (
+        pl.run(fit(First(), compile="where possible", evaluators=DATA[:1])),
+        pl.run(fit(kept, compile=True)),
+    ):
+        for held, named in ((state.params, expected.named_parameters()), (state.buffers, expected.named_buffers())):
+            torch.testing.assert_close(dict(held), {name: tensor.detach() for name, tensor in named})
 
 
-def test_a_compiled_step_resumes_with_what_forwards_registered(interpreted: None) -> None:
-    kept = next(state for event, state in fit(NoneAtFirst()) if event is Event.BATCH_END)
-    states = [pl.run(fit(kept, compile=compiled)) for compiled in (True, False)]
-    for kind in ("params", "buffers"):
-        for name, tensor in getattr(states[1], kind).items():
-            torch.testing.assert_close(getattr(states[0], kind)[name], tensor)
-
-
-def test_images_and_normalisation_stay_as_they_were() -> None:
-    """Nothing is altered where buffers are only written to."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(400, 3))
-    stream = pl.fit(model, images(), loss=functional.cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep")
-    states = [state for _, state in stream]
+def test_nothing_is_altered_where_buffers_are_only_written_to() -> None:
+    states = [state for _, state in problem.fit("convnet")]
     assert all(state.model is states[0].model for state in states)
     assert not states[0].model.altered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,11 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.state import State
+from pure_loop.random import seeded
+from tests.support.holding import assert_holds
+from tests.support.problem import noise
 
-DATA = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(i)), torch.zeros(6, 2)) for i in range(3)]
+DATA = [(torch.randn(6, 4, generator=noise(i)), torch.zeros(6, 2)) for i in range(3)]
 
 
 class Keeps(nn.Sequential):
@@ -29,46 +30,25 @@ class Keeps(nn.Sequential):
         return self
 
 
-def net(cls: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
-    torch.manual_seed(0)
-    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
-    return cls(nn.Linear(4, 4), nn.BatchNorm1d(4), block, nn.BatchNorm1d(4), nn.Linear(4, 2))
+def net(cls: type[nn.Sequential] = nn.Sequential) -> Any:
+    with seeded(0):
+        block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        return cls(nn.Linear(4, 4), nn.BatchNorm1d(4), block, nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def as_made(model: nn.Module) -> None:
-    pass
+def modes(module: nn.Module) -> list[bool]:
+    return [each.training for each in module.modules()]
 
 
-def one_norm(model: Any) -> None:
-    model[1].eval()
-
-
-def frozen_norm(model: Any) -> None:
-    model[1].eval().requires_grad_(False)
-
-
-def a_block(model: Any) -> None:
-    model[2].eval()
-
-
-def a_block_but_for_its_norm(model: Any) -> None:
-    model[2].eval()
-    model[2][1].train()
-
-
-def norm_in_a_model_that_was_evaluated(model: Any) -> None:
-    model.eval()
-    model.train()
-    model[3].eval()
-
-
-FREEZES = [as_made, one_norm, frozen_norm, a_block, a_block_but_for_its_norm, norm_in_a_model_that_was_evaluated]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "all events": {},
-    "watched": {"watch": {Event.BATCH_END}},
-    "copied": {"donate": False},
-    "strict": {"strict": True},
+FREEZES: dict[str, Callable[[Any], object]] = {
+    "as made": lambda model: None,
+    "one norm": lambda model: model[1].eval(),
+    "frozen norm": lambda model: model[1].eval().requires_grad_(False),
+    "a block": lambda model: model[2].eval(),
+    "a block but for its norm": lambda model: (model[2].eval(), model[2][1].train()),
+    "a norm in a model that was evaluated": lambda model: (model.eval(), model.train(), model[3].eval()),
 }
+WAYS: list[dict[str, Any]] = [{}, {"watch": {Event.BATCH_END}}, {"donate": False}, {"strict": True}]
 
 
 def fit(model: Any, **options: Any) -> Any:
@@ -76,51 +56,28 @@ def fit(model: Any, **options: Any) -> Any:
     return pl.fit(model, DATA, optimizer=pl.optim.sgd(lr=0.1), **(defaults | options))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("freeze", FREEZES, ids=lambda freeze: freeze.__name__)
-def test_submodules_in_eval_mode_stay_so_in_training(freeze: Callable[[Any], None], options: str) -> None:
-    """The modes in every forward of training are those that the user set, and in evaluation all is in eval mode.
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_submodules_in_eval_mode_stay_so_in_training(freeze: str) -> None:
+    """The modes in every forward of training are those that the user set, and in evaluation all is in eval mode."""
+    for options in WAYS[list(FREEZES).index(freeze) % 2 :: 2]:
+        model = net()
+        FREEZES[freeze](model)
+        wanted = modes(model)
+        seen: dict[bool, list[list[bool]]] = {True: [], False: []}
 
-    Neighbours: a block of several layers, a layer inside it that is in train mode, frozen parameters too.
-    """
-    model = net()
-    freeze(model)
-    wanted = [each.training for each in model.modules()]
-    seen: dict[bool, list[list[bool]]] = {True: [], False: []}
+        def forward(module: nn.Module, batch: Any) -> Tensor:
+            seen[module.training].append(modes(module))
+            out: Tensor = module(batch[0])
+            return out
 
-    def forward(module: nn.Module, batch: Any) -> Tensor:
-        seen[module.training].append([each.training for each in module.modules()])
-        out: Tensor = module(batch[0])
-        return out
-
-    task = pl.Task(forward=forward)
-    state = pl.run(fit(model, task=task, evaluators=DATA[:1], eval_interval="1ba", **OPTIONS[options]))
-    assert seen[True] == [wanted] * 6
-    assert all(each == [False] * len(wanted) for each in seen[False])
-    assert seen[False]
-    for name, module in model.named_modules():
-        if isinstance(module, nn.BatchNorm1d):
-            assert int(state.buffers[f"{name}.num_batches_tracked"]) == (6 if module.training else 0)
-            if not module.training:
-                assert torch.equal(state.buffers[f"{name}.running_mean"], torch.zeros(4))
-    assert [each.training for each in model.modules()] == wanted
-
-
-def test_numbers_are_those_of_a_loop_by_hand() -> None:
-    model = net()
-    model[2][2].p = 0.0
-    frozen_norm(model)
-    expected = copy.deepcopy(model)
-    optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
-    for x, y in DATA * 2:
-        optimizer.zero_grad()
-        functional.mse_loss(expected(x), y).backward()
-        optimizer.step()
-    state = pl.run(fit(model))
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(state.params[name], parameter.detach())
-    for name, buffer in expected.named_buffers():
-        torch.testing.assert_close(state.buffers[name], buffer)
+        state = pl.run(fit(model, task=pl.Task(forward=forward), evaluators=DATA[:1], eval_interval="1ba", **options))
+        assert seen[True] == [wanted] * 6
+        assert seen[False]
+        assert all(each == [False] * len(wanted) for each in seen[False])
+        for name, module in model.named_modules():
+            if isinstance(module, nn.BatchNorm1d):
+                assert int(state.buffers[f"{name}.num_batches_tracked"]) == (6 if module.training else 0)
+        assert modes(model) == wanted
 
 
 def test_a_model_in_eval_mode_is_put_into_train_mode() -> None:
@@ -131,12 +88,13 @@ def test_a_model_in_eval_mode_is_put_into_train_mode() -> None:
             model[4] = nn.Linear(4, 2)
         state = pl.run(fit(model))
         assert int(state.buffers["1.num_batches_tracked"]) == 6
-        assert all(each.training for each in state.module().modules())
+        assert all(modes(state.module()))
+        assert not any(modes(state.module(training=False)))
 
 
 def test_an_overridden_train_keeps_working() -> None:
     """Alone; and with a submodule in eval mode besides."""
-    for freeze, tracked in ((as_made, [0, 6, 6]), (lambda model: model[3].eval(), [0, 6, 0])):
+    for freeze, tracked in ((lambda model: None, [0, 6, 6]), (lambda model: model[3].eval(), [0, 6, 0])):
         model = net(Keeps)
         freeze(model)
         state = pl.run(fit(model))
@@ -149,50 +107,31 @@ def test_a_layer_that_is_in_two_places_keeps_its_mode() -> None:
     model = nn.Sequential(norm, nn.Sequential(nn.Linear(4, 4), norm), nn.Linear(4, 2))
     model[1].eval()
     norm.train()
-    wanted = [each.training for each in model.modules()]
-    state = pl.State.create(model)
-    assert [each.training for each in state.module().modules()] == wanted
+    assert modes(pl.State.create(model).module()) == modes(model)
     assert int(pl.run(fit(model)).buffers["0.num_batches_tracked"]) == 12
 
 
-def test_module_comes_in_the_mode_that_is_asked_for() -> None:
-    """Train mode by default, with what is kept in eval mode; eval mode is eval mode for all."""
-    model = net()
-    one_norm(model)
-    state = pl.State.create(model)
-    for module in (state.module(), state.module(training=True)):
-        assert [each.training for each in module.modules()] == [each.training for each in model.modules()]
-    assert not any(each.training for each in state.module(training=False).modules())
-    evaluated = pl.State.create(net().eval())
-    assert all(each.training for each in evaluated.module().modules())
-    assert not any(each.training for each in evaluated.module(training=False).modules())
-    with pytest.raises(pl.ArgumentTypeError, match="training=False"):
-        state.module(training="eval")  # type: ignore[arg-type]
-
-
-def test_training_resumes_with_the_same_modes(tmp_path: Path) -> None:
+def test_modes_come_with_modules_and_with_what_resumes(tmp_path: Path) -> None:
     """From a kept State, a pickled one, a file, and the module of a State."""
     model = net()
-    a_block_but_for_its_norm(model)
-    whole = [(e, s) for e, s in fit(model)]
+    FREEZES["a block but for its norm"](model)
+    whole = list(fit(model))
     kept = next(s for e, s in whole if e is Event.BATCH_END and s.timestamp.batch == 2)
+    for module in (kept.module(), kept.module(training=True)):
+        assert modes(module) == modes(model)
+    assert not any(modes(kept.module(training=False)))
     path = tmp_path / "state.safetensors"
     pl.save(kept, path)
-    starts: list[State] = [kept, pickle.loads(pickle.dumps(kept)), pl.load(path, model=model)]
-    starts.append(pl.load(path, model=kept.module()))
+    starts = [kept, pickle.loads(pickle.dumps(kept)), *(pl.load(path, model=each) for each in (model, kept.module()))]
     for start in starts:
-        state = pl.run(fit(start))
-        for kind in ("params", "buffers"):
-            for name, tensor in getattr(whole[-1][1], kind).items():
-                assert torch.equal(getattr(state, kind)[name], tensor), name
+        assert_holds(pl.run(fit(start)), whole[-1][1].module())
 
 
-@pytest.mark.slow
-def test_a_compiled_step_keeps_the_modes(interpreted: None) -> None:
+@pytest.mark.usefixtures("interpreted")
+def test_a_compiled_step_keeps_the_modes() -> None:
     model = net()
     model[2][2].p = 0.0
-    one_norm(model)
+    FREEZES["one norm"](model)
     states = [pl.run(fit(model, compile=compiled, evaluators=DATA[:1])) for compiled in (False, True)]
     assert int(states[1].buffers["1.num_batches_tracked"]) == 0
-    for name, tensor in states[0].buffers.items():
-        torch.testing.assert_close(states[1].buffers[name], tensor)
+    torch.testing.assert_close(dict(states[1].buffers), dict(states[0].buffers))

@@ -16,8 +16,11 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import pure_loop as pl
 from pure_loop import FrozenDict
+from pure_loop.model.mirrored import mirror
+from tests.support import problem
+from tests.support.problem import noise
 
-X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+X = torch.randn(5, 4, generator=noise())
 
 
 class Doubled(nn.Module):
@@ -49,18 +52,6 @@ def remove(module: Any) -> None:
             parametrize.remove_parametrizations(each, name)
 
 
-def remove_one(module: Any) -> None:
-    parametrize.remove_parametrizations(module[0], "weight", leave_parametrized=True)
-
-
-def change_the_class(module: Any) -> None:
-    type(module[0]).forward = lambda self, x: torch.zeros(len(x), 4)
-
-
-def parametrize_again(module: Any) -> None:
-    parametrize.register_parametrization(module[0], "weight", Doubled())
-
-
 def hook(module: Any) -> None:
     module[0].register_forward_hook(lambda *_: torch.zeros(5, 4))
     module[0].register_forward_pre_hook(lambda *_: (torch.zeros(5, 4),))
@@ -82,60 +73,52 @@ def replace(module: Any) -> None:
     module.forward = lambda x: x
 
 
-CHANGES = [remove, remove_one, change_the_class, parametrize_again, hook, cut_weights, overwrite, replace]
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "parametrizations removed": remove,
+    "one removed": lambda m: parametrize.remove_parametrizations(m[0], "weight", leave_parametrized=True),
+    "class changed": lambda m: setattr(type(m[0]), "forward", lambda self, x: torch.zeros(len(x), 4)),
+    "parametrized again": lambda m: parametrize.register_parametrization(m[0], "weight", Doubled()),
+    "hooks": hook,
+    "pruned": cut_weights,
+    "overwritten": overwrite,
+    "replaced": replace,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("make", [doubled, norms])
-@pytest.mark.parametrize("of", ["the module", "a copy of it", "the user's model"])
-def test_what_is_done_to_a_module_changes_nothing_else(
-    make: Callable[[], nn.Module], change: Callable[[Any], None], of: str
-) -> None:
-    """Neighbours of removing a parametrization: its class, pruning, hooks, in-place writes; and the user's model."""
-    model = make()
-    expected = model(X)
-    model.eval()
-    state = pl.State.create(model)
-    module, other = state.module(training=False), state.module(training=False)
-    evaluated = model(X)
-    changed = {"the module": module, "a copy of it": copy.deepcopy(module), "the user's model": model}[of]
-    change(changed)
-    untouched = {"state": state.module(training=False), "another module": other}
-    if of == "the user's model":
-        untouched["module"] = module
-    else:
-        untouched["model"] = model
-    for name, each in untouched.items():
-        assert torch.equal(each(X), evaluated), name
-    # Copies that the State calls by itself, those that there are and new ones.
-    for _ in range(2):
-        out, _ = state.model.apply(lambda m: m(X), state.params, state.buffers, training=False)
-        assert torch.equal(out, evaluated)
-    assert expected.shape == evaluated.shape
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_done_to_a_module_changes_nothing_else(change: str) -> None:
+    for make in (doubled, norms):
+        for number in range(3):
+            model = make().eval()
+            evaluated = model(X)
+            state = pl.State.create(model)
+            module, other = state.module(training=False), state.module(training=False)
+            changed = (model, module, copy.deepcopy(module))[number]
+            CHANGES[change](changed)
+            # A copy by copy.deepcopy has the class that a parametrization made for the first one.
+            modules = {"another": other, "model": model} if number else {"another": other, "module": module}
+            modules["a new one"] = state.module(training=False)
+            for name, each in modules.items():
+                assert torch.equal(each(X), evaluated), (number, name)
+            # Copies that the State calls by itself, those that there are and new ones.
+            for _ in range(2):
+                out, _ = state.model.apply(lambda m: m(X), state.params, state.buffers, training=False)
+                assert torch.equal(out, evaluated)
 
 
-def test_training_resumes_after_a_module_lost_its_parametrization() -> None:
+def test_training_goes_on_after_a_module_lost_its_parametrization() -> None:
     """The kept State, and the user's own model, train as if state.module() had not been called."""
     data = [(X, torch.zeros(5, 2))] * 3
     arguments: dict[str, Any] = {"loss": functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep"}
     model = doubled()
-    expected = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for x, y in data * 2:
-        optimizer.zero_grad()
-        functional.mse_loss(expected(x), y).backward()
-        optimizer.step()
+    expected = pl.run(pl.fit(copy.deepcopy(model), data, **arguments)).params
     for event, state in pl.fit(model, data, **arguments):
         if event is pl.Event.BATCH_END:
             remove(state.module())
             kept = state
     for final in (kept, pl.run(pl.fit(model, data, **arguments))):
-        for name, parameter in expected.named_parameters():
-            torch.testing.assert_close(final.params[name], parameter.detach())
-
-
-def test_two_models_that_are_parametrized_alike_are_of_one_structure() -> None:
-    """Torch makes a class for each; the structure is that of the class below."""
+        problem.close(final.params, expected)
+    # Torch makes a class for each; the structure is that of the class below.
     assert pl.State.create(doubled()).model == pl.State.create(doubled()).model
 
 
@@ -149,7 +132,7 @@ def test_a_module_can_be_copied_and_saved() -> None:
 
 
 def test_apply_takes_any_mapping_of_all_names() -> None:
-    """Plain dicts, in any order; gradients reach their tensors. Missing and unknown names are said."""
+    """Plain dicts, in any order; gradients reach their tensors."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     state = pl.State.create(model)
     params = {name: tensor.clone().requires_grad_() for name, tensor in reversed(state.params.items())}
@@ -164,13 +147,6 @@ def test_apply_takes_any_mapping_of_all_names() -> None:
     for name, gradient in zip(params, gradients, strict=True):
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
     assert set(state.model.module(params, buffers).state_dict()) == set(model.state_dict())
-    del params["0.bias"]
-    with pytest.raises(pl.ArgumentError, match=r"params .*missing \['0.bias'\]"):
-        state.model.apply(lambda m: m(X), params, buffers, training=True)
-    with pytest.raises(pl.ArgumentError, match=r"buffers .*unknown \['x'\]"):
-        state.model.apply(lambda m: m(X), state.params, {**buffers, "x": X}, training=True)
-    with pytest.raises(pl.ArgumentTypeError, match="params is list"):
-        state.model.apply(lambda m: m(X), list(state.params), buffers, training=True)  # type: ignore[arg-type]
 
 
 class _CopiesCounted(nn.Linear):
@@ -186,22 +162,63 @@ class _CopiesCounted(nn.Linear):
         return new
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-@pytest.mark.parametrize("donate", ["auto", False])
-def test_one_private_module_serves_all_steps(microbatch_size: int | None, donate: Any) -> None:
+def test_one_private_module_serves_all_steps() -> None:
     """A backward gives the module of its forward back; else each step would copy the model."""
-    data = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(6)]
-    copies = []
-    for event, _ in pl.fit(
-        _CopiesCounted(3, 2),
-        data,
-        loss=functional.cross_entropy,
-        optimizer=pl.optim.sgd(lr=0.1),
-        max_duration="6ba",
-        microbatch_size=microbatch_size,
-        donate=donate,
-        strict=False,
-    ):
-        if event is pl.Event.BATCH_END:
-            copies.append(_CopiesCounted.copies)
-    assert copies[1:] == copies[1:2] * 5
+    for options in ({}, {"microbatch_size": 2}, {"donate": False}):
+        stream = problem.fit(_CopiesCounted(4, 3), problem.points(6), strict=False, max_duration="6ba", **options)
+        copies = [_CopiesCounted.copies for event, _ in stream if event is pl.Event.BATCH_END]
+        assert copies[1:] == copies[1:2] * 5
+
+
+# Tensors and submodules of a private module are found in its __dict__: others see no difference.
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        out: Tensor = self.norm(self.linear(x))
+        return out
+
+
+def block() -> Any:
+    made = _Block()
+    mirror(made)
+    return made
+
+
+def test_a_mirrored_module_is_used_as_any_other() -> None:
+    made, x = block(), torch.randn(4, 2)
+    other = copy.deepcopy(made)
+    for given in (made, other):
+        zeros = {name: torch.zeros_like(param) for name, param in given.named_parameters()}
+        assert not torch.func.functional_call(given, zeros, x).any()
+        assert given(x).any()
+    assert other.linear is other._modules["linear"] is not made.linear
+    assert other.linear.weight is other.linear._parameters["weight"] is not made.linear.weight
+    other.linear._parameters["weight"] = nn.Parameter(torch.zeros(2, 2))
+    assert not other.linear.weight.any()
+    assert made.linear.weight.any()
+
+
+def test_what_is_assigned_to_a_mirrored_module_is_read_and_what_is_deleted_is_gone() -> None:
+    made = block()
+    made(torch.randn(4, 2))
+    assert made.calls == made.state_dict()["calls"] == 1
+    made.linear.bias = nn.Parameter(torch.full((2,), 3.0))
+    assert made.linear.bias.tolist() == made.linear._parameters["bias"].tolist() == [3.0, 3.0]
+    made.linear = nn.Linear(2, 5)
+    assert made.linear.out_features == 5
+    assert made.half().calls.dtype is torch.float16
+    del made.linear
+    made.norm._parameters.pop("bias")
+    made._buffers.clear()
+    assert [hasattr(made, "linear"), hasattr(made.norm, "bias"), hasattr(made, "calls")] == [False] * 3
+    layer = nn.Linear(1, 1)
+    layer.__class__ = type("Hidden", (nn.Linear,), {"bias": "the class's"})
+    mirror(layer)
+    assert layer.bias == "the class's"  # type: ignore[comparison-overlap]

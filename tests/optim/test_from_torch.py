@@ -1,22 +1,31 @@
-"""Any optimizer of torch's as one of ours: the same numbers, and what can't be one is refused."""
+"""Any optimizer of torch's as one of ours: the class by hand, and resumed bit for bit, whatever the class keeps."""
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import optree
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import pure_loop as pl
-from pure_loop import schedules
-from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.optim import from_torch
+from pure_loop import Event, schedules
+from pure_loop.errors import ArgumentError, ResumeError
+from pure_loop.optim import Optimizer, from_torch, partition
 from pure_loop.time import Timestamp
+from tests.support import problem, scripted
 from tests.support.optimizing import DTYPES, assert_equal, assert_same, batches, named, ours, tensors, theirs
+from tests.support.scripted import AddsInTheFirstStep, RemovesAKey, Scripted
+from tests.support.tiers import examples
 
 CLASSES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"amsgrad": True}),
@@ -37,51 +46,65 @@ CLASSES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
+def cloned(tree: Any) -> Any:
+    return optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree, namespace="pure_loop")
+
+
 @pytest.mark.parametrize(("cls", "options"), CLASSES, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_from_torch_is_the_class(cls: type[torch.optim.Optimizer], options: dict[str, Any], scheduled: bool) -> None:
-    fused = options.get("fused", False)
-    lr = schedules.linear(0.5, 0.1, "3ba")
+def test_it_is_the_class(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """With its rate and a schedule, in each dtype, in place too; and whether nonfinite gradients show is as it says."""
+    fused, lr = options.get("fused", False), schedules.linear(0.5, 0.1, "3ba")
     for dtype in DTYPES:
         # Adafactor divides by the number of elements.
         start = tensors(3, dtype)[:-1]
         steps: list[list[Tensor | None]] = [list(grads[:-1]) for grads in batches(3, dtype, 5)]
         if not fused:
             steps[0][1] = steps[2][1] = steps[3][2] = None
-        results = ours(from_torch(cls, **options, **({"lr": lr} if scheduled else {})), start, steps)
-        assert_equal(results, theirs(lambda p: cls(p, **options), start, steps, lr if scheduled else None))
-        structures = {str(optree.tree_structure(state, namespace="pure_loop")) for _, state in results}
-        assert len(structures) == 1
+        scheduled = ours(from_torch(cls, **options, lr=lr), start, steps)
+        assert_equal(scheduled, theirs(lambda p: cls(p, **options), start, steps, lr))
+        assert len({str(optree.tree_structure(state, namespace="pure_loop")) for _, state in scheduled}) == 1
+        optimizer = from_torch(cls, **options)
+        results = ours(optimizer, start, steps)
+        assert_equal(results, theirs(lambda p: cls(p, **options), start, steps))
+        if cls is torch.optim.Adafactor:  # which writes to gradients
+            assert optimizer.overwrite is None
+        elif not (fused and dtype is torch.bfloat16):
+            # Torch's fused SGD leaves out whole blocks of half-precision numbers, and what is there then is anything.
+            overwrite(optimizer, results, steps)
+    assert optimizer.spreads_nonfinite == (cls not in (torch.optim.Rprop, torch.optim.Adafactor))
+    for batch in range(4) if optimizer.spreads_nonfinite else ():
+        for wrong in (math.nan, math.inf, -math.inf):
+            steps = [list(grads[:-1]) for grads in batches(7, torch.float32, batch + 1)]
+            for grad in steps[batch]:
+                grad.view(-1)[-1] = wrong  # type: ignore[union-attr]
+            params, _ = ours(optimizer, tensors(3, torch.float32)[:-1], steps)[-1]
+            assert not any(tensor.isfinite().all() for tensor in params.values()), batch
 
 
-@pytest.mark.parametrize(("cls", "options"), CLASSES, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_from_torch_overwrites_with_the_same_numbers(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    optimizer = from_torch(cls, **options)
-    if cls is torch.optim.Adafactor:  # which writes to gradients
-        assert optimizer.overwrite is None
-        return
+def overwrite(optimizer: Optimizer, results: Any, steps: Sequence[Sequence[Tensor | None]]) -> None:
     assert optimizer.overwrite is not None
-    # Torch's fused SGD leaves out whole blocks of half-precision numbers, and what is in them then is anything.
-    for dtype in DTYPES[:2] if options.get("fused") else DTYPES:
-        start = tensors(3, dtype)[:-1]
-        steps: list[list[Tensor | None]] = [list(grads[:-1]) for grads in batches(3, dtype, 5)]
-        if not options.get("fused", False):
-            steps[1][1] = steps[3][2] = None
-        expected = ours(optimizer, start, steps)
-        params, memory = named([each.clone() for each in start]), expected[0][1]
-        memory = optree.tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, memory, namespace="pure_loop"
-        )
-        for batch, (grads, (values, state)) in enumerate(zip(steps, expected[1:], strict=True)):
-            given, versions = params, [None if grad is None else grad._version for grad in grads]
-            places = [tensor.data_ptr() for tensor in params.values()]
-            params, memory = optimizer.overwrite(named(grads), memory, params, Timestamp(batch=batch))
-            assert_same(dict(params), dict(values))
-            assert_same(memory, state)
-            assert [None if grad is None else grad._version for grad in grads] == versions
-            assert not any(tensor.requires_grad for tensor in params.values())
-            assert params is given
-            assert [tensor.data_ptr() for tensor in params.values()] == places
+    params, memory = cloned(results[0])
+    for batch, (grads, (values, state)) in enumerate(zip(steps, results[1:], strict=True)):
+        given, versions = params, [None if grad is None else grad._version for grad in grads]
+        places = [tensor.data_ptr() for tensor in params.values()]
+        params, memory = optimizer.overwrite(named(grads), memory, params, Timestamp(batch=batch))
+        assert_same(dict(params), dict(values))
+        assert_same(memory, state)
+        assert [None if grad is None else grad._version for grad in grads] == versions
+        assert not any(tensor.requires_grad for tensor in params.values())
+        assert params is given
+        assert [tensor.data_ptr() for tensor in params.values()] == places
+
+
+def test_matrices_and_sparse_gradients() -> None:
+    start, *steps = [tensors(i, torch.float32, [(4, 6), (6, 3)]) for i in range(4)]
+    assert_equal(ours(from_torch(torch.optim.Muon), start, steps), theirs(torch.optim.Muon, start, steps))
+    sparse = [
+        [(grad * (torch.arange(len(grad)) != i).unsqueeze(1)).to_sparse(1) for grad in grads]
+        for i, grads in enumerate(steps)
+    ]
+    mine = from_torch(torch.optim.SparseAdam, lr=0.1)
+    assert_equal(ours(mine, start, sparse), theirs(lambda p: torch.optim.SparseAdam(p, lr=0.1), start, sparse))
 
 
 def test_a_class_that_writes_to_gradients_where_it_chooses_other_kernels_copies(
@@ -98,118 +121,29 @@ def test_a_class_that_writes_to_gradients_where_it_chooses_other_kernels_copies(
     assert from_torch(Writes, foreach=False).overwrite is not None
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("cls", "options"), CLASSES, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_a_gradient_that_is_not_finite_shows_in_the_parameters(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], wrong: float
-) -> None:
-    optimizer = from_torch(cls, **options)
-    assert optimizer.spreads_nonfinite == (cls not in (torch.optim.Rprop, torch.optim.Adafactor))
-    for batch in range(4) if optimizer.spreads_nonfinite else ():
-        steps = batches(7, torch.float32, batch + 1)
-        for grad in steps[batch][:-1]:
-            grad.view(-1)[-1] = wrong
-        params, _ = ours(optimizer, tensors(3, torch.float32)[:-1], [step[:-1] for step in steps])[-1]
-        assert not any(tensor.isfinite().all() for tensor in params.values()), batch
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_from_torch_takes_a_class_for_matrices() -> None:
-    start, *steps = [tensors(i, torch.float32, [(4, 6), (6, 3)]) for i in range(4)]
-    assert_equal(ours(from_torch(torch.optim.Muon), start, steps), theirs(torch.optim.Muon, start, steps))
-
-
-def test_from_torch_takes_sparse_gradients() -> None:
-    start, *steps = [tensors(i, torch.float32, [(4, 2)]) for i in range(4)]
-    sparse = [
-        [(grad * (torch.arange(4) != i).unsqueeze(1)).to_sparse(1) for grad in grads] for i, grads in enumerate(steps)
-    ]
-    mine = from_torch(torch.optim.SparseAdam, lr=0.1)
-    assert_equal(ours(mine, start, sparse), theirs(lambda p: torch.optim.SparseAdam(p, lr=0.1), start, sparse))
-
-
-class Remembers(torch.optim.Optimizer):
-    """It changes a group option, an attribute, a buffer of its own, shared state, and the gradient it is given."""
-
-    def __init__(self, params: Any, lr: float = 0.1, d: float = 1.0) -> None:
-        super().__init__(params, {"lr": lr, "d": d, "history": [0.0]})
-        self.calls, self.total = 0, torch.zeros(())
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.calls += 1
-        self.state["all"] = {"count": self.state.get("all", {}).get("count", 0) + 1}
-        for group in self.param_groups:
-            group["d"] *= 1.5
-            group["history"].append(group["d"])
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.total += p.grad.sum()
-                    p.grad.mul_(2.0)
-                    scale = self.calls + self.total.tanh() + sum(group["history"]) + self.state["all"]["count"]
-                    p.sub_(p.grad, alpha=group["lr"] * group["d"] * float(scale))
-
-
-def test_from_torch_keeps_what_an_optimizer_keeps_outside_its_state() -> None:
+def test_runs_in_between_and_in_other_threads_leave_nothing_behind() -> None:
+    options: dict[str, Any] = {
+        "script": ((1, 9, "attribute", "tensor in place"), (2, 9, "group", "list")),
+        "alias": True,
+    }
     start, steps = tensors(3, torch.float64), batches(3, torch.float64, 5)
-    results = ours(from_torch(Remembers), start, steps)
-    assert_equal(results, theirs(Remembers, start, steps))
-    before = optree.tree_map(
-        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, results[2], namespace="pure_loop"
-    )
-    # Another run in between, and one in another thread, leave nothing behind.
-    mine = from_torch(Remembers)
-    first = ours(mine, start, steps)
+    mine = from_torch(Scripted, **options)
+    results = ours(mine, start, steps)
+    assert_equal(results, theirs(lambda p: Scripted(p, **options), start, steps))
+    before = cloned(results[2])
     threads = [threading.Thread(target=ours, args=(mine, tensors(i, torch.float64), steps)) for i in range(2)]
     for thread in threads:
         thread.start()
-    second = ours(mine, start, steps)
+    again = ours(mine, start, steps)
     for thread in threads:
         thread.join()
-    assert_same(first, second)
-    assert_same(results, second)
+    assert_same(results, again)
     # Going on from the middle gives the rest of the run.
     params, state = results[2]
     for batch in (2, 3, 4):
         params, state = mine.update(named(steps[batch]), state, params, Timestamp(batch=batch))
     assert_same((params, state), results[5])
     assert_same(results[2], before)
-    assert state["group"]["d"] == 1.5**5
-    assert state["attributes"]["calls"] == 5
-
-
-class NeedsClosure(torch.optim.Optimizer):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is not None, "a closure is needed"
-
-
-def test_from_torch_refuses_at_the_door() -> None:
-    with pytest.raises(ArgumentError, match=r"LBFGS can't be used, because LBFGS\.step\(closure\) runs the model"):
-        from_torch(torch.optim.LBFGS)
-    with pytest.raises(ArgumentError, match=r"NeedsClosure can't be used.*AssertionError: a closure is needed"):
-        from_torch(NeedsClosure)
-    with pytest.raises(ArgumentError, match=r"AdamW.*failed.*Invalid"):
-        from_torch(torch.optim.AdamW, betas=(1.5, 0.9))
-    with pytest.raises(ArgumentError, match="unexpected keyword"):
-        from_torch(torch.optim.AdamW, learning_rate=0.1)
-    with pytest.raises(ArgumentError, match="lr must be a finite number of at least 0"):
-        from_torch(torch.optim.AdamW, lr=-1.0)
-    with pytest.raises(ArgumentTypeError, match=r"subclass of torch\.optim.Optimizer"):
-        from_torch(torch.nn.Linear)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="give the class"):
-        from_torch(torch.optim.SGD([torch.zeros(1)]))  # type: ignore[arg-type]
-
-
-def test_from_torch_shows_its_rate() -> None:
-    assert from_torch(torch.optim.RMSprop).lr(Timestamp()) == 1e-2
-    assert from_torch(torch.optim.SGD, lr=0.3).lr(Timestamp()) == 0.3
-    assert from_torch(torch.optim.SGD, lr=schedules.linear(1, 0, "2ba")).lr(Timestamp(batch=1)) == 0.5
-    assert math.isnan(from_torch(NoRate).lr(Timestamp()))
-    with pytest.raises(ArgumentError, match="unexpected keyword"):
-        from_torch(NoRate, lr=schedules.constant(1.0))
 
 
 class RateIsATensor(torch.optim.SGD):
@@ -224,15 +158,6 @@ class RateIsATensor(torch.optim.SGD):
         super().step()
 
 
-def test_a_rate_that_is_a_tensor_stays_one() -> None:
-    start, steps = tensors(3, torch.float32), batches(3, torch.float32, 5)
-    lr = schedules.linear(0.5, 0.1, "3ba")
-    expected = theirs(lambda p: torch.optim.SGD(p, lr=0.1), start, steps, lr)
-    results = ours(from_torch(RateIsATensor, lr=lr), start, steps)
-    for (params, _), other in zip(results, expected, strict=True):
-        torch.testing.assert_close(list(params.values()), other)
-
-
 class NoRate(torch.optim.Optimizer):
     def __init__(self, params: Any, lr_: float = 1.0) -> None:
         super().__init__(params, {})
@@ -241,24 +166,242 @@ class NoRate(torch.optim.Optimizer):
         pass
 
 
-@pytest.mark.parametrize("name", ["RMSprop", "Rprop", "SGD"])
-def test_from_torch_is_traced(name: str, interpreted: None) -> None:
-    """In a graph, too, what it keeps are tensors, of a class of torch's own."""
-    model = torch.nn.Linear(3, 2)
-    g = torch.Generator().manual_seed(0)
-    data = [(torch.randn(4, 3, generator=g), torch.randn(4, 2, generator=g)) for _ in range(3)]
-    states = [
-        pl.run(
-            pl.fit(
-                *(model, data),
-                loss=torch.nn.functional.mse_loss,
-                optimizer=from_torch(getattr(torch.optim, name), lr=0.01),
-                max_duration="1ep",
-                watch={pl.Event.BATCH_END},
-                compile=compiled,
-            )
-        )
-        for compiled in (False, True)
+def test_it_has_the_rate_of_the_class() -> None:
+    assert from_torch(torch.optim.RMSprop).lr(Timestamp()) == 1e-2
+    assert from_torch(torch.optim.SGD, lr=0.3).lr(Timestamp()) == 0.3
+    assert from_torch(torch.optim.SGD, lr=schedules.linear(1, 0, "2ba")).lr(Timestamp(batch=1)) == 0.5
+    assert math.isnan(from_torch(NoRate).lr(Timestamp()))
+    start, steps, lr = tensors(3, torch.float32), batches(3, torch.float32, 5), schedules.linear(0.5, 0.1, "3ba")
+    expected = theirs(lambda p: torch.optim.SGD(p, lr=0.1), start, steps, lr)
+    for (params, _), other in zip(ours(from_torch(RateIsATensor, lr=lr), start, steps), expected, strict=True):
+        torch.testing.assert_close(list(params.values()), other)
+
+
+# Runs
+
+
+BATCHES = 5
+DATA = problem.points(BATCHES)
+LR = schedules.linear(0.05, 0.01, f"{BATCHES}ba")
+Part = tuple[Any, dict[str, Any], Any]
+"""A class, its options, and a schedule or None."""
+
+
+def by_hand(parts: dict[str, Part], label: Callable[[str], str]) -> list[Tensor]:
+    """Parameters after a plain loop; each part has its parameters."""
+    module = problem.mlp()
+    labels = {name: label(name) for name, _ in module.named_parameters()}
+    optimizers = [
+        (cls([p for name, p in module.named_parameters() if labels[name] == key], **options), lr)
+        for key, (cls, options, lr) in parts.items()
+        if key in labels.values()
     ]
-    for value, other in zip(*[state.params.values() for state in states], strict=True):
-        torch.testing.assert_close(value, other)
+    for number, (inputs, targets) in enumerate(DATA):
+        problem.cross_entropy(module(inputs), targets).backward()
+        # Where a class draws random numbers, they are of the run's seed and this batch.
+        with pl.random.seeded_all(pl.random.derive(0, "update", 0, number)):
+            for optimizer, lr in optimizers:
+                if lr is not None:
+                    optimizer.param_groups[0]["lr"] = lr(Timestamp(batch=number))
+                optimizer.step()
+        module.zero_grad()
+    return [param.detach() for param in module.parameters()]
+
+
+def fit(start: Any, optimizer: Any, **options: Any) -> Any:
+    return problem.fit(start, DATA, optimizer=optimizer, **{"max_duration": "1ep", "strict": False, **options})
+
+
+def assert_params(state: pl.State, expected: Sequence[Tensor]) -> None:
+    for (name, param), other in zip(state.params.items(), expected, strict=True):
+        assert torch.equal(param, other), name
+
+
+def assert_resumes(
+    parts: dict[str, Part],
+    points: Sequence[int],
+    label: Callable[[str], str] = lambda name: "all",
+    **options: Any,
+) -> list[pl.State]:
+    """Training is the classes by hand, and so it is from each State, from a file of it, and by autoresume."""
+    expected = by_hand(parts, label)
+
+    def make() -> Optimizer:
+        made = {
+            key: from_torch(cls, **given, **({} if lr is None else {"lr": lr}))
+            for key, (cls, given, lr) in parts.items()
+        }
+        return made["all"] if list(made) == ["all"] else partition(made, label=lambda name, tensor: label(name))
+
+    kept = [state for event, state in fit(None, make(), **options) if event is Event.BATCH_END]
+    assert_params(kept[-1], expected)
+    with TemporaryDirectory() as folder:
+        for point in points:
+            path = Path(folder) / str(point) / "x.safetensors"
+            pl.save(kept[point], path)
+            assert_params(pl.run(fit(kept[point], make(), **options)), expected)
+            assert_params(pl.run(fit(pl.load(path, model=problem.mlp()), make(), **options)), expected)
+        assert_params(pl.run(fit(None, make(), load_path=path, **options)), expected)
+        assert_params(pl.run(fit(None, make(), autoresume=path.parent, **options)), expected)
+    return kept
+
+
+class Custom:
+    pass
+
+
+class Plain(torch.optim.Optimizer):
+    """It refers to parameters, functions, loggers and settings that never change: nothing of it is kept."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.listed, self.log, self.made = list(self.param_groups[0]["params"]), logging.getLogger("x"), Custom()
+        self.scale = lambda: 1.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for param in self.listed:
+            param.sub_(param.grad, alpha=self.param_groups[0]["lr"] * self.scale())
+
+
+KEEPING: dict[str, tuple[Any, dict[str, Any], list[int]]] = {
+    "adds to its group in the first step": (AddsInTheFirstStep, {}, [0, 1, 4]),
+    "removes a key": (RemovesAKey, {}, [0, 1, 2, 3]),
+    "draws": (Scripted, {"draws": True}, [1]),
+    "one tensor in two places": (Scripted, {"alias": True}, [0, 2]),
+    "references to parameters": (Plain, {}, [1]),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_classes_resume(name: str) -> None:
+    cls, options, points = KEEPING[name]
+    torch.manual_seed(len(name))  # global generators don't matter
+    states = assert_resumes({"all": (cls, options, None)}, points)
+    if name == "draws":
+        other = pl.run(fit(None, from_torch(cls, **options), seed=1))
+        assert not torch.equal(other.params["0.weight"], states[-1].params["0.weight"])
+    if cls is Plain:  # a copy of ``self.listed`` would be updated in the place of the parameters
+        assert not states[-1].opt_state["attributes"]
+    if cls is AddsInTheFirstStep:
+        for way in ({"donate": False}, {"strict": True}, {"watch": {Event.BATCH_END}}):
+            assert_resumes({"all": (cls, options, None)}, points[1:2], **way)
+
+
+def test_values_of_each_kind_resume() -> None:
+    """In each place: the group, the state of a parameter, shared state, an attribute; from the first step or later."""
+    for number, kind in enumerate(scripted.KINDS):
+        places = [scripted.PLACES[(number + shift) % 4] for shift in (0, 1)]
+        script = tuple((first, 4, place, kind) for first, place in zip((1, 2), places, strict=True))
+        parts: dict[str, Part] = {"all": (Scripted, {"script": script}, None)}
+        expected, point = by_hand(parts, lambda name: "all"), number % 4
+        kept = [s for event, s in fit(None, from_torch(Scripted, script=script)) if event is Event.BATCH_END][point]
+        with TemporaryDirectory() as folder:
+            pl.save(kept, f"{folder}/x.safetensors")
+            loaded = pl.load(f"{folder}/x.safetensors", model=problem.mlp())
+        for start in (kept, loaded):
+            assert_params(pl.run(fit(start, from_torch(Scripted, script=script))), expected)
+
+
+step = st.integers(1, BATCHES)
+writes = st.lists(
+    st.tuples(step, step, st.sampled_from(scripted.PLACES), st.sampled_from(sorted(scripted.KINDS))), max_size=4
+)
+dense = sorted({cls.__name__ for cls, _ in CLASSES})
+
+
+@st.composite
+def parts_of(draw: st.DrawFn) -> Part:
+    lr = draw(st.sampled_from([None, LR]))
+    if draw(st.booleans()):
+        return getattr(torch.optim, draw(st.sampled_from(dense))), {}, lr
+    options = {"script": tuple(draw(writes)), "draws": draw(st.booleans()), "alias": draw(st.booleans())}
+    return draw(st.sampled_from([(Scripted, options, lr), (AddsInTheFirstStep, {}, lr)]))
+
+
+@examples(8, 150)
+@given(
+    drawn=st.lists(parts_of(), min_size=1, max_size=3),
+    where=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    point=st.integers(0, BATCHES - 1),
+    options=st.sampled_from([{}, {"donate": False}, {"watch": {Event.BATCH_END, Event.BATCH_CHECKPOINT}}]),
+)
+def test_what_a_class_keeps_resumes(drawn: Any, where: list[int], point: int, options: dict[str, Any]) -> None:
+    """Property: whatever classes write, where and when, training is these by hand, and resumes at any batch."""
+    names = [name for name, _ in problem.mlp().named_parameters()]
+    labels = {name: str(index % len(drawn)) for name, index in zip(names, where, strict=True)}
+    parts = {str(index): part for index, part in enumerate(drawn)}
+    assert_resumes(parts, [point], label=labels.__getitem__, **options)
+
+
+class Late(torch.optim.Optimizer):
+    """What can't be kept comes in the fourth step, after every trial."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.calls = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 4:
+            self.projector = Custom()
+
+
+def test_what_comes_later_is_refused_then() -> None:
+    states = []
+    with pytest.raises(ArgumentError, match=r"self\.projector is a .*Custom"):
+        states.extend(state for event, state in fit(None, from_torch(Late)) if event is Event.BATCH_END)
+    assert len(states) == 3
+
+
+class WritesItsOptions(torch.optim.Optimizer):
+    """Each step puts equal values in the places of its options."""
+
+    def __init__(self, params: Any, lr: float = 0.1, betas: Any = (0.5, 0.5)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["betas"] = (*group["betas"],)
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-group["lr"] * group["betas"][0])
+
+
+def test_options_are_those_of_the_call_that_resumes() -> None:
+    kept = [state for event, state in fit(None, from_torch(WritesItsOptions)) if event is Event.BATCH_END]
+    assert not kept[-1].opt_state["group"]
+    resumed = pl.run(fit(kept[3], from_torch(WritesItsOptions, betas=(0.0, 0.5))))
+    assert_params(resumed, list(kept[3].params.values()))
+
+
+def test_an_init_that_reads_numbers_resumes() -> None:
+    """An optimizer of the user's own: ``init`` was called on the meta device, where there are none."""
+
+    def init(params: Any) -> Any:
+        return pl.FrozenDict(norms=pl.FrozenDict({name: float(p.norm()) for name, p in params.items()}))
+
+    def update(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+        moved = {name: p - 0.1 * memory["norms"][name] * grads[name] for name, p in params.items()}
+        return pl.FrozenDict(moved), memory
+
+    own = Optimizer(name="own", init=init, update=update, lr=lambda timestamp: 0.1)
+    kept = [state for event, state in fit(None, own) if event is Event.BATCH_END]
+    assert_params(pl.run(fit(kept[1], own)), list(kept[-1].params.values()))
+    with pytest.raises(ResumeError, match="another optimizer than adamw"):
+        fit(kept[1], pl.optim.adamw(lr=0.1))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_classes_are_traced_or_run_between_graphs() -> None:
+    """In a graph, too, what a class keeps are tensors, of a class of torch's own."""
+    for name in ("RMSprop", "Rprop"):
+        states = [
+            pl.run(
+                fit(None, from_torch(getattr(torch.optim, name), lr=0.01), watch={Event.BATCH_END}, compile=compiled)
+            )
+            for compiled in (False, True)
+        ]
+        torch.testing.assert_close(dict(states[0].params), dict(states[1].params))
+    with pytest.raises(pl.errors.CompileError, match=r"Adafactor.* can't be compiled.*where possible"):
+        pl.run(fit(nn.Linear(4, 3), from_torch(torch.optim.Adafactor, lr=LR), compile=True))

@@ -1,6 +1,6 @@
-"""Each class of torch.optim, pytorch_optimizer, bitsandbytes: bitwise the class over 20 steps, resumed; or refused.
+"""Each class of torch.optim, pytorch_optimizer, bitsandbytes, schedulefree: bitwise the class, resumed; or refused.
 
-Those of schedulefree are in test_schedule_free.py. The lists are of the versions in constraints.txt.
+The lists are of the versions in constraints.txt.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,50 +17,55 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.errors import ArgumentError
-from pure_loop.optim import from_torch
+from pure_loop.optim import evaluation_params, from_torch, master_weights, partition
+from pure_loop.random import seeded
+from tests.conftest import THOROUGH
+from tests.support.optimizing import assert_same
+from tests.support.problem import noise
 from tests.support.tiers import tiers
 
 mse = nn.functional.mse_loss
 EPOCHS, BATCHES = 4, 5
+DATA = [(torch.randn(4, 4, generator=noise(i)), torch.randn(4, 4, generator=noise(i + 9))) for i in range(BATCHES)]
 
 
 def model(bias: bool = True) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with seeded(1):
         return nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 4, bias=bias))
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    g = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 4, generator=g), torch.randn(4, 4, generator=g)) for _ in range(BATCHES)]
-
-
-def by_hand(module: nn.Module, cls: Any, options: dict[str, Any]) -> list[Tensor]:
-    """Parameters after 20 steps of a plain loop."""
-    optimizer = cls(module.parameters(), **options)
+def by_hand(module: nn.Module, optimizer: Any) -> list[list[Tensor]]:
+    """Parameters after each of 20 steps of a plain loop."""
+    result = []
     for number in range(EPOCHS * BATCHES):
-        inputs, targets = batches()[number % BATCHES]
+        inputs, targets = DATA[number % BATCHES]
         mse(module(inputs), targets).backward()
         # Where a class draws random numbers, they are of the run's seed and this batch.
         with pl.random.seeded_all(pl.random.derive(0, "update", number // BATCHES, number)):
             optimizer.step()
         module.zero_grad()
-    return [param.detach() for param in module.parameters()]
+        result.append([param.detach().clone() for param in module.parameters()])
+    return result
 
 
-def assert_is_the_class(cls: Any, options: dict[str, Any], folder: Path, *, bias: bool = True) -> None:
+def fit(start: Any, optimizer: pl.optim.Optimizer, **options: Any) -> Any:
+    return pl.fit(start, DATA, loss=mse, optimizer=optimizer, max_duration=f"{EPOCHS}ep", **options)
+
+
+def assert_params(state: Any, expected: list[Tensor]) -> None:
+    assert_same(list(getattr(state, "params", state).values()), expected)
+
+
+def assert_is_the_class(cls: Any, options: dict[str, Any], folder: Path, *, bias: bool = True) -> list[pl.State]:
     """Over 20 steps, and resumed from a State after 7 of them, that was kept or saved."""
-
-    def fit(start: Any) -> Any:
-        return pl.fit(start, batches(), loss=mse, optimizer=from_torch(cls, **options), max_duration=f"{EPOCHS}ep")
-
-    expected = by_hand(model(bias), cls, options)
-    kept = [state for event, state in fit(model(bias)) if event is Event.BATCH_END]
+    optimizer, module = from_torch(cls, **options), model(bias)
+    expected = by_hand(module, cls(module.parameters(), **options))[-1]
+    kept = [state for event, state in fit(model(bias), optimizer) if event is Event.BATCH_END]
     pl.save(kept[6], folder / "x.safetensors")
     loaded = pl.load(folder / "x.safetensors", model=model(bias))
-    for last in (kept[-1], pl.run(fit(kept[6])), pl.run(fit(loaded))):
-        for (name, param), value in zip(last.params.items(), expected, strict=True):
-            assert torch.equal(param, value), name
+    for last in (kept[-1], pl.run(fit(kept[6], optimizer)), pl.run(fit(loaded, from_torch(cls, **options)))):
+        assert_params(last, expected)
+    return kept
 
 
 OF_TORCH = sorted(
@@ -69,24 +75,12 @@ OF_TORCH = sorted(
 )
 
 
-@pytest.mark.parametrize("name", tiers([name for name in OF_TORCH if name != "SparseAdam"], {"NAdam"}))
+# Of the thorough tier are those whose classes are drawn in test_from_torch.py.
+@pytest.mark.parametrize("name", tiers([name for name in OF_TORCH if name != "SparseAdam"], {"Muon", "Adafactor"}))
 def test_classes_of_torch(name: str, tmp_path: Path) -> None:
     assert_is_the_class(getattr(torch.optim, name), {}, tmp_path, bias=name != "Muon")
 
 
-OF_PYTORCH_OPTIMIZER = (
-    *("A2Grad", "ADOPT", "APOLLO", "ASGD", "AccSGD", "AdEMAMix", "AdaBelief", "AdaBound", "AdaDelta", "AdaFactor"),
-    *("AdaGC", "AdaMax", "AdaMod", "AdaNorm", "AdaPNM", "AdaShift", "AdaSmooth", "AdaTAM", "Adai", "Adalite", "Adam"),
-    *("AdamC", "AdamG", "AdamP", "AdamS", "AdamW", "AdamWSN", "Adan", "AggMo", "Aida", "Alice", "Amos", "Ano"),
-    *("ApolloDQN", "AvaGrad", "BCOS", "CAME", "DASH", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion"),
-    *("DAdaptSGD", "DiffGrad", "DualAdam", "EXAdam", "EmoFact", "EmoLynx", "EmoNavi", "FAdam", "FOCUS", "FTRL"),
-    *("Fira", "FlashAdamW", "Fromage", "GaLore", "Grams", "Gravity", "GrokFastAdamW", "Kate", "Kron", "LARS"),
-    *("LaProp", "Lamb", "Lion", "LoRARite", "MADGRAD", "MARS", "MSVAG", "NAdam", "Nero", "NovoGrad", "PAdam", "PID"),
-    *("PNM", "Prodigy", "QHAdam", "QHM", "RACS", "RAdam", "RMSprop", "ROSE", "Ranger", "SCION", "SCIONLight", "SGD"),
-    *("SGDP", "SGDSaI", "SGDW", "SM3", "SOAP", "SPAM", "SPlus", "SRMM", "SWATS", "ScheduleFreeAdamW"),
-    *("ScheduleFreeRAdam", "ScheduleFreeSGD", "Shampoo", "SignSGD", "SimplifiedAdEMAMix", "StableAdamW"),
-    *("StableSPAM", "TAM", "Tiger", "VSGD", "Yogi"),
-)
 # They need a closure, a base optimizer, the model, or what their arguments can't say; or keep what no State can hold.
 REFUSED = (
     *("AdaGO", "AdaHessian", "AdaLOMO", "AdaMuon", "AdamMini", "AliG", "BSAM", "Conda", "DeMo", "DistributedMuon"),
@@ -94,18 +88,13 @@ REFUSED = (
     *("OrthoGrad", "PCGrad", "Ranger21", "SAM", "SaRA", "SafeFP16Optimizer", "ScalableShampoo"),
     *("ScheduleFreeWrapper", "SophiaH", "TRAC", "WSAM"),
 )
-FEW = {"Adan", "AdaShift", "Prodigy", "ScheduleFreeAdamW", "SOAP"}
+FEW = ("Adan", "AdaShift", "Prodigy", "ScheduleFreeAdamW", "SOAP")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", tiers(OF_PYTORCH_OPTIMIZER, FEW))
-def test_classes_of_pytorch_optimizer(name: str, tmp_path: Path) -> None:
-    assert_is_the_class(getattr(pytest.importorskip("pytorch_optimizer.optimizer"), name), {}, tmp_path)
-
-
-@pytest.mark.slow
-def test_no_class_of_pytorch_optimizer_is_left_out() -> None:
-    package = pytest.importorskip("pytorch_optimizer.optimizer")
+@pytest.mark.slow  # the package takes seconds to be imported
+def test_classes_of_pytorch_optimizer(tmp_path: Path) -> None:
+    """A few in the slow tier, all in the thorough one; none that isn't the class or refused."""
+    package: Any = pytest.importorskip("pytorch_optimizer.optimizer")
     classes = {
         name
         for name, cls in vars(package).items()
@@ -113,38 +102,124 @@ def test_no_class_of_pytorch_optimizer_is_left_out() -> None:
         and issubclass(cls, torch.optim.Optimizer)
         and name not in ("Optimizer", "BaseOptimizer")
     }
-    only_matrices = {"SpectralSphere"}
-    assert classes == {*OF_PYTORCH_OPTIMIZER, *REFUSED} | only_matrices
+    assert len(classes) > 100
     for name in REFUSED:
         with pytest.raises(ArgumentError, match=rf"from_torch\S*:? .*{name}"):
             from_torch(getattr(package, name))
+    for name in sorted(classes - {*REFUSED}) if THOROUGH else FEW:
+        assert_is_the_class(getattr(package, name), {}, tmp_path / name, bias=name != "SpectralSphere")  # of matrices
 
 
-@pytest.mark.thorough
-def test_a_class_for_matrices_of_pytorch_optimizer(tmp_path: Path) -> None:
-    cls: Any = pytest.importorskip("pytorch_optimizer.optimizer").SpectralSphere
-    assert_is_the_class(cls, {}, tmp_path, bias=False)
-
-
-# Those that a CPU has kernels for: AdEMAMix32bit has none. Not in the extra dev: 43 MB, for a GPU above all.
-OF_BITSANDBYTES = (
-    *("AdEMAMix", "AdEMAMix8bit", "Adagrad", "Adagrad32bit", "Adagrad8bit", "Adam", "Adam32bit", "Adam8bit", "AdamW"),
-    *("AdamW32bit", "AdamW8bit", "LAMB", "LAMB32bit", "LAMB8bit", "LARS", "LARS32bit", "LARS8bit", "Lion"),
-    *("Lion32bit", "Lion8bit", "PagedAdEMAMix", "PagedAdEMAMix8bit", "PagedAdam", "PagedAdam32bit", "PagedAdam8bit"),
-    *("PagedAdamW", "PagedAdamW32bit", "PagedAdamW8bit", "PagedLion", "PagedLion32bit", "PagedLion8bit"),
-    *("PytorchLARS", "RMSprop", "RMSprop32bit", "RMSprop8bit", "SGD", "SGD32bit", "SGD8bit"),
-)
-
-
-@pytest.mark.slow
+@pytest.mark.slow  # the package takes seconds to be imported
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-@pytest.mark.parametrize("name", OF_BITSANDBYTES)
-def test_classes_of_bitsandbytes(name: str, tmp_path: Path) -> None:
-    cls: Any = getattr(pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").optim, name)
-    taken = inspect.signature(cls).parameters
-    options: dict[str, Any] = {"lr": 0.01}
-    if "min_8bit_size" in taken:  # so that the weights here have their state in 8 bits, too
-        options["min_8bit_size"] = 8
-    if name.startswith(("LARS", "SGD", "RMSprop", "PytorchLARS")):
-        options["momentum"] = 0.9
-    assert_is_the_class(cls, options, tmp_path)
+def test_classes_of_bitsandbytes(tmp_path: Path) -> None:
+    """Not in the extra dev: 43 MB, for a GPU above all."""
+    package: Any = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").optim
+    # A CPU has no kernels for AdEMAMix32bit.
+    no_optimizer = ("GlobalOptimManager", "AdEMAMix32bit")
+    every = [name for name, cls in vars(package).items() if inspect.isclass(cls) and name not in no_optimizer]
+    for name in every if THOROUGH else ("Adam8bit", "PagedLion8bit", "PytorchLARS"):
+        cls = getattr(package, name)
+        options: dict[str, Any] = {"lr": 0.01}
+        if "min_8bit_size" in inspect.signature(cls).parameters:  # so that the state here is in 8 bits, too
+            options["min_8bit_size"] = 8
+        if name.startswith(("LARS", "SGD", "RMSprop", "PytorchLARS")):
+            options["momentum"] = 0.9
+        kept = assert_is_the_class(cls, options, tmp_path / name)
+        if name == "Adam8bit":
+            assert kept[-1].opt_state["memory"]["0.weight"]["state1"].dtype is torch.uint8
+
+
+# Classes with weights for training and others for evaluation
+
+
+SCHEDULE_FREE = ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreePaper"]
+
+
+def class_of(name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    options = {"lr": 0.05, **options} if name.startswith("RAdam") else {"lr": 0.05, "warmup_steps": 3, **options}
+    return getattr(pytest.importorskip("schedulefree"), name), options
+
+
+@pytest.mark.parametrize("name", tiers(SCHEDULE_FREE, SCHEDULE_FREE[:2]))
+def test_it_is_the_class_in_both_modes(name: str, tmp_path: Path) -> None:
+    cls, options = class_of(name)
+    module, optimizer = model(), from_torch(cls, **options)
+    hand = cls(module.parameters(), **options)
+    hand.train()
+    trained = by_hand(module, hand)
+    hand.eval()
+    evaluated = [param.detach().clone() for param in module.parameters()]
+    loss = mse(module(DATA[0][0]), DATA[0][1]).item()
+
+    @pl.algorithm(Event.EVAL_START)
+    def averages(state: pl.State) -> pl.State:
+        return state.replace(params=evaluation_params(state, optimizer))
+
+    kept = [s for event, s in fit(model(), optimizer) if event is Event.BATCH_END]
+    for state, expected in zip(kept, trained, strict=True):
+        assert_params(state, expected)
+    assert_params(evaluation_params(kept[-1], optimizer), evaluated)
+    watched = pl.evaluate(kept[-1], {"held": DATA[:1]}, loss=mse, algorithms=[averages])
+    assert float(pl.run(watched).metrics["held"]["loss"]) == pytest.approx(loss, rel=1e-6)
+    pl.save(kept[6], tmp_path / "x.safetensors")
+    for start in (kept[6], pl.load(tmp_path / "x.safetensors", model=model())):
+        last = pl.run(fit(start, from_torch(cls, **options), evaluators=DATA[:2], algorithms=[averages]))
+        assert_params(last, trained[-1])
+
+
+def test_a_layer_that_is_never_used_keeps_its_place() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)  # type: ignore[no-any-return]
+
+    cls, options = class_of("SGDScheduleFree")
+    optimizer = from_torch(cls, **options)
+    kept = [s for event, s in fit(Half(), optimizer) if event is Event.BATCH_END]
+    structure = optree.tree_structure(optimizer.init(kept[-1].params), namespace="pure_loop")
+    assert optree.tree_structure(kept[-1].opt_state, namespace="pure_loop") == structure
+    assert torch.equal(pl.run(fit(kept[3], optimizer)).params["used.weight"], kept[-1].params["used.weight"])
+    params = evaluation_params(kept[-1], optimizer)
+    assert torch.equal(params["unused.weight"], kept[-1].params["unused.weight"])
+
+
+def test_parts_have_modes_of_their_own_and_copies_have_an_average() -> None:
+    cls, options = class_of("AdamWScheduleFree")
+    parts = {"w": from_torch(cls, **options), "b": pl.optim.sgd(0.1)}
+    optimizer = partition(parts, label=lambda name, tensor: "b" if tensor.ndim < 2 else "w")
+    state = pl.run(fit(model(), optimizer))
+    params = evaluation_params(state, optimizer)
+    assert list(params) == list(state.params)
+    assert torch.equal(params["0.bias"], state.params["0.bias"])
+    assert not torch.equal(params["0.weight"], state.params["0.weight"])
+
+    inner = from_torch(cls, **options)
+    optimizer = master_weights(inner)
+    halves = [(inputs.bfloat16(), targets.bfloat16()) for inputs, targets in DATA]
+    state = pl.run(pl.fit(model().bfloat16(), halves, loss=mse, optimizer=optimizer, max_duration="2ep"))
+    copies = pl.State.create(model()).replace(params=state.opt_state["master"], opt_state=state.opt_state["inner"])
+    expected, params = evaluation_params(copies, inner), evaluation_params(state, optimizer)
+    assert {name: param.dtype for name, param in params.items()} == dict.fromkeys(params, torch.bfloat16)
+    assert all(torch.equal(params[name], expected[name].bfloat16()) for name in params)
+    assert any(not torch.equal(params[name], state.params[name]) for name in params)
+    plain = master_weights(partition({"all": pl.optim.adamw()}, label=lambda name, tensor: "all"))
+    state = pl.run(pl.fit(model().bfloat16(), halves, loss=mse, optimizer=plain, max_duration="1ba"))
+    with pytest.raises(ArgumentError, match="has one set of parameters"):
+        evaluation_params(state, plain)
+
+
+class Quantized(torch.optim.SGD):
+    """As torchao's optimizers of few bits say of themselves."""
+
+    def _subclass_zeros(self) -> None: ...
+
+
+def test_classes_that_need_more_than_gradients_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"AdamWScheduleFreeClosure can't be used, because .*step\(closure\)"):
+        from_torch(class_of("AdamWScheduleFreeClosure")[0])
+    with pytest.raises(ArgumentError, match=r"Quantized can't be used, .* tensors of classes of its own"):
+        from_torch(Quantized)

@@ -8,11 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import settings
 from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset, default_collate, get_worker_info
-
-# A busy machine is slow now and then; how many examples are tried is the profile's to say.
-LAW = settings(deadline=None)
 
 
 def noise() -> list[float]:
