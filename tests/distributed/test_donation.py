@@ -23,6 +23,7 @@ from pure_loop.distributed.shard import ShardEngine
 from pure_loop.errors import DonatedStateError
 from pure_loop.stages import engine, ownership, references
 from pure_loop.stages.workspace import Workspace
+from pure_loop.testing import differences
 from tests.support.problem import points
 from tests.support.streams import leaves
 from tests.support.tiers import examples
@@ -99,13 +100,8 @@ def seen(keeps=(), ranks=(0, 1), what="the State", wrong=None, keeps_until=6, la
                     thing = WHAT[what](state)
                     kept.append((thing, numbers_of(thing)))
                     del thing
-        changed = [
-            path
-            for thing, numbers in kept
-            for path, now in numbers_of(thing).items()
-            if not (torch.equal(now, numbers[path]) if isinstance(now, torch.Tensor) else path in numbers)
-        ]
-        return copies, taken, changed
+        changed = [each for thing, numbers in kept for each in differences(numbers_of(thing), numbers, name="")]
+        return copies, taken, list(map(str, changed))
 
     return pool().run(program)  # of which there is one, for both kinds
 
@@ -113,12 +109,7 @@ def seen(keeps=(), ranks=(0, 1), what="the State", wrong=None, keeps_until=6, la
 def differing(one, other):
     """Leaves that differ between two streams of copies."""
     assert [event for event, _ in one] == [event for event, _ in other]
-    return [
-        path
-        for (_, a), (_, b) in zip(one, other, strict=True)
-        for path in a
-        if not (torch.equal(a[path], b[path]) if isinstance(a[path], torch.Tensor) else a[path] == b[path])
-    ]
+    return [each for (_, a), (_, b) in zip(one, other, strict=True) for each in differences(a, b, name="")]
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""What the others say when a rank dies, hangs or evaluates alone: who, and where. Of one that raises or leaves, see
-``test_ranks_that_differ.py``."""
+"""What the others say when a rank dies or hangs: who, and where. Of one that raises, leaves or does something else, see
+``test_ranks_that_differ.py``. Slow: ranks wait for their timeout."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pure_loop import Event
 from pure_loop.distributed import Parallel
 from pure_loop.testing.ranks import Pool, RankError, processes, shared_pool
 from tests.support.worlds import KINDS, an_epoch
+
+pytestmark = pytest.mark.slow
 
 TIMEOUT = 4.0
 
@@ -54,7 +56,6 @@ def says(text, *parts):
     assert not missing, f"{missing} is not in: {text}"
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed(tmp_path, monkeypatch):
     """One that is at work meanwhile, for less than the timeout, is not blamed beside it, however long training took.
     Slow: three processes of its own, which wait for the timeout."""
@@ -86,7 +87,6 @@ def test_a_rank_that_is_killed(tmp_path, monkeypatch):
             assert re.search(part, text), text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "event"), [("replicate", Event.BATCH_END), ("shard", Event.BEFORE_LOSS)])
 def test_a_rank_that_hangs(pool, kind, event):
     """Slow: it hangs for longer than the timeout."""
@@ -105,16 +105,6 @@ def test_a_rank_that_hangs(pool, kind, event):
         says(text, "rank 1 did not come to what follows", heard)
 
 
-def test_a_rank_that_evaluates_alone(pool):
-    def program(rank):
-        data = [(torch.ones(6, 2), torch.zeros(6, 1))]
-        pl.run(fit("replicate", evaluators=data, eval_interval=lambda state: rank == 1))
-
-    for text, _ in told(pool, program, failing=None):
-        says(text, "ranks are at different events", "EVAL", "rank 1 is about to come to EVAL_END")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("unused", [None, True, False])
 def test_parameters_that_only_some_batches_reach(pool, unused):
     """Slow: without ``find_unused_parameters`` a rank is told by the next batch."""

@@ -22,7 +22,7 @@ from pure_loop.testing import LawViolation, laws
 from pure_loop.testing.laws.ranks import compare, on_ranks, whole, witness
 from tests.conftest import THOROUGH
 from tests.support.tiers import examples, tiers
-from tests.support.worlds import ALGORITHMS, KINDS, A, an_epoch, pool
+from tests.support.worlds import ALGORITHMS, KINDS, an_epoch, pool
 
 KIND, RANKS = st.sampled_from(KINDS), st.sampled_from((2, 2, 3))
 # The sums of a gradient in bfloat16 are rounded to 8 bits, here and there in another place, and steps add up.
@@ -68,16 +68,7 @@ def test_algorithms_of_the_library_keep_the_law(name):
     laws.world_size(ALGORITHMS[name], max_examples=60 if THOROUGH else 4)
 
 
-def test_models_with_batchnorm_agree_on_all_ranks():
-    """Every rank sees another batch, so the law has no equality to ask for."""
-    case = testing.Case(plan=Plan(batches=(5, 4), max_duration="4ba"), problem="convolution")
-    for kind in KINDS:
-        first, other = pool(kind=kind).run(lambda rank, kind=kind: witness(case.stream([A.blurpool()], parallel=kind)))
-        compare(other, first, f"{kind}: rank 1", 0.0)
-
-
 OPTIMIZERS = {
-    "adamw": lambda: pl.optim.adamw(lr=0.05, amsgrad=True),
     "partition": lambda: pl.optim.partition(
         {"matrices": pl.optim.adamw(lr=0.05), "vectors": pl.optim.sgd(lr=0.1, momentum=0.5)},
         lambda name, tensor: "matrices" if tensor.ndim > 1 else "vectors",
@@ -86,9 +77,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers_step_as_on_one_rank(optimizer):
-    make = OPTIMIZERS[optimizer]
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_optimizers_step_as_on_one_rank(make):
     case = testing.Case(plan=Plan(batches=(7, 4), max_duration="3ba", microbatch_size=2), problem="tied")
     alone = witness(whole(case, 2).stream(optimizer=make()))
     for kind in KINDS:
@@ -188,16 +178,3 @@ def test_a_wrong_engine_fails_the_law(wrong):
         by_rank = on_ranks(case, lambda: (), fit, 2, kind)
         with pytest.raises(LawViolation):
             [compare(seen, alone, kind, 1e-5) for seen in by_rank]
-
-
-def test_an_algorithm_that_counts_its_own_samples_fails_the_law():
-    def make():
-        @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-        def by_size(state):
-            n = len(state.batch[0])
-            return state.replace(grads={name: g * n for name, g in state.grads.items()})
-
-        return by_size
-
-    with pytest.raises(LawViolation, match="differs from a single rank"):
-        laws.world_size(make)

@@ -63,8 +63,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_whatever_a_part_does_its_results_are_kept_and_the_next_one_runs(parts: Any, tmp_path: Path) -> None:
-    """Neighbours: every way in which a process ends, and the processes that it has started."""
+    """Neighbours: every way in which a process ends, and the processes that it has started. Slow: some hang."""
     output = tmp_path / "gpu.json"
     run = Run("cpu", 12.0, output)
     seen = []
