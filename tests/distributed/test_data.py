@@ -13,6 +13,7 @@ from pure_loop.distributed.engines import reads_its_own
 from pure_loop.order import Plan
 from pure_loop.testing.laws.ranks import compare, witness
 from pure_loop.testing.ranks import RankError
+from tests.support.tiers import tiers
 from tests.support.worlds import KINDS, an_epoch, pool, samples_seen, two_halves
 
 LINEAR = testing.PROBLEMS["linear"]
@@ -41,7 +42,7 @@ LOADERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", tiers([2, 3], [3]))
 def test_every_sample_is_seen_exactly_once(ranks):
     """Slow: a loader with workers on each rank."""
     for name, make in LOADERS.items():

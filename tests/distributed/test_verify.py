@@ -49,7 +49,7 @@ def flawed(rank: int, where: int, number: int, verify: str | None, kind: Any = "
 
 
 def test_a_flipped_bit_of_a_rank_is_found_by_all() -> None:
-    numbers = range(56 if THOROUGH else 28)
+    numbers = range(56 if THOROUGH else 14)
 
     def program(rank: int) -> list[Any]:
         """By number: what a sound run gives, a flawed one without and with ``verify``."""
