@@ -21,92 +21,79 @@ from pure_loop.testing.ranks import RankError
 from tests.conftest import THOROUGH
 from tests.support.worlds import KINDS, an_epoch, pool, two_halves
 
+ONES = [(torch.ones(4, 1), torch.zeros(4, 1))]
+
 
 def test_dropout_differs_between_ranks_and_shuffling_does_not():
-    data = TensorDataset(torch.arange(12.0).reshape(12, 1), torch.zeros(12, dtype=torch.int64))
+    """The order of samples is that of one rank, and each epoch has its own."""
+    data = TensorDataset(torch.arange(12.0).reshape(12, 1), torch.zeros(12, 64))
 
-    def program(rank):
-        seen, masks = [], []
-        for event, state in pl.fit(
-            torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Dropout(0.5)),
-            DataLoader(data, batch_size=6, shuffle=True),
-            loss=torch.nn.functional.cross_entropy,
-            optimizer=pl.optim.sgd(lr=0.1),
-            max_duration="2ep",
-            parallel="replicate",
-        ):
-            if event is Event.AFTER_DATALOADER:
-                seen.append(state.batch[0].flatten().tolist())
-            if event is Event.AFTER_FORWARD:
-                masks.append(state.outputs.detach())
-        return seen, [mask != 0 for mask in masks]
+    def run(parallel):
+        model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Dropout(0.5))
+        loader = DataLoader(data, batch_size=6, shuffle=True)
+        pairs = list(an_epoch(model, loader, max_duration="2ep", parallel=parallel))
+        seen = [s.batch[0].flatten().tolist() for event, s in pairs if event is Event.AFTER_DATALOADER]
+        return seen, [s.outputs.detach() != 0 for event, s in pairs if event is Event.AFTER_FORWARD]
 
-    (one, kept), (other, others) = pool().run(program)
+    (one, kept), (other, others) = pool().run(lambda rank: run("replicate"))
     assert not all(torch.equal(a, b) for a, b in zip(kept, others, strict=True))
-    for epoch in range(2):
-        batches = [one[epoch * 2 + i] + other[epoch * 2 + i] for i in range(2)]
-        assert sorted(itertools.chain(*batches)) == list(map(float, range(12)))
+    together = [mine + theirs for mine, theirs in zip(one, other, strict=True)]
+    assert together == run(None)[0]
+    assert sorted(together[0] + together[1]) == sorted(together[2] + together[3]) == list(map(float, range(12)))
     assert one[:2] != one[2:]
-    # The same order as one rank has.
-    alone = [
-        state.batch[0].flatten().tolist()
-        for event, state in pl.fit(
-            torch.nn.Linear(1, 2),
-            DataLoader(data, batch_size=6, shuffle=True),
-            loss=torch.nn.functional.cross_entropy,
-            optimizer=pl.optim.sgd(lr=0.1),
-            max_duration="2ep",
-        )
-        if event is Event.AFTER_DATALOADER
-    ]
-    assert [a + b for a, b in zip(one, other, strict=True)] == alone
+
+
+class _Total(torch.nn.Module):
+    """Running statistics, also of a layer in eval mode, and a buffer that is written to from the third forward on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.frozen = (torch.nn.BatchNorm1d(3, momentum=1.0) for _ in range(2))
+        self.frozen.eval()
+        self.layer = torch.nn.Linear(3, 1)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("late", torch.zeros(1))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            if self.steps > 2:
+                self.late += x.mean()
+        return self.layer(self.frozen(self.norm(x)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_running_statistics_are_the_mean_over_ranks(kind):
+def test_buffers_are_means_over_ranks(kind):
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(7, 3, generator=generator)
-
-    def program(rank):
-        torch.manual_seed(0)
-        stream = pl.fit(
-            torch.nn.Sequential(torch.nn.BatchNorm1d(3, momentum=1.0), torch.nn.Linear(3, 1)),
-            [(inputs, torch.zeros(7, 1))],
-            loss=torch.nn.functional.mse_loss,
-            optimizer=pl.optim.sgd(lr=0.1),
-            max_duration="1ba",
-            parallel=kind,
-        )
-        return dict(pl.run(stream).buffers)
-
-    for buffers in pool(kind=kind).run(program):
-        torch.testing.assert_close(buffers["0.running_mean"], inputs.mean(0))
-        assert buffers["0.num_batches_tracked"].item() == 1
+    data = [(torch.randn(7 + i, 3, generator=generator), torch.zeros(7 + i, 1)) for i in range(4)]
+    inputs = [each for each, _ in data]
+    for buffers in pool(kind=kind).run(lambda rank: dict(pl.run(an_epoch(_Total(), data, parallel=kind)).buffers)):
+        torch.testing.assert_close(buffers["norm.running_mean"], inputs[-1].mean(0))
+        assert buffers["norm.num_batches_tracked"] == buffers["steps"] == 4
+        torch.testing.assert_close(buffers["late"], (inputs[2].mean() + inputs[3].mean()).reshape(1))
+        assert buffers["frozen.num_batches_tracked"] == 0
+        assert buffers["frozen.running_mean"].tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_penalty_on_weights_has_its_gradient_on_several_ranks(kind):
+def test_a_penalty_on_weights_has_its_gradient_and_an_autocast_around_the_loop_changes_nothing(kind):
     @pl.algorithm(Event.AFTER_LOSS)
     def penalty(state):
         return state.replace(loss=state.loss + 0.3 * sum(tensor.square().sum() for tensor in state.params.values()))
 
-    plan = Plan(batches=(5, 4), max_duration="2ep", microbatch_size=2)
-    case = testing.Case(plan=plan, problem="tied")
+    case = testing.Case(plan=Plan(batches=(5, 4), max_duration="2ep", microbatch_size=2), problem="tied")
+    half = testing.Case(plan=Plan(batches=(6, 4), max_duration="2ep"), problem="linear", precision="amp_bf16")
     alone = witness(whole(case, 2).stream([penalty]))
-    for seen in pool(kind=kind).run(lambda rank: witness(case.stream([penalty], parallel=kind))):
+
+    def program(rank):
+        plain = witness(half.stream(parallel=kind))
+        with torch.autocast("cpu", enabled=False):
+            inside = witness(half.stream(parallel=kind))
+        return witness(case.stream([penalty], parallel=kind)), inside, plain
+
+    for seen, inside, plain in pool(kind=kind).run(program):
         compare(seen, alone, kind, 1e-5)
-
-
-def _halves_run(parallel, size):
-    # Each rank's share of the first batch reaches both halves at once; in the others, its last microbatch one of them.
-    batches = [torch.tensor([[x] for x in row]) for row in ((-1.0, 1.0, -2.0, 2.0), (1.0, -1.0, 2.0, -3.0))]
-    stream = an_epoch(
-        two_halves(),
-        [(batch, torch.zeros(4, 1)) for batch in batches],
-        microbatch_size=size,
-        parallel=parallel,
-    )
-    return dict(pl.run(stream).params)
+        compare(inside, plain, kind, 0.0)
 
 
 def _written_to_in_place(parallel, size=None):
@@ -119,88 +106,29 @@ def _written_to_in_place(parallel, size=None):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
     data = [(torch.randn(4, 5, 2).double(), torch.randn(4, 5, 2).double()) for _ in range(2)]
+    options = {"loss": loss, "max_duration": "2ep", "microbatch_size": size, "parallel": parallel}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        end = pl.run(
-            pl.fit(
-                model,
-                data,
-                loss=loss,
-                optimizer=pl.optim.sgd(lr=0.1),
-                max_duration="2ep",
-                microbatch_size=size,
-                parallel=parallel,
-                strict=False,  # the first batches refuse a loss that writes to its outputs; this is of those that may
-            )
-        )
-        return {name: full_tensor(tensor) for name, tensor in end.params.items()}
+        # The first batches refuse a loss that writes to its outputs, and this is of those that may: not strict.
+        state = pl.run(an_epoch(model, data, strict=False, **options))
+        return {name: full_tensor(tensor) for name, tensor in state.params.items()}
 
 
-@pytest.mark.parametrize("size", [None, 1])
-def test_outputs_that_are_views_may_be_written_to_where_ranks_are_sharded(size):
-    alone = _written_to_in_place(None, size)
-    for found in pool(kind="shard").run(lambda rank: _written_to_in_place("shard", size)):
-        for name in alone:
-            torch.testing.assert_close(found[name], alone[name])
+def _reached_by_turns(parallel, size):
+    # Each rank's share of the first batch reaches both halves at once; in the others, its last microbatch one of them.
+    batches = [torch.tensor([[x] for x in row]) for row in ((-1.0, 1.0, -2.0, 2.0), (1.0, -1.0, 2.0, -3.0))]
+    data = [(batch, torch.zeros(4, 1)) for batch in batches]
+    return dict(pl.run(an_epoch(two_halves(), data, microbatch_size=size, parallel=parallel)).params)
 
 
-def test_a_last_microbatch_that_leaves_a_parameter_out_still_exchanges_it():
-    alone = _halves_run(None, 2)
-    for found in pool().run(lambda rank: _halves_run(Parallel(find_unused_parameters=False), 1)):
-        for name in alone:
-            torch.testing.assert_close(found[name], alone[name])
-
-
-def test_sharded_ranks_that_reach_other_parameters_are_told():
-    def program(rank):
-        data = [(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.zeros(4, 1))] * 2
-        pl.run(an_epoch(two_halves(), data, parallel="shard"))
-
-    with pytest.raises(RankError, match="reached other parameters on one rank than on another"):
-        pool().run(program)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_autocast_around_the_loop_changes_nothing(kind):
-    case = testing.Case(plan=Plan(batches=(6, 4), max_duration="4ep"), problem="linear", precision="amp_bf16")
-
-    def program(rank):
-        plain = witness(case.stream(parallel=kind))
-        with torch.autocast("cpu", enabled=False):
-            return witness(case.stream(parallel=kind)), plain
-
-    for inside, plain in pool(kind=kind).run(program):
-        compare(inside, plain, kind, 0.0)
-
-
-class _Late(torch.nn.Module):
-    """Writes to its buffer from the third forward on."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(1))
-        self.layer = torch.nn.Linear(1, 1)
-
-    def forward(self, x):
-        if self.training:
-            self.steps += 1
-            if self.steps > 2:
-                self.mean += x.mean()
-        return self.layer(x)
-
-
-def test_buffers_that_are_written_to_late_agree_as_well():
-    data = [(torch.tensor([[1.0], [3.0]]) * (1 + i), torch.zeros(2, 1)) for i in range(4)]
-
-    def program(rank):
-        stream = an_epoch(_Late(), data, parallel="replicate")
-        return dict(pl.run(stream).buffers)
-
-    # The means over the third and the fourth batch.
-    for buffers in pool().run(program):
-        assert buffers["steps"] == 4
-        assert buffers["mean"] == pytest.approx(6.0 + 8.0)
+def test_outputs_that_are_views_and_parameters_that_a_microbatch_leaves_out():
+    for size in (None, 1):
+        alone = _written_to_in_place(None, size)
+        for found in pool(kind="shard").run(lambda rank, size=size: _written_to_in_place("shard", size)):
+            torch.testing.assert_close(found, alone)
+    alone = _reached_by_turns(None, 2)
+    for found in pool().run(lambda rank: _reached_by_turns(Parallel(find_unused_parameters=False), 1)):
+        torch.testing.assert_close(found, alone)
 
 
 def _a_gradient(state, stages):
@@ -218,7 +146,7 @@ def _an_evaluation(state, stages):
 
 
 def _an_evaluation_of_others(state, stages):
-    stages.validate(_others(state), label="inside", batch=0)
+    _an_evaluation(_others(state), stages)
 
 
 def _a_gradient_of_others(state, stages):
@@ -251,13 +179,16 @@ def _recomputed():
     return _Recomputed(half, torch.nn.Linear(4, 1))
 
 
+EVENTS = (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD)
+INSIDES = (_a_gradient, _an_evaluation, _an_evaluation_of_others, _a_gradient_of_others)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-@pytest.mark.parametrize(
-    ("kind", "size"), [(None, None), (None, 1), ("replicate", None), ("replicate", 1), ("shard", None)]
-)
-def test_what_is_computed_in_the_middle_of_a_microbatch_changes_nothing(kind, size, precision):
-    def run(*algorithms):
+@pytest.mark.parametrize(("kind", "size"), [(None, 1), ("replicate", None), ("replicate", 1), ("shard", None)])
+def test_what_is_computed_in_the_middle_of_a_microbatch_changes_nothing(kind, size):
+    """Slow: at each event in it a gradient and an evaluation, of the parameters or of others, in both precisions."""
+
+    def run(precision, *algorithms):
         generator = torch.Generator().manual_seed(0)
         data = [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(2)]
         torch.manual_seed(0)
@@ -276,56 +207,67 @@ def test_what_is_computed_in_the_middle_of_a_microbatch_changes_nothing(kind, si
         return pl.algorithm(event, name=f"{inside.__name__} at {event.name}")(changes_nothing)
 
     def program(rank):
-        plain = run()
-        events = (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD)
-        insides = (_a_gradient, _an_evaluation, _an_evaluation_of_others, _a_gradient_of_others)
-        each = list(itertools.product(events, insides))
+        each = list(itertools.product(EVENTS, INSIDES))
         tried = [[one] for one in each] if THOROUGH else [each]
         return [
-            [(event, inside.__name__) for event, inside in some]
+            (precision, [(event, inside.__name__) for event, inside in some])
+            for precision in ("fp32", "amp_bf16")
             for some in tried
-            if not all(map(torch.equal, run(*[meanwhile(*one) for one in some]), plain))
+            if not all(map(torch.equal, run(precision, *[meanwhile(*one) for one in some]), run(precision)))
         ]
 
     changed = [program(0)] if kind is None else pool(kind=kind).run(program)
     assert not any(changed), changed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("event", [Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD])
-def test_sharded_ranks_refuse_a_gradient_among_those_that_are_added_up(event):
-    @pl.algorithm(event)
-    def meanwhile(state, stages):
-        _a_gradient(state, stages)
-        return state
+# What is refused.
 
-    def program(rank):
-        data = [(torch.ones(4, 1), torch.zeros(4, 1))]
-        model = torch.nn.Linear(1, 1)
-        pl.run(an_epoch(model, data, algorithms=[meanwhile], microbatch_size=1, parallel="shard"))
 
-    with pytest.raises(RankError, match=r"a gradient of microbatch 0 .* has come to microbatch 1: .* BATCH_START"):
-        pool(kind="shard").run(program)
+def _puts_in(state):
+    return state.replace(grads={name: torch.ones_like(tensor) for name, tensor in state.params.items()})
+
+
+def _among(state, stages):
+    _a_gradient(state, stages)
+    return state
+
+
+AMONG = r"a gradient of microbatch 0 .* has come to microbatch 1: .* BATCH_START"
+LOST = r"state\.grads was set before a backward of batch 0.*AFTER_TRAIN_BATCH"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("event", "compile"),
-    [(Event.AFTER_LOSS, False), (Event.AFTER_BACKWARD, False), (Event.BATCH_START, True), (Event.AFTER_BACKWARD, True)],
+    ("function", "event", "compile", "message"),
+    [
+        (_among, Event.BEFORE_FORWARD, False, AMONG),
+        (_among, Event.BEFORE_BACKWARD, False, AMONG),
+        (_among, Event.AFTER_BACKWARD, False, AMONG),
+        (_puts_in, Event.AFTER_LOSS, False, LOST),
+        (_puts_in, Event.AFTER_BACKWARD, False, LOST),
+        (_puts_in, Event.BATCH_START, True, LOST),
+        (_puts_in, Event.AFTER_BACKWARD, True, LOST),
+    ],
 )
-def test_sharded_ranks_refuse_gradients_that_would_be_lost(event, compile):
-    @pl.algorithm(event)
-    def puts_in(state):
-        return state.replace(grads={name: torch.ones_like(tensor) for name, tensor in state.params.items()})
+def test_sharded_ranks_refuse_gradients_among_those_that_are_added_up(function, event, compile, message):
+    """Slow: each is a failed program, after which ranks form a new group."""
 
     def program(rank):
-        data = [(torch.ones(4, 1), torch.zeros(4, 1))]
-        options = {"algorithms": [puts_in], "parallel": "shard", "compile": compile, "microbatch_size": 1}
+        options = {"algorithms": [pl.Algorithm("mine", {event: function})], "parallel": "shard", "compile": compile}
         with interpreted():
-            pl.run(an_epoch(torch.nn.Linear(1, 1), data, **options))
+            pl.run(an_epoch(torch.nn.Linear(1, 1), ONES, microbatch_size=1, **options))
 
-    with pytest.raises(RankError, match=r"state\.grads was set before a backward of batch 0.*AFTER_TRAIN_BATCH"):
+    with pytest.raises(RankError, match=message):
         pool(kind="shard").run(program)
+
+
+def test_sharded_ranks_that_reach_other_parameters_are_told():
+    def program(rank):
+        data = [(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.zeros(4, 1))] * 2
+        pl.run(an_epoch(two_halves(), data, parallel="shard"))
+
+    with pytest.raises(RankError, match="reached other parameters on one rank than on another"):
+        pool().run(program)
 
 
 def test_a_second_forward_in_the_loss_is_refused():
@@ -335,18 +277,24 @@ def test_a_second_forward_in_the_loss_is_refused():
         return state.replace(loss=state.loss + (state.outputs - again).square().mean())
 
     with pytest.raises(pl.errors.ModelError, match="depends on a second forward of this batch"):
-        pl.run(an_epoch(torch.nn.Linear(1, 1), [(torch.ones(4, 1), torch.zeros(4, 1))], algorithms=[consistent]))
+        pl.run(an_epoch(torch.nn.Linear(1, 1), ONES, algorithms=[consistent]))
+
+
+# Buffers that a forward registers.
 
 
 class _Registers(torch.nn.Module):
     """None at first, set by the first forward; another one is registered there."""
 
-    def __init__(self):
+    def __init__(self, does=True):
         super().__init__()
         self.register_buffer("mean", None)
         self.layer = torch.nn.Linear(1, 1)
+        self.does = does
 
     def forward(self, x):
+        if not self.does:
+            return self.layer(x)
         if self.mean is None:
             self.mean = x.mean(0)
             self.register_buffer("seen", torch.tensor(0))
@@ -354,77 +302,36 @@ class _Registers(torch.nn.Module):
         return self.layer(x) - self.mean
 
 
-class _Grows(torch.nn.Module):
+class _Grows(torch.nn.Linear):
     def __init__(self):
-        super().__init__()
+        super().__init__(1, 1)
         self.register_buffer("bank", torch.zeros(0, 1))
-        self.layer = torch.nn.Linear(1, 1)
 
     def forward(self, x):
         self.bank = torch.cat([self.bank, x])
-        return self.layer(x)
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_that_the_first_forward_registers_agree(kind):
-    """The mean over both ranks, in every State from the first batch on; and training resumes with them."""
+    """The mean over both ranks, in every State from the first batch on; and training resumes with them. Such as change
+    their shape are refused by name: each rank would have a bank of its own samples, and ranks average."""
     data = [(torch.tensor([[1.0], [3.0]]) * (1 + i), torch.zeros(2, 1)) for i in range(3)]
 
     def program(rank):
         states = [state for event, state in an_epoch(_Registers(), data, parallel=kind) if event is Event.BATCH_END]
         resumed = pl.run(an_epoch(states[0], data, parallel=kind))
-        module = resumed.module()
-        return [dict(state.buffers) for state in (*states, resumed)], dict(module.named_buffers())
+        return [dict(state.buffers) for state in (*states, resumed)], dict(resumed.module().named_buffers())
 
     for found, named in pool(kind=kind).run(program):
         for index, buffers in enumerate(found):
             assert buffers["mean"].tolist() == [2.0]
             assert buffers["seen"] == min(index, 2) + 1
         assert {name: tensor.tolist() for name, tensor in named.items()} == {"mean": [2.0], "seen": 3}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_buffers_that_change_their_shape_are_refused_by_name(kind):
-    """Each rank would have a bank of its own samples, and ranks average."""
-    data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 2
-
-    def program(rank):
-        pl.run(an_epoch(_Grows(), data, parallel=kind))
-
     with pytest.raises(RankError, match=r"changed the buffer 'bank' from \(0, 1\) float32 to \(1, 1\)"):
-        pool(kind=kind).run(program)
+        pool(kind=kind).run(lambda rank: pl.run(an_epoch(_Grows(), data, parallel=kind)))
 
 
 def test_buffers_that_one_rank_registers_and_another_does_not_are_refused_by_name():
-    data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 2
-
-    def program(rank):
-        pl.run(an_epoch(_Uneven(rank), data, parallel="replicate"))
-
     with pytest.raises(RankError, match=r"the buffer 'mean' is \(1,\) float32 on rank 1 and None on rank 0"):
-        pool().run(program)
-
-
-class _Uneven(_Registers):
-    def __init__(self, rank):
-        super().__init__()
-        self.rank = rank
-
-    def forward(self, x):
-        return super().forward(x) if self.rank else self.layer(x)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_in_eval_mode_stays_so_on_several_ranks(kind):
-    data = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), torch.zeros(4, 1)) for i in range(2)]
-
-    def program(rank):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
-        model[1].eval()
-        return dict(pl.run(an_epoch(model, data, parallel=kind)).buffers)
-
-    for buffers in pool(kind=kind).run(program):
-        assert buffers["0.num_batches_tracked"] == 2
-        assert buffers["1.num_batches_tracked"] == 0
-        assert buffers["1.running_mean"].tolist() == [0.0] * 3
+        pool().run(lambda rank: pl.run(an_epoch(_Registers(rank == 1), ONES * 2, parallel="replicate")))

@@ -22,7 +22,7 @@ from pure_loop import Event
 from tests.gpu.profiling import inside, profiled
 from tests.gpu.results import Asked, asked, first_line
 from tests.gpu.running import ROOT
-from tests.support.models import batches, mlp
+from tests.support.problem import noisy, points
 
 # Settings of fit by what is tried.
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -62,12 +62,11 @@ READS = frozenset({"aten::_local_scalar_dense"})
 
 def run(device: str, settings: dict[str, Any], watch: Callable[[int], contextlib.AbstractContextManager[Any]]) -> int:
     """Train, inside ``watch(batch)`` in each watched batch; how many there were."""
-    data: list[tuple[Tensor, ...]] = [*batches((8,) * BATCHES, seed=0)]
+    data: list[tuple[Tensor, ...]] = [*points(BATCHES, size=8)]
     if device == "cuda":
         data = [tuple(tensor.pin_memory() for tensor in batch) for batch in data]
-    torch.manual_seed(0)
     stream = pl.fit(
-        mlp(),
+        noisy(),
         data,
         loss=functional.cross_entropy,
         optimizer=pl.optim.adamw(lr=0.01),

@@ -13,6 +13,7 @@ from tests.gpu import cost, laws, marked, page, precision, synchronisations, ver
 from tests.gpu.competitors import AGAIN, BASE, LOOPS, workload_on
 from tests.gpu.results import Asked, Results, read
 
+# Each part takes seconds, and some start processes.
 pytestmark = pytest.mark.slow
 
 
@@ -84,29 +85,26 @@ def test_a_process_of_tests_that_does_not_begin_is_told(
     assert set(found_by(part, "tests")["not collected"].values()) == {"ImportError: no pytest here"}
 
 
-def test_files_with_tests_for_a_gpu_are_found() -> None:
-    assert {"tests/laws/test_gpu.py", "tests/data/test_data.py"} <= set(marked.files())
-    assert "tests/gpu/test_running.py" not in marked.files()
-
-
-def test_versions(part: Asked) -> None:
+def test_versions_and_files_with_tests_for_a_gpu(part: Asked) -> None:
     versions.main(part)
     found = found_by(part, "versions")
     assert found["available"] is True
     assert "pure_loop" in found["describes"]
+    assert {"tests/laws/test_gpu.py", "tests/data/test_data.py"} <= set(marked.files())
+    assert "tests/gpu/test_running.py" not in marked.files()
 
 
-@pytest.mark.parametrize("law", ["order", "resumption", "evaluation", "microbatches"])
-def test_laws(law: str, part: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_laws(part: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PLANS": 8, "EXAMPLES": 2, "BOUNDARIES_TRIED": 4}.items():
         monkeypatch.setattr(laws, name, value)
-    if law == "order":
-        laws.order(part, 1)
-    else:
-        getattr(laws, law)(part)
-    tried = found_by(part, "laws")[law]
-    assert tried["tried"] == tried["wanted"]
-    assert "failures" not in tried
+    laws.order(part, 1)
+    for law in (laws.resumption, laws.evaluation, laws.microbatches):
+        law(part)
+    found = found_by(part, "laws")
+    assert set(found) == {"order", "resumption", "evaluation", "microbatches"}
+    for tried in found.values():
+        assert tried["tried"] == tried["wanted"]
+        assert "failures" not in tried
 
 
 def test_a_law_that_fails_is_told_with_its_case(part: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,16 +139,14 @@ def test_a_run_that_does_not_resume_is_told(part: Asked, monkeypatch: pytest.Mon
     assert len(failures) >= 2
 
 
-def test_synchronisations(part: Asked) -> None:
+def test_synchronisations_and_precision(part: Asked) -> None:
     synchronisations.main(part)
     found = found_by(part, "synchronisations")
     assert list(found) == list(synchronisations.RUNS)
     for run in found.values():
         assert run["by profiler"]["batches"] == len(synchronisations.WATCHED)
         assert run["by profiler"]["waits"] is None  # the CPU has no calls of CUDA
-
-
-def test_precision(part: Asked) -> None:
+    part.results.path.unlink()
     precision.main(part)
     found = found_by(part, "precision")
     assert list(found) == list(precision.PRECISIONS)
@@ -161,11 +157,10 @@ def test_precision(part: Asked) -> None:
 
 def test_cost(part: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that can't be, and one that ends its process, cost their rows; and the others are measured."""
-    monkeypatch.setattr(cost, "TRIED", (("W1",),))
-    monkeypatch.setattr(cost, "COMPILING", 1.0)
-    monkeypatch.setattr(cost, "COMPILED", {AGAIN: None})
-    monkeypatch.setattr(cost, "EAGER", {**dict.fromkeys([BASE, "pl.fit", "by hand, a CUDA graph", "unknown"])})
-    monkeypatch.setattr(cost, "TURNS", 2)
+    eager = dict.fromkeys([BASE, "pl.fit", "by hand, a CUDA graph", "unknown"])
+    small = {"TRIED": (("W1",),), "COMPILING": 1.0, "COMPILED": {AGAIN: None}, "EAGER": eager, "TURNS": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(cost, name, value)
     cost.main(part)
     found = found_by(part, "cost")
     assert list(found) == ["W1"]
@@ -178,10 +173,10 @@ def test_cost(part: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "KeyError" in rows["unknown"]["error"]
 
 
-@pytest.mark.parametrize("name", ["W1", "W2", "W3", "W4", "W5", "25M", "GPT"])
-def test_each_loop_makes_steps_of_each_workload(name: str) -> None:
+def test_each_loop_makes_steps_of_each_workload() -> None:
     """Those that don't compile, and need no CUDA."""
-    for loop in (BASE, "pl.fit", "pl.fit, donate=True", "pl.fit, States kept"):
-        steps = LOOPS[loop](workload_on("cpu", name, small=True), "cpu")
-        assert [next(steps) for _ in range(3)] == [1, 1, 1]
-        steps.close()
+    for name in ("W1", "W2", "W3", "W4", "W5", "25M", "GPT"):
+        for loop in (BASE, "pl.fit", "pl.fit, donate=True", "pl.fit, States kept"):
+            steps = LOOPS[loop](workload_on("cpu", name, small=True), "cpu")
+            assert [next(steps) for _ in range(3)] == [1, 1, 1]
+            steps.close()

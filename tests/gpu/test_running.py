@@ -63,8 +63,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_whatever_a_part_does_its_results_are_kept_and_the_next_one_runs(parts: Any, tmp_path: Path) -> None:
-    """Neighbours: every way in which a process ends, and the processes that it has started."""
+    """Neighbours: every way in which a process ends, and the processes that it has started. Slow: some hang."""
     output = tmp_path / "gpu.json"
     run = Run("cpu", 12.0, output)
     seen = []
@@ -86,16 +87,14 @@ def test_whatever_a_part_does_its_results_are_kept_and_the_next_one_runs(parts: 
     assert any("Segmentation fault" in line for line in found["parts"]["crashes"]["log"])
 
 
-def test_time_that_a_part_leaves_is_given_to_those_after_it(parts: Any, tmp_path: Path) -> None:
+def test_time_that_a_part_leaves_is_given_to_those_after_it_and_one_that_can_not_start_is_no_end(
+    parts: Any, tmp_path: Path
+) -> None:
     run = Run("cpu", 60.0, tmp_path / "gpu.json")
-    first, second = (entry["limit"] for _, entry in run.each(parts({"one": "", "two": ""})))
-    assert first == pytest.approx(30, abs=1)
-    assert 30 < second <= 60
-
-
-def test_a_part_that_can_not_be_started_is_no_end(tmp_path: Path) -> None:
-    run = Run("cpu", 20.0, tmp_path / "gpu.json")
-    ((_, entry),) = run.each([Part("nowhere", "tests.gpu.nowhere", 1.0)])
+    nowhere = Part("nowhere", "tests.gpu.nowhere", 1.0)
+    first, entry = (entry for _, entry in run.each([*parts({"one": ""}), nowhere]))
+    assert first["limit"] == pytest.approx(30, abs=1)
+    assert 30 < entry["limit"] <= 60
     assert entry["state"] == "ended with exit status 1"
     assert entry["found"] == {}
     assert "No module named tests.gpu.nowhere" in entry["log"][-1]
@@ -147,15 +146,8 @@ def test_a_part_ends_before_it_is_stopped(tmp_path: Path) -> None:
     faulthandler.cancel_dump_traceback_later()
     assert (part.device, part.kind, part.rest) == ("cuda", "simulated", ("order", "3"))
     assert 90 < part.left < 98
-
-
-def test_exit_statuses_in_words() -> None:
-    assert [ended(code) for code in (0, 2, -9, -64)] == [
-        None,
-        "ended with exit status 2",
-        "ended by SIGKILL",
-        "ended by SIGRTMAX",
-    ]
+    words = [None, "ended with exit status 2", "ended by SIGKILL", "ended by SIGRTMAX"]
+    assert [ended(code) for code in (0, 2, -9, -64)] == words
 
 
 def event(name: str, start: float, end: float, device: Any = DeviceType.CPU, annotation: bool = False) -> Any:
@@ -206,39 +198,29 @@ def test_the_page_has_a_section_of_each_part() -> None:
     assert "torch " + SAMPLE["parts"]["versions"]["found"]["torch"] in page.sentence(OF_A_GPU)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "simulated"])
-def test_results_of_another_device_are_refused(kind: str) -> None:
-    for write in (page.render, page.sentence):
-        with pytest.raises(ValueError, match=f"DEVICE={kind}.*not those of a GPU"):
-            write({**SAMPLE, "kind": kind})
-
-
-def test_a_run_that_found_no_device_is_refused() -> None:
+def test_results_of_another_device_or_of_none_are_refused() -> None:
+    for kind in ("cpu", "simulated"):
+        for write in (page.render, page.sentence):
+            with pytest.raises(ValueError, match=f"DEVICE={kind}.*not those of a GPU"):
+                write({**SAMPLE, "kind": kind})
     with pytest.raises(ValueError, match="not those of a GPU"):
         page.render({**OF_A_GPU, "parts": {}})
 
 
-@pytest.mark.parametrize("missing", SAMPLE["parts"])
-def test_a_part_without_results_has_no_tables(missing: str) -> None:
-    entry = {"state": "stopped at its limit of 5 s", "limit": 5, "seconds": 5, "found": {}}
-    parts = {**SAMPLE["parts"], missing: entry}
-    assert "no results (stopped at its limit of 5 s)" in page.line(missing, entry)
-    if missing != "versions":
-        assert f"`{missing}` has no results" in page.render({**OF_A_GPU, "parts": parts})
-        del parts[missing]
-        page.render({**OF_A_GPU, "parts": parts})
-
-
-@pytest.mark.parametrize("name", SAMPLE["parts"])
-def test_each_part_is_one_line(name: str) -> None:
-    assert len(page.line(name, SAMPLE["parts"][name]).splitlines()) == 1
-
-
-def test_nothing_has_run_as_long_as_there_are_no_results() -> None:
-    assert page.render(None) == page.sentence(None) == page.NOTHING_RAN
+def test_a_part_is_one_line_and_without_results_has_no_tables() -> None:
+    for missing, found in SAMPLE["parts"].items():
+        assert len(page.line(missing, found).splitlines()) == 1
+        entry = {"state": "stopped at its limit of 5 s", "limit": 5, "seconds": 5, "found": {}}
+        parts = {**SAMPLE["parts"], missing: entry}
+        assert "no results (stopped at its limit of 5 s)" in page.line(missing, entry)
+        if missing != "versions":
+            assert f"`{missing}` has no results" in page.render({**OF_A_GPU, "parts": parts})
+            del parts[missing]
+            page.render({**OF_A_GPU, "parts": parts})
 
 
 def test_the_page_and_the_readme_say_what_ran() -> None:
+    assert page.render(None) == page.sentence(None) == page.NOTHING_RAN
     path = ROOT / "docs" / "gpu.json"
     found = json.loads(path.read_text()) if path.exists() else None
     assert f"<!-- generated: gpu -->\n\n{page.render(found)}\n\n<!-- end -->" in (ROOT / "docs" / "gpu.md").read_text()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import nn
-from torch.nn import functional
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
@@ -24,7 +24,8 @@ from pure_loop.stages import engine, nonfinite, ownership
 from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.workspace import Workspace
 from pure_loop.testing import Case, cases, check_algorithm, check_loop, laws
-from tests.support.models import batches, mlp
+from tests.support import problem
+from tests.support.problem import LR, close, cross_entropy, mlp, noisy, points
 from tests.support.streams import assert_same, assert_same_stream, leaves
 
 # Laws are tried on sentences, too, whose cross-entropy has no deterministic kernel on a GPU.
@@ -36,12 +37,22 @@ PLAN = Plan(
     microbatch_size=4,
     evaluators={"val": EvaluatorPlan(batches=(2, 3), interval="2ba")},
 )
-CASES = [Case(plan=PLAN, problem="mlp", precision=precision) for precision in ("fp32", "amp_bf16", "amp_fp16")]
-IDS = [case.precision for case in CASES]
+PRECISIONS = ["fp32", "amp_bf16", "amp_fp16"]
+WHOLE_STEP: dict[str, Any] = {"compile": True, "watch": {Event.BATCH_END}}
 
 
 def on_device(model_or_state: Any, data: Any, **arguments: Any) -> Any:
     return pl.fit(model_or_state, data, **{**arguments, "device": "cuda"})
+
+
+def fit(model: Any = None, data: Any = None, algorithms: Any = (), **options: Any) -> Any:
+    """Two epochs of four batches."""
+    data = points(4, size=8) if data is None else data
+    return problem.fit(model, data, algorithms, **{"device": "cuda", "strict": None, **options})
+
+
+def run(*given: Any, **options: Any) -> pl.State:
+    return pl.run(fit(*given, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -54,32 +65,31 @@ def deterministic_kernels() -> Any:
     torch.backends.cudnn.benchmark = before[1]
 
 
+@contextmanager
+def no_waits() -> Iterator[Callable[[bool], None]]:
+    """Gives what says whether a wait for the device is an error from now on."""
+    try:
+        yield lambda quiet: torch.cuda.set_sync_debug_mode("error" if quiet else "default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @settings(max_examples=25)
 @given(cases())
 def test_events_are_those_of_the_specification(case: Case) -> None:
     laws.order(None, case, fit=on_device)
 
 
-def test_the_loop_keeps_its_laws_on_the_device() -> None:
+def test_the_loop_and_algorithms_keep_their_laws_on_the_device() -> None:
     assert check_loop(on_device, max_examples=5).ok
+    for make in (pl.algorithms.sam, lambda: pl.algorithms.ema(half_life="2ba")):
+        assert check_algorithm(make, fit=on_device, max_examples=3).ok
 
 
-@pytest.mark.parametrize("make", [pl.algorithms.sam, lambda: pl.algorithms.ema(half_life="2ba")])
-def test_algorithms_keep_their_laws_on_the_device(make: Any) -> None:
-    assert check_algorithm(make, fit=on_device, max_examples=3).ok
-
-
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_everything_of_a_state_is_on_the_device(case: Case) -> None:
-    for event, state in case.run(fit=on_device):
-        if event is Event.BATCH_END:
-            tensors = {path: leaf for path, leaf in leaves(state).items() if isinstance(leaf, torch.Tensor)}
-            elsewhere = [path for path, leaf in tensors.items() if leaf.device.type != "cuda"]
-            assert not elsewhere
-
-
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_streams_are_deterministic_whatever_the_devices_random_state(case: Case) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_stream_is_on_the_device_deterministic_exact_and_kept(precision: str) -> None:
+    """Whatever the device's random state, which stays as it is."""
+    case = Case(plan=PLAN, problem="mlp", precision=precision)  # type: ignore[arg-type]
     streams = []
     for seed in (1, 2):
         torch.cuda.manual_seed(seed)
@@ -87,103 +97,81 @@ def test_streams_are_deterministic_whatever_the_devices_random_state(case: Case)
         streams.append(case.run(fit=on_device))
         assert torch.equal(torch.cuda.get_rng_state(), before), "the device's random state changed"
     assert_same_stream(streams[1], streams[0], "with another random state")
+    for event, state in streams[0]:
+        if event is Event.BATCH_END:
+            tensors = {path: leaf for path, leaf in leaves(state).items() if isinstance(leaf, Tensor)}
+            assert not [path for path, leaf in tensors.items() if leaf.device.type != "cuda"]
+    for law in (laws.resumption, laws.value, laws.observer_invariance):
+        law(None, case, fit=on_device)
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_going_on_is_exact(case: Case) -> None:
-    laws.resumption(None, case, fit=on_device)
-
-
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_a_yielded_state_never_changes(case: Case) -> None:
-    laws.value(None, case, fit=on_device)
-    laws.observer_invariance(None, case, fit=on_device)
-
-
-def test_dropout_differs_between_batches_and_is_that_of_the_batch() -> None:
-    def masks(start: Any) -> list[torch.Tensor]:
-        data = [(torch.ones(64, 4), torch.zeros(64, dtype=torch.int64))] * 4
-        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3))
-        stream = on_device(
-            start or model, data, loss=functional.cross_entropy, optimizer=pl.optim.sgd(lr=0.0), max_duration="4ba"
-        )
-        return [state.outputs for event, state in stream if event is Event.AFTER_FORWARD]
-
-    torch.manual_seed(0)
-    first = masks(None)
-    assert not any(torch.equal(a, b) for i, a in enumerate(first) for b in first[:i])
+def test_dropout_differs_between_batches() -> None:
+    data = [(torch.ones(64, 4), torch.zeros(64, dtype=torch.int64))] * 4
+    stream = fit(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3)), data, optimizer=pl.optim.sgd(lr=0.0))
+    masks = [state.outputs for event, state in stream if event is Event.AFTER_FORWARD]
+    assert len(masks) == 8
+    assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
 
 
 def test_a_state_kept_on_the_cpu_resumes_on_the_device() -> None:
-    case = CASES[0]
+    case = Case(plan=PLAN, problem="mlp")
     kept = next(s for e, s in case.run() if e is Event.BATCH_END and s.timestamp.batch == 2)
     last = case.run(fit=on_device, start=kept)[-1][1]
     assert last.device.type == "cuda"
-    wanted = case.run()[-1][1]
-    assert last.timestamp.batch == wanted.timestamp.batch
+    assert last.timestamp.batch == case.run()[-1][1].timestamp.batch
 
 
 def test_half_precision_is_that_of_the_loop_by_hand() -> None:
-    data = batches((8, 8), seed=1)
-    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3)).cuda()
-    state = pl.run(
-        pl.fit(
-            model,
-            data,
-            loss=functional.cross_entropy,
-            optimizer=pl.optim.sgd(lr=0.1, momentum=0.9),
-            max_duration="4ep",
-            precision="amp_fp16",
-        )
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, data = mlp().cuda(), points(2, size=8, seed=1)
+    state = run(model, data, max_duration="4ep", precision="amp_fp16", optimizer=pl.optim.sgd(lr=LR, momentum=0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     scaler = torch.amp.GradScaler("cuda")
     for inputs, targets in data * 4:
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.float16):
-            loss = functional.cross_entropy(model(inputs.cuda()), targets.cuda())
+            loss = cross_entropy(model(inputs.cuda()), targets.cuda())
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(state.params[name], parameter.detach(), rtol=1e-5, atol=1e-5)
+    close(state.params, {name: each.detach() for name, each in model.named_parameters()}, 1e-5)
     assert float(state.loss_scale) == scaler.get_scale()
 
 
-STEP = (Event.AFTER_DATALOADER, Event.BATCH_END)
+OPTIMIZERS = {"adamw": pl.optim.adamw(lr=0.01), "sgd": pl.optim.sgd(lr=0.01, momentum=0.9)}
 
 
-@pytest.mark.parametrize("nonfinite", ["error", "skip"])
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "amp_fp16"])
 @pytest.mark.parametrize(
-    "optimizer", [pl.optim.adamw(lr=0.01), pl.optim.sgd(lr=0.01, momentum=0.9)], ids=lambda o: o.name
+    ("optimizer", "precision", "nonfinite"),
+    [
+        ("adamw", "fp32", "error"),
+        ("sgd", "fp32", "skip"),
+        ("adamw", "amp_bf16", "skip"),
+        ("sgd", "amp_fp16", "error"),
+        ("adamw", "amp_fp16", "skip"),
+    ],
 )
-def test_a_step_never_waits_for_the_device(optimizer: Any, precision: str, nonfinite: str) -> None:
+def test_a_step_never_waits_for_the_device(optimizer: str, precision: str, nonfinite: str) -> None:
     """From one batch to the next nothing is read from the device, and nothing is copied to it but the batch."""
-    pinned = [tuple(part.pin_memory() for part in batch) for batch in batches((8, 8, 8, 8, 8), seed=0)]
-    stream = on_device(
-        mlp(),
-        pinned,
-        loss=functional.cross_entropy,
-        optimizer=optimizer,
-        max_duration="2ep",
+    stream = fit(
+        noisy(),
+        [tuple(part.pin_memory() for part in batch) for batch in points(5, size=8)],
+        [pl.algorithms.ema(half_life="10ba"), pl.algorithms.label_smoothing(0.1)],
+        optimizer=OPTIMIZERS[optimizer],
         microbatch_size=4,
         precision=precision,
         nonfinite=nonfinite,
         clip_grad=1.0,
-        algorithms=[pl.algorithms.ema(half_life="10ba"), pl.algorithms.label_smoothing(0.1)],
         callbacks=[pl.callbacks.SpeedMonitor()],
         loggers=[pl.loggers.InMemoryLogger()],
+        clock=time.monotonic,
     )
     kept = []
-    try:
+    with no_waits() as quiet:
         for event, state in stream:
             if event is Event.BATCH_END:
                 kept.append(state.loss)
                 # The first step may set things up (kernels, workspaces); the first two are compared by value.
-                torch.cuda.set_sync_debug_mode("error" if state.timestamp.batch_in_epoch in (3, 4) else "default")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+                quiet(state.timestamp.batch_in_epoch in (3, 4))
     state.check_finite()
     assert len(kept) == 10
 
@@ -191,20 +179,16 @@ def test_a_step_never_waits_for_the_device(optimizer: Any, precision: str, nonfi
 def test_the_debug_mode_sees_a_wait() -> None:
     """The test above can fail."""
     value = torch.ones((), device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits() as quiet:
+        quiet(True)
         with pytest.raises(RuntimeError, match="synchroniz"):
             value.item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_loaders_move_each_batch_once() -> None:
-    loader = DataLoader(
-        TensorDataset(torch.randn(12, 4), torch.randint(3, (12,))), batch_size=4, shuffle=True, pin_memory=True
-    )
-    stream = on_device(mlp(), loader, loss=functional.cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep")
-    pairs = list(stream)
+    dataset = TensorDataset(torch.randn(12, 4), torch.randint(3, (12,)))
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, pin_memory=True)
+    pairs = list(fit(noisy(), loader, max_duration="1ep"))
     assert [event for event, _ in pairs] == expected(Plan(batches=(4, 4, 4), max_duration="1ep"))
     for event, state in pairs:
         if state.batch is not None and event not in BOUNDARIES:
@@ -212,17 +196,9 @@ def test_loaders_move_each_batch_once() -> None:
 
 
 def test_memory_is_flat_on_the_device() -> None:
-    data = batches((8,) * 4, seed=0)
-    stream = on_device(
-        mlp(),
-        data,
-        loss=functional.cross_entropy,
-        optimizer=pl.optim.adamw(lr=0.01),
-        max_duration="200ba",
-        microbatch_size=4,
-    )
     used, kept = [], []
-    for event, state in stream:
+    options = {"optimizer": OPTIMIZERS["adamw"], "max_duration": "200ba", "microbatch_size": 4}
+    for event, state in fit(noisy(), **options):
         if event is Event.BATCH_END:
             kept.append(state.loss)
             if state.timestamp.batch % 40 == 0:
@@ -230,90 +206,62 @@ def test_memory_is_flat_on_the_device() -> None:
     assert max(used[1:]) - used[1] <= 4096, used
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}, {"microbatch_size": 4, "clip_grad": 1.0}, {"compile": True}],
-    ids=str,
-)
-def test_a_loss_on_the_host_trains_a_model_on_the_device(settings: Any) -> None:
-    def trained(loss: Any) -> pl.State:
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        optimizer = pl.optim.sgd(lr=0.1)
-        with interpreted():
-            data = batches((8,) * 4, seed=0)
-            return pl.run(on_device(model, data, loss=loss, optimizer=optimizer, max_duration="2ep", **settings))
+# A loss on the host.
 
-    torch.manual_seed(0)
-    found = trained(lambda outputs, y: functional.cross_entropy(outputs.float().cpu(), y.cpu()))
-    torch.manual_seed(0)
-    wanted = trained(lambda outputs, y: functional.cross_entropy(outputs.float(), y))
-    torch.testing.assert_close(dict(found.params), dict(wanted.params), rtol=1e-3, atol=1e-4)
+
+def on_host(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs.float().cpu(), targets.cpu())
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"compile": True, "watch": {Event.BATCH_END}},
-        {"compile": True, "watch": {Event.AFTER_LOSS}},
-        {"compile": True, "watch": frozenset(), "steps_per_call": 4},
-    ],
+    "options",
+    [{"nonfinite": "skip"}, {"precision": "amp_fp16"}, {"microbatch_size": 4, "clip_grad": 1.0}, {"compile": True}],
     ids=str,
 )
-def test_a_loss_on_the_host_that_is_not_finite_is_told(settings: Any) -> None:
-    data = batches((8,) * 4, seed=0)
+def test_a_loss_on_the_host_trains_a_model_on_the_device(options: Any) -> None:
+    with interpreted():
+        found = run(loss=on_host, **options)
+        wanted = run(loss=lambda outputs, y: cross_entropy(outputs.float(), y), **options)
+    close(found.params, wanted.params, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, WHOLE_STEP, {"compile": True, "watch": frozenset(), "steps_per_call": 4}],
+    ids=["eager", "compiled", "several"],
+)
+def test_a_loss_on_the_host_that_is_not_finite_is_told(options: Any) -> None:
+    data = points(4, size=8)
     data[2] = (data[2][0] * float("nan"), data[2][1])
-
-    def loss(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(outputs.float().cpu(), y.cpu())
-
-    settings = {"loss": loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep", **settings}
     with interpreted(), pytest.raises(pl.NonFiniteError, match="batch 2"):
-        pl.run(on_device(mlp(), data, **settings))
+        run(noisy(), data, loss=on_host, **options)
 
 
-@pytest.mark.parametrize("part", [0, 1], ids=["on the device", "on the host"])
-def test_outputs_on_two_devices_of_which_the_loss_takes_one(part: int) -> None:
+def test_outputs_on_two_devices_of_which_the_loss_takes_one() -> None:
     """The backward of a compiled forward takes zeros for the other, which lie where that lies."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = mlp()
+            self.layers = noisy()
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             outputs = self.layers(x)
             return outputs, outputs.cpu() * 2.0
 
-    def loss(outputs: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(outputs[part], y.to(outputs[part].device))
+    for part in (0, 1):
 
-    def trained(**settings: Any) -> pl.State:
-        torch.manual_seed(0)
-        stream = on_device(
-            Both(),
-            batches((8,) * 4, seed=0),
-            loss=loss,
-            optimizer=pl.optim.sgd(lr=0.1),
-            max_duration="2ep",
-            watch={Event.AFTER_FORWARD},
-            **settings,
-        )
-        return pl.run(stream)
+        def loss(outputs: tuple[Tensor, Tensor], y: Tensor, part: int = part) -> Tensor:
+            return cross_entropy(outputs[part], y.to(outputs[part].device))
 
-    with interpreted():
-        found, wanted = trained(compile=True), trained()
-    torch.testing.assert_close(dict(found.params), dict(wanted.params))
+        with interpreted():
+            found, wanted = (
+                run(Both(), loss=loss, watch={Event.AFTER_FORWARD}, compile=compiled) for compiled in (True, False)
+            )
+        close(found.params, wanted.params, 1e-5)
 
 
-def compiled(watch: Any = frozenset({Event.BATCH_END}), **settings: Any) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
-    settings.setdefault("optimizer", pl.optim.adamw(lr=pl.schedules.cosine("4ep", peak=0.01)))
-    settings.setdefault("algorithms", [pl.algorithms.ema(half_life="5ba")])
-    loss = settings.pop("loss", functional.cross_entropy)
-    data = settings.pop("data", batches((8,) * 5, seed=0))
-    return on_device(model, data, loss=loss, max_duration="4ep", watch=watch, compile=True, **settings)
+# Gradients, and the thread that computes them.
 
 
 @pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
@@ -328,47 +276,63 @@ def test_large_gradients_are_added_up_in_place(watch: Any, monkeypatch: pytest.M
     monkeypatch.setattr(Workspace, "take_gradients", taking)
     for module in (engine, ownership):
         monkeypatch.setattr(module, "LARGE", 0)
-    stream = on_device(
-        mlp(),
-        batches((8,) * 5, seed=0),
-        loss=functional.cross_entropy,
-        optimizer=pl.optim.sgd(lr=0.1),
-        max_duration="4ep",
-        microbatch_size=2,
-        watch=watch,
-    )
-    pl.run(stream)
+    run(noisy(), points(5, size=8), max_duration="4ep", microbatch_size=2, watch=watch)
     assert alone == [True] * len(alone)
     assert len(alone) >= 60
 
 
+class Noting(torch.autograd.Function):
+    threads: ClassVar[set[int]] = set()
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor) -> Tensor:
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        Noting.threads.add(threading.get_ident())
+        return gradient
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{}, *({"compile": True, "watch": {event}} for event in (Event.BATCH_END, Event.AFTER_FORWARD))],
-    ids=str,
+    "options", [{}, WHOLE_STEP, {"compile": True, "watch": {Event.AFTER_FORWARD}}], ids=["eager", "step", "forward"]
 )
-def test_the_backward_runs_in_the_thread_of_the_loop(settings: Any) -> None:
+def test_the_backward_runs_in_the_thread_of_the_loop(options: Any) -> None:
     """Autograd's own have the gradients a moment longer, in which they aren't alone, and know nothing of a tracer."""
-    threads = []
-
-    class Noting(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
-            return outputs.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            threads.append(threading.get_ident())
-            return gradient
-
-    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(Noting.apply(outputs), targets)
-
-    settings = {"loss": loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep", **settings}
+    Noting.threads.clear()
     with interpreted():
-        pl.run(on_device(mlp(), batches((8,), 0), **settings))
-    assert threads
-    assert set(threads) == {threading.get_ident()}
+        run(noisy(), points(1, size=8), loss=lambda outputs, y: cross_entropy(Noting.apply(outputs), y), **options)
+    assert Noting.threads == {threading.get_ident()}
+
+
+# Steps as CUDA graphs.
+
+
+def compiled(algorithms: Any = None, data: Any = None, **options: Any) -> Any:
+    """Four epochs of five batches."""
+    options = {"optimizer": pl.optim.adamw(lr=pl.schedules.cosine("4ep", peak=0.01)), **WHOLE_STEP, **options}
+    algorithms = [pl.algorithms.ema(half_life="5ba")] if algorithms is None else algorithms
+    data = points(5, size=8) if data is None else data
+    return fit(noisy(), data, algorithms, max_duration="4ep", **options)
+
+
+def launched(**options: Any) -> pl.State:
+    """The same, kernel by kernel."""
+    with kernel_by_kernel():
+        return pl.run(compiled(**options))
+
+
+@contextmanager
+def kernel_by_kernel() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pure_loop.compile.replay.Recorders.of", lambda self, device: None)
+        yield
+
+
+@pytest.fixture
+def notes(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level("INFO", logger="pure_loop.compile"):
+        yield caplog
 
 
 @pytest.fixture(params=["operation by operation", "compiled"])
@@ -381,25 +345,52 @@ def graphs(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def launched(**settings: Any) -> pl.State:
-    """The same, kernel by kernel."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pure_loop.compile.replay.Recorders.of", lambda self, device: None)
-        return pl.run(compiled(**settings))
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    "options",
+    [{"nonfinite": "skip"}, {"precision": "amp_fp16"}, {"microbatch_size": 4, "clip_grad": 1.0}, {"watch": None}],
+    ids=str,
+)
+def test_steps_as_a_cuda_graph_are_those_that_are_launched_kernel_by_kernel(options: Any, notes: Any) -> None:
+    found = pl.run(compiled(**options))
+    assert "launched as one CUDA graph" in notes.text
+    assert "can't be a CUDA graph" not in notes.text
+    assert_same(found, launched(**options), "as a CUDA graph and kernel by kernel")
 
 
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}, {"microbatch_size": 4, "clip_grad": 1.0}, {"watch": None}],
-    ids=str,
-)
-def test_steps_as_a_cuda_graph_are_those_that_are_launched_kernel_by_kernel(settings: Any, caplog: Any) -> None:
-    with caplog.at_level("INFO", logger="pure_loop.compile"):
-        found = pl.run(compiled(**settings))
-    assert "launched as one CUDA graph" in caplog.text
-    assert "can't be a CUDA graph" not in caplog.text
-    assert_same(found, launched(**settings), "as a CUDA graph and kernel by kernel")
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}], ids=str)
+def test_steps_as_a_cuda_graph_write_in_place_and_what_was_kept_never_changes(
+    options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, kept = [], []
+    real = Ownership.writable_or_copies
+
+    def own(this: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
+        given = real(this, tensors, alone)
+        copied.append(given is not tensors)
+        return given
+
+    monkeypatch.setattr(Ownership, "writable_or_copies", own)
+    for _, state in compiled(**options):
+        kept.append((state.loss, float(state.loss)))
+    assert copied == [True] + [False] * 19
+    for _, state in compiled(**options):
+        if state.timestamp.batch == 10:
+            params = state.params, {name: tensor.cpu() for name, tensor in state.params.items()}
+    assert [loss.item() for loss, _ in kept] == [number for _, number in kept]
+    assert all(torch.equal(params[0][name].cpu(), numbers) for name, numbers in params[1].items())
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_compiled_step_never_waits_for_the_device(optimizer: str) -> None:
+    pinned = [tuple(part.pin_memory() for part in batch) for batch in points(5, size=8)]
+    with no_waits() as quiet:
+        for _, state in compiled(data=pinned, optimizer=OPTIMIZERS[optimizer], clip_grad=1.0):
+            # In the first epoch it is recorded.
+            quiet(state.timestamp.epoch > 0 and state.timestamp.batch_in_epoch in (2, 3))
+    assert state.timestamp.batch == 20
 
 
 def draws_where(place: str) -> pl.Algorithm:
@@ -423,58 +414,12 @@ def draws_where(place: str) -> pl.Algorithm:
 
 @pytest.mark.parametrize("place", ["host", "device", "both", "global"])
 def test_what_a_compiled_algorithm_draws_is_what_an_eager_one_draws(place: str) -> None:
-    def trained(**options: Any) -> Any:
-        torch.manual_seed(0)
-        settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
-        settings |= {"max_duration": "2ep", "watch": {Event.EPOCH_END}, "algorithms": [draws_where(place)]}
-        return dict(pl.run(on_device(nn.Linear(4, 3), batches((8,) * 4, seed=0), **settings, **options)).params)
-
     with interpreted():
-        torch.testing.assert_close(trained(compile=True), trained())
-
-
-@pytest.mark.usefixtures("graphs")
-def test_what_was_kept_of_steps_as_a_cuda_graph_never_changes() -> None:
-    kept = []
-    for _, state in compiled():
-        kept.append((state.loss, float(state.loss)))
-        if state.timestamp.batch == 10:
-            params = state.params, {name: tensor.cpu() for name, tensor in state.params.items()}
-    assert [loss.item() for loss, _ in kept] == [number for _, number in kept]
-    assert all(torch.equal(params[0][name].cpu(), numbers) for name, numbers in params[1].items())
-
-
-@pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}], ids=str)
-def test_compiled_steps_write_where_their_numbers_are(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = []
-    real = Ownership.writable_or_copies
-
-    def own(this: Any, tensors: list[torch.Tensor], alone: Any) -> list[torch.Tensor]:
-        given = real(this, tensors, alone)
-        copied.append(given is not tensors)
-        return given
-
-    monkeypatch.setattr(Ownership, "writable_or_copies", own)
-    for _, _state in compiled(**settings):
-        pass
-    assert copied == [True] + [False] * 19
-
-
-@pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize(
-    "optimizer", [pl.optim.adamw(lr=0.01), pl.optim.sgd(lr=0.01, momentum=0.9)], ids=lambda o: o.name
-)
-def test_a_compiled_step_never_waits_for_the_device(optimizer: Any) -> None:
-    pinned = [tuple(part.pin_memory() for part in batch) for batch in batches((8,) * 5, seed=0)]
-    try:
-        for _, state in compiled(data=pinned, optimizer=optimizer, clip_grad=1.0):
-            # In the first epoch it is recorded.
-            quiet = state.timestamp.epoch > 0 and state.timestamp.batch_in_epoch in (2, 3)
-            torch.cuda.set_sync_debug_mode("error" if quiet else "default")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert state.timestamp.batch == 20
+        found, wanted = (
+            run(None, None, [draws_where(place)], watch={Event.EPOCH_END}, compile=compiled)
+            for compiled in (True, False)
+        )
+    close(found.params, wanted.params, 1e-5)
 
 
 def test_the_recordings_of_a_loop_share_a_stream_of_their_device_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +432,7 @@ def test_the_recordings_of_a_loop_share_a_stream_of_their_device_and_memory(monk
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     with interpreted():
-        pl.run(compiled(evaluators=batches((8,) * 4, seed=1)))
+        pl.run(compiled(evaluators=points(4, size=8, seed=1)))
         (stream, pool), *others = asked
         assert others
         assert all(each[0] is stream and each[1] == pool for each in others)
@@ -533,122 +478,101 @@ def test_nothing_else_is_drawn_or_recorded_while_a_step_is_recorded(monkeypatch:
     assert had_turn == [False, True]
 
 
-def test_memory_on_the_host_is_not_recorded(caplog: Any) -> None:
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH, init=lambda _: torch.zeros(()))
-    def counts(state: pl.State) -> pl.State:
-        return state.remember("counts", state.algorithm_state["counts"] + 1)
-
-    with interpreted(), caplog.at_level("INFO", logger="pure_loop.compile"):
-        found = pl.run(compiled(algorithms=[counts]))
-        assert "launched as one CUDA graph" not in caplog.text
-        assert_same(found, launched(algorithms=[counts]), "of two devices and launched")
-
-
-def test_what_waits_for_the_device_is_launched_kernel_by_kernel(caplog: Any) -> None:
-    """A mask is looked at by the host, which no recording can."""
-
-    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(outputs, targets) + waits(outputs).mean()
-
-    with interpreted():
-        found = pl.run(compiled(loss=loss))
-        assert_same(found, launched(loss=loss), "refused and launched")
-    assert "can't be a CUDA graph" in caplog.text
-
-
 @torch.library.custom_op("pure_loop_tests::waits", mutates_args=())
-def waits(images: torch.Tensor) -> torch.Tensor:
+def waits(images: Tensor) -> Tensor:
     return images * float(images.sum() > -1e9)
 
 
 waits.register_fake(torch.empty_like)
 waits.register_autograd(lambda ctx, gradient: gradient, setup_context=lambda ctx, inputs, output: None)
-
-
-def test_a_recording_that_fails_leaves_those_before_it_and_after_it_be(caplog: Any) -> None:
-    class WaitsInEvaluation(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.layers(inputs)
-            return found if self.training else waits(found)
-
-    def run() -> pl.State:
-        settings: dict[str, Any] = {
-            "watch": {Event.BATCH_END},
-            "compile": True,
-            "evaluators": {"val": batches((8,) * 4, seed=1)},
-        }
-        settings |= {"loss": functional.cross_entropy, "optimizer": pl.optim.adamw(lr=0.01)}
-        torch.manual_seed(0)
-        return pl.run(on_device(WaitsInEvaluation(), batches((8,) * 5, seed=0), max_duration="4ep", **settings))
-
-    with interpreted():
-        with caplog.at_level("INFO", logger="pure_loop.compile"):
-            found = run()
-        notes = ["can't" in each.message for each in caplog.records if "CUDA graph" in each.message]
-        # A step is recorded in each epoch, because an evaluation shows its State; the first evaluation can't be.
-        assert notes == [False, True, False, False, False]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pure_loop.compile.replay.Recorders.of", lambda self, device: None)
-            assert_same(found, run(), "beside one that failed and kernel by kernel")
-
-
-@pytest.mark.parametrize("optimizer", [pl.optim.adamw(lr=0.1), pl.optim.sgd(lr=0.1)], ids=lambda each: each.name)
-def test_eager_steps_after_a_compiled_one_are_what_they_are_alone(optimizer: Any) -> None:
-    """What is made while a step is traced, and has no numbers, is not kept."""
-    nonfinite._ones.clear()
-
-    def trained(**options: Any) -> pl.State:
-        settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": optimizer, "max_duration": "1ep"}
-        torch.manual_seed(0)
-        return pl.run(on_device(nn.Linear(4, 3), batches((8,) * 3, seed=0), **settings, **options))
-
-    with interpreted():
-        compiled = trained(compile=True, watch={Event.EPOCH_END})
-    eager = trained()
-    assert all(type(each) is torch.Tensor for each in leaves(eager).values() if isinstance(each, torch.Tensor))
-    torch.testing.assert_close(dict(eager.params), dict(compiled.params))
-
-
-def test_numbers_written_in_python_are_no_second_device(caplog: Any) -> None:
-    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(outputs, targets) * torch.tensor(2.0)
-
-    with interpreted(), caplog.at_level("INFO", logger="pure_loop.compile"):
-        found = pl.run(compiled(loss=loss))
-        assert "launched as one CUDA graph" in caplog.text
-        assert_same(found, launched(loss=loss), "as a CUDA graph and kernel by kernel")
-
-
 UNSAFE = torch.library.Library("pure_loop_gpu_tests", "DEF")
 UNSAFE.define("counted(Tensor images) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 UNSAFE.impl("counted", torch.clone, "CompositeExplicitAutograd")
 
 
-def test_what_says_that_it_must_not_be_recorded_is_not(caplog: Any) -> None:
+@pl.algorithm(Event.AFTER_TRAIN_BATCH, init=lambda _: torch.zeros(()))
+def counts(state: pl.State) -> pl.State:
+    """Its memory is on the host."""
+    return state.remember("counts", state.algorithm_state["counts"] + 1)
+
+
+def looks_at_a_mask(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The host does, which no recording can."""
+    return cross_entropy(outputs, targets) + waits(outputs).mean()
+
+
+def says_that_it_must_not(outputs: Tensor, targets: Tensor) -> Tensor:
     """It counts its calls, it may be, which a recording makes once."""
+    entropy = cross_entropy(outputs, targets)
+    return entropy + 0 * torch.ops.pure_loop_gpu_tests.counted(entropy.detach())
 
-    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        entropy = functional.cross_entropy(outputs, targets)
-        return entropy + 0 * torch.ops.pure_loop_gpu_tests.counted(entropy.detach())
 
-    with interpreted(), caplog.at_level("INFO", logger="pure_loop.compile"):
-        pl.run(compiled(loss=loss))
-    assert "launched as one CUDA graph" not in caplog.text
-    assert "CUDA can't record pure_loop_gpu_tests.counted" in caplog.text
+def has_a_number_in_python(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Which is no second device."""
+    return cross_entropy(outputs, targets) * torch.tensor(2.0)
+
+
+RECORDED = "launched as one CUDA graph"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"algorithms": [counts]}, None),
+        ({"loss": looks_at_a_mask}, "can't be a CUDA graph"),
+        ({"loss": says_that_it_must_not}, "CUDA can't record pure_loop_gpu_tests.counted"),
+        ({"loss": has_a_number_in_python}, RECORDED),
+    ],
+    ids=["memory on the host", "a wait", "refuses", "numbers"],
+)
+def test_what_can_not_be_recorded_is_launched_kernel_by_kernel(options: Any, says: str | None, notes: Any) -> None:
+    with interpreted():
+        found = pl.run(compiled(**options))
+        assert (RECORDED in notes.text) == (says == RECORDED)
+        assert says is None or says in notes.text
+        assert_same(found, launched(**options), "as it is and kernel by kernel")
+
+
+def test_a_recording_that_fails_leaves_those_before_it_and_after_it_be(notes: Any) -> None:
+    class WaitsInEvaluation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = noisy()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            found: Tensor = self.layers(inputs)
+            return found if self.training else waits(found)
+
+    def trained() -> pl.State:
+        options = {"evaluators": {"val": points(4, size=8, seed=1)}, "optimizer": OPTIMIZERS["adamw"], **WHOLE_STEP}
+        return run(WaitsInEvaluation(), points(5, size=8), max_duration="4ep", **options)
+
+    with interpreted():
+        found = trained()
+        recordings = ["can't" in each.message for each in notes.records if "CUDA graph" in each.message]
+        # A step is recorded in each epoch, because an evaluation shows its State; the first evaluation can't be.
+        assert recordings == [False, True, False, False, False]
+        with kernel_by_kernel():
+            assert_same(found, trained(), "beside one that failed and kernel by kernel")
+
+
+def test_eager_steps_after_a_compiled_one_are_what_they_are_alone() -> None:
+    """What is made while a step is traced, and has no numbers, is not kept."""
+    nonfinite._ones.clear()
+    for optimizer in OPTIMIZERS.values():
+        with interpreted():
+            traced = run(optimizer=optimizer, compile=True, watch={Event.EPOCH_END})
+        eager = run(optimizer=optimizer)
+        assert all(type(each) is Tensor for each in leaves(eager).values() if isinstance(each, Tensor))
+        close(eager.params, traced.params, 1e-5)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["finite", "nan"])
 def test_parameters_in_half_precision(broken: bool) -> None:
     """For which torch's kernel that looks for NaN isn't there on a GPU."""
-    data = [(inputs.bfloat16(), targets) for inputs, targets in batches((8,) * 4, seed=0)]
+    data = [(inputs.bfloat16(), targets) for inputs, targets in points(4, size=8)]
     if broken:
         data[2] = (data[2][0] * float("nan"), data[2][1])
-    settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.01)}
-    stream = on_device(mlp().bfloat16(), data, max_duration="1ep", **settings)
+    stream = fit(noisy().bfloat16(), data, max_duration="1ep")
     with pytest.raises(pl.errors.NonFiniteError, match="batch 2 ") if broken else nullcontext():
-        last = pl.run(stream)
-        assert {each.dtype for each in last.params.values()} == {torch.bfloat16}
+        assert {each.dtype for each in pl.run(stream).params.values()} == {torch.bfloat16}

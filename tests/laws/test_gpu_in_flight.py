@@ -1,4 +1,7 @@
-"""What a CUDA device has still to do is not overtaken, nor what others read there. Skipped where there is none."""
+"""What a CUDA device has still to do is not overtaken, nor what others read there; and what it computes is verified.
+
+Skipped where there is none.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
-from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pure_loop as pl
@@ -20,25 +22,25 @@ from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver, _scored
 from pure_loop.checkpoint import background as writing
 from pure_loop.compile import interpreted
-from pure_loop.stages import references
+from pure_loop.errors import VerificationError
+from pure_loop.stages import engine, references
 from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.references import are_unaliased, can_count
+from tests.support import faults, problem
 from tests.support.donating import Count
-from tests.support.models import batches, mlp
+from tests.support.faults import PLACES, Fault, bits_of
+from tests.support.problem import cross_entropy, noisy, points
 
 pytestmark = pytest.mark.gpu
 
-DATA = batches((8,) * 5, seed=0)
+DATA = points(5, size=8)
 # A twentieth of a second, in which the host continues.
 LONG = 100_000_000
 
 
 def fit(data: Any, **settings: Any) -> Any:
-    settings.setdefault("max_duration", "1ep")
-    torch.manual_seed(0)
-    return pl.fit(
-        mlp(), data, loss=functional.cross_entropy, optimizer=pl.optim.adamw(lr=0.1), device="cuda", **settings
-    )
+    options = {"optimizer": pl.optim.adamw(lr=0.1), "max_duration": "1ep", "strict": None, **settings}
+    return problem.fit(noisy(), data, device="cuda", **options)
 
 
 class Refilled:
@@ -87,25 +89,18 @@ def assert_data(found: list[Any]) -> None:
 
 @pytest.mark.parametrize("kind", REFILLED)
 def test_memory_that_is_filled_again_is_read_before(kind: str) -> None:
-    found = []
-    for event, state in fit(REFILLED[kind]()):
-        if event is Event.BATCH_END:
-            found.append(state.batch)
-            torch.cuda._sleep(LONG)  # what the next copy stands behind
-    assert_data(found)
-
-
-@pytest.mark.parametrize("kind", REFILLED)
-def test_so_it_is_in_evaluation_and_prediction(kind: str) -> None:
-    state = pl.State.create(mlp(), device="cuda")
-    predicted = pl.predict(state, REFILLED[kind]())
-    evaluated = pl.evaluate(state, REFILLED[kind](), loss=functional.cross_entropy)
-    for stream, at in ((predicted, Event.PREDICT_BATCH_END), (evaluated, Event.EVAL_BATCH_END)):
+    """In training, in evaluation and in prediction."""
+    state = pl.State.create(noisy(), device="cuda")
+    for stream, at in (
+        (fit(REFILLED[kind]()), Event.BATCH_END),
+        (pl.predict(state, REFILLED[kind]()), Event.PREDICT_BATCH_END),
+        (pl.evaluate(state, REFILLED[kind](), loss=cross_entropy), Event.EVAL_BATCH_END),
+    ):
         found = []
         for event, now in stream:
             if event is at:
                 found.append(now.batch)
-                torch.cuda._sleep(LONG)
+                torch.cuda._sleep(LONG)  # what the next copy stands behind
         assert_data(found)
 
 
@@ -126,7 +121,6 @@ APART: dict[str, Callable[[], Any]] = {
     "a list": lambda: [tuple(part.pin_memory() for part in batch) for batch in DATA],
     "a table": lambda: DataLoader(TensorDataset(*map(torch.cat, zip(*DATA, strict=True))), 8, pin_memory=True),
     "a dataset": lambda: DataLoader(Samples(), 8, pin_memory=True),
-    "a collate": lambda: DataLoader(Samples(), 8, pin_memory=True, collate_fn=stacked),
     "workers": lambda: DataLoader(Samples(), 8, pin_memory=True, collate_fn=stacked, num_workers=1),
 }
 
@@ -175,7 +169,7 @@ def test_a_checkpoint_is_read_behind_what_the_current_stream_has_to_do(
     assert read_on == [stream] * len(read_on)
     assert len(read_on) >= len(DATA)
     for batch, wanted in params.items():
-        found = pl.load(tmp_path / f"{batch}.safetensors", model=mlp()).params
+        found = pl.load(tmp_path / f"{batch}.safetensors", model=noisy()).params
         assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in wanted.items())
 
 
@@ -210,11 +204,11 @@ def hand_over(tensor: Tensor) -> None:
 
 
 @needs_counts
-@pytest.mark.parametrize("donate", ["auto", True])
-@pytest.mark.parametrize("what", SENT)
+@pytest.mark.parametrize(("what", "donate"), [("parameter", "auto"), ("view", True), ("memory", "auto")])
 def test_what_another_process_was_given_is_not_written_to(
     what: str, donate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And where torch doesn't say what was, the last one that was handed over is known."""
     count = Count(monkeypatch)
     copied = []
     for event, state in fit(DATA, donate=donate):
@@ -224,21 +218,18 @@ def test_what_another_process_was_given_is_not_written_to(
                 hand_over(SENT[what](state))
     # Once, and then the memory is the loop's own again.
     assert [after - copied[1] for after in copied[1:]] == [0, 1, 1, 1]
-
-
-@needs_counts
-def test_where_torch_says_no_more_the_last_one_handed_over_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = Count(monkeypatch)
     monkeypatch.setattr(references, "storage_goes_back", None)
     for event, state in fit(DATA):
         if event is Event.BATCH_END and state.timestamp.batch == 2:
             before = count.copied
-            reduce_tensor(state.params["0.weight"])
+            reduce_tensor(SENT[what](state))
     assert count.copied == before + 1
 
 
 @needs_counts
-def test_compiled_steps_do_not_write_to_it_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_do_not_write_to_it_and_nothing_is_added_to_such_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     copied, own = [], Ownership.writable_or_copies
 
     def noting(this: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
@@ -252,12 +243,56 @@ def test_compiled_steps_do_not_write_to_it_either(monkeypatch: pytest.MonkeyPatc
             if state.timestamp.batch == 2:
                 hand_over(state.params["0.weight"])
     assert copied == [True, False, True, False, False]
-
-
-@needs_counts
-def test_nothing_is_added_to_gradients_that_another_process_was_given() -> None:
     gradients = [torch.ones(2, device="cuda"), torch.ones(3, device="cuda")]
     assert are_unaliased(gradients)
     hand_over(gradients[0])
     assert not are_unaliased(gradients)
     assert are_unaliased([torch.ones(3, device="cuda")])
+
+
+# ``fit(verify=)``.
+
+WAYS: dict[str, dict[str, Any]] = {
+    "microbatches": {"microbatch_size": 2},
+    "watching one event": {"watch": {Event.BATCH_END}, "strict": False},
+    "bf16": {"precision": "amp_bf16"},
+    "loss scale": {"precision": "amp_fp16", "nonfinite": "skip"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_verified_run_is_a_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    for large in (False, True):
+        if large:
+            monkeypatch.setattr(engine, "LARGE", 0)
+        ends = [problem.run("convnet", device="cuda", verify=verify, **WAYS[way]) for verify in ("2ba", None)]
+        assert bits_of(ends[0]) == bits_of(ends[1])
+
+
+def at_the_end_of_the_second(fault: Fault, **options: Any) -> dict[str, Any]:
+    for event, state in faults.fit(fault, device="cuda", max_duration="2ba", nonfinite="skip", donate=False, **options):
+        if event is Event.BATCH_END and state.timestamp.batch == 2:
+            return bits_of(state)
+    raise AssertionError("training is shorter than that")
+
+
+@pytest.mark.parametrize("run", [1, 2])
+def test_flipped_bits_are_found(run: int) -> None:
+    for place in PLACES:
+        found = 0
+        for seed in range(4):
+            sound, flawed = (at_the_end_of_the_second(Fault(place, where, 1, seed)) for where in (0, 1))
+            fault = Fault(place, run, 1, seed)
+            if sound == flawed:
+                at_the_end_of_the_second(fault, verify="2ba")
+                continue
+            found += 1
+            with pytest.raises(VerificationError) as caught:
+                at_the_end_of_the_second(fault, verify="2ba")
+            error = caught.value
+            assert error.transient
+            assert error.agreeing == ((2, 3) if run == 1 else (1, 3))
+            assert (error.batch, error.rank) == (1, 0)
+            assert error.stage in {PLACES[place], "backward", "optimizer"}
+        assert found, place

@@ -22,7 +22,7 @@ LOOP = AlgorithmSubject(None)
 BOTH_ORDERS = plans(orders=("current", "current", "current", "2021"), min_batches=0)
 
 
-@examples(250, 5000)
+@examples(150, 5000)
 @given(cases(plans=BOTH_ORDERS))
 def test_events_are_those_of_the_specification(case: Case) -> None:
     laws.order(None, case)
@@ -43,19 +43,19 @@ IN_FRACTIONS = st.builds(
 )
 
 
-@examples(100, 1000)
+@examples(60, 1000)
 @given(cases(problems="linear", plans=IN_FRACTIONS))
 def test_fractions_of_epochs_are_those_of_the_specification(case: Case) -> None:
     laws.order(None, case)
 
 
-@examples(15, 150)
+@examples(10, 150)
 @given(cases(problems="linear", plans=IN_FRACTIONS))
 def test_going_on_between_fractions_of_epochs_is_exact(case: Case) -> None:
     resumption_from(LOOP, case, pl.fit, None)
 
 
-@examples(40, 600)
+@examples(30, 600)
 @given(cases(plans=plans(orders=("current", "current", "2021"), min_batches=0)))
 def test_going_on_from_any_boundary_is_exact(case: Case) -> None:
     if THOROUGH:
@@ -71,7 +71,7 @@ OTHERS = [law for law in laws.OF_LOOPS if law not in (laws.order, laws.resumptio
 
 @pytest.mark.parametrize("law", OTHERS, ids=lambda law: law.name)
 def test_the_loop_keeps(law: laws.Law) -> None:
-    @examples(10 if law is laws.compile_equality else 30, 400)  # its graphs take a second to trace
+    @examples(4 if law is laws.compile_equality else 20, 400)  # its graphs take a second to trace
     @example(case=OLDER)
     @given(cases(plans=plans(orders=("current", "current", "2021"), min_batches=0)))
     def holds(case: Case) -> None:
@@ -80,25 +80,25 @@ def test_the_loop_keeps(law: laws.Law) -> None:
     holds()
 
 
-@examples(40, 500)
+@examples(25, 500)
 @given(cases(problems="exact", plans=plans(max_samples=9, max_batches=3, max_evaluators=0)))
 def test_gradients_do_not_depend_on_the_split_exactly(case: Case) -> None:
     laws.microbatch_invariance(None, case)
 
 
-@examples(40, 500)
+@examples(25, 500)
 @given(cases(problems=["linear", "tied"]))
 def test_gradients_do_not_depend_on_the_split_to_rounding(case: Case) -> None:
     laws.microbatch_invariance(None, case)
 
 
-@examples(20, 300)
+@examples(10, 300)
 @given(cases())
 def test_strict_finds_nothing_to_complain_about(case: Case) -> None:
     assert_same_stream(case.run(strict=True), case.run(), "strict")
 
 
-@examples(20, 200)
+@examples(12, 200)
 @given(cases(), cases())
 def test_two_streams_in_turn_give_what_they_give_alone(one: Case, two: Case) -> None:
     first, second = one.stream(), two.stream()
@@ -115,7 +115,7 @@ def test_two_streams_in_turn_give_what_they_give_alone(one: Case, two: Case) -> 
     assert_same_stream(turns[1], two.run(), "in turn with another")
 
 
-@examples(20, 200)
+@examples(12, 200)
 @given(cases(), st.sets(st.sampled_from(list(pl.Event))))
 def test_watching_fewer_events_gives_the_same_states(case: Case, watch: set[pl.Event]) -> None:
     wanted = [pair for pair in case.run() if pair[0] in watch]

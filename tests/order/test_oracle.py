@@ -17,7 +17,10 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, OrderError
 from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, Plan, check, expected, going_on
 from pure_loop.time import Time, Timestamp, due
-from tests.support.ordering import ONE, plans
+from tests.support.ordering import ONE, events, plans
+from tests.support.refused import Refusal
+from tests.support.refused import check as check_refusal
+from tests.support.tiers import examples
 
 
 def samples_of_steps(plan: Plan, steps: int) -> list[int]:
@@ -25,29 +28,30 @@ def samples_of_steps(plan: Plan, steps: int) -> list[int]:
     return [epoch[step % len(epoch)] for step in range(steps)]
 
 
-@given(plans())
-def test_what_the_oracle_expects_is_legal_and_complete(plan: Plan) -> None:
+@examples(60, 3000)
+@given(plans(), st.data())
+def test_what_is_expected_is_legal_complete_and_counted_right(plan: Plan, data: st.DataObject) -> None:
+    """The grammar, Composer's published table of counts, and what is left from a boundary on."""
     stream = expected(plan)
-    check(stream, complete=True, order=plan.order)
     check([event.value for event in stream], complete=True, order=plan.order)
+    checker = order.Checker(plan.order)
+    for event in stream:
+        assert event in checker.legal
+        checker.advance(event)
+    assert checker.complete
     for before, after in pairwise(stream):
         assert after in order.successors(before, order=plan.order)
 
-
-@given(plans())
-def test_counts_of_events(plan: Plan) -> None:
-    """Composer's published table, and evaluation in whole rounds."""
-    counts = Counter(expected(plan))
-    steps = counts[Event.BATCH_END]
+    counts = Counter(stream)
+    steps, epochs = counts[Event.BATCH_END], counts[Event.EPOCH_START]
     microbatches = sum(math.ceil(n / (plan.microbatch_size or n)) for n in samples_of_steps(plan, steps))
     for event in (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH, Event.AFTER_TRAIN_BATCH, Event.AFTER_DATALOADER):
         assert counts[event] == steps
-    for name in ["BEFORE_FORWARD", "AFTER_FORWARD", "BEFORE_LOSS", "AFTER_LOSS", "BEFORE_BACKWARD", "AFTER_BACKWARD"]:
-        assert counts[Event[name]] == microbatches
+    for event in events("micro"):
+        assert counts[event] == microbatches
     assert counts[Event.FIT_START] == counts[Event.FIT_END] == 1
     assert counts[Event.INIT] == plan.fresh
     assert counts[Event.EVAL_START] == counts[Event.EVAL_END]
-    epochs = counts[Event.EPOCH_START]
     if plan.order == "2021":
         assert counts[Event.EPOCH_END] == epochs
     else:
@@ -56,7 +60,15 @@ def test_counts_of_events(plan: Plan) -> None:
         assert counts[Event.BEFORE_LOAD] == counts[Event.AFTER_LOAD] == plan.fresh
         assert 0 <= counts[Event.ITERATION_START] - counts[Event.ITERATION_END] <= 1
 
+    kept = data.draw(st.sampled_from([at for at, event in enumerate(stream) if event in order.BOUNDARIES]))
+    rest = going_on(stream, kept)
+    check(rest, complete=True, order=plan.order)
+    assert rest[0] is Event.FIT_START
+    assert rest.count(Event.FIT_START) == 1
+    assert Event.INIT not in rest
 
+
+@examples(30, 1000)
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 3))
 def test_counts_for_a_duration_in_epochs(epochs: int, batches: list[int], size: int, evaluators: int) -> None:
     labels = {str(number): EvaluatorPlan((2,)) for number in range(evaluators)}
@@ -69,20 +81,21 @@ def test_counts_for_a_duration_in_epochs(epochs: int, batches: list[int], size: 
     assert counts[Event.EVAL_BEFORE_ALL] == (epochs if evaluators else 0)
 
 
+@examples(40, 3000)
 @given(plans(units=("ba", "sp", "tok", "s")))
 def test_durations_overshoot_to_whole_batches_and_no_further(plan: Plan) -> None:
-    unit = plan.max_duration.unit
     steps = expected(plan).count(Event.BATCH_END)
     gains: list[float] = {
         "ba": [1.0] * steps,
         "sp": [float(n) for n in samples_of_steps(plan, steps)],
         "tok": [float(n * plan.tokens_per_sample) for n in samples_of_steps(plan, steps)],
         "s": [plan.seconds_per_batch] * steps,
-    }[unit.value]
+    }[plan.max_duration.unit.value]
     assert sum(gains) >= plan.max_duration.value
     assert steps == 0 or sum(gains[:-1]) < plan.max_duration.value
 
 
+@examples(60, 3000)
 @given(plans(evaluators=1))
 def test_evaluation_comes_where_due_says(plan: Plan) -> None:
     """The oracle's own arithmetic against ``time.due``, which the loop uses, at the ends of batches and epochs."""
@@ -111,57 +124,45 @@ def test_evaluation_comes_where_due_says(plan: Plan) -> None:
     assert last == (step > 0 and interval.value > 0 and not at_this_batch)
 
 
-@given(plans(), st.data())
-def test_going_on_from_any_boundary_is_legal(plan: Plan, data: st.DataObject) -> None:
-    stream = expected(plan)
-    kept = data.draw(st.sampled_from([at for at, event in enumerate(stream) if event in order.BOUNDARIES]))
-    rest = going_on(stream, kept)
-    check(rest, complete=True, order=plan.order)
-    assert rest[0] is Event.FIT_START
-    assert rest.count(Event.FIT_START) == 1
-    assert Event.INIT not in rest
-
-
 def test_going_on_from_the_middle_of_a_step_is_refused() -> None:
     stream = expected(Plan(batches=(4,), max_duration="1ep"))
     with pytest.raises(OrderError, match=r"nothing resumes from Event\.AFTER_LOSS; keep a State at Event\.BATCH_END"):
         going_on(stream, stream.index(Event.AFTER_LOSS))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"batches": ()}, ArgumentError, "yields no batch"),
-        ({"batches": (4, 0)}, ArgumentError, "0 is less than 1"),
-        ({"batches": 4}, ArgumentTypeError, "write the samples of each batch"),
-        ({"batches": (4.0,)}, ArgumentTypeError, "4.0 is not an int"),
-        ({"microbatch_size": 0}, ArgumentError, "microbatch_size=0"),
-        ({"max_duration": "1tok"}, ArgumentError, "set tokens_per_sample"),
-        ({"max_duration": "1s"}, ArgumentError, "set seconds_per_batch"),
-        ({"max_duration": "1iter"}, ArgumentError, "needs an iteration_length"),
-        ({"max_duration": "1dur"}, ArgumentError, "fraction of itself"),
-        ({"max_duration": "soon"}, ArgumentError, "can't read 'soon'"),
-        ({"iteration_length": "3ba"}, ArgumentError, "iteration_length"),
-        ({"iteration_length": "0ep"}, ArgumentError, "more than 0"),
-        ({"iteration_length": "5tok"}, ArgumentError, "set tokens_per_sample"),
-        ({"iteration_length": "1ep", "order": "2021"}, ArgumentError, "no events for iterations"),
-        ({"evaluators": {"val": (4,)}}, ArgumentTypeError, r"write EvaluatorPlan\(batches=...\)"),
-        ({"evaluators": {"val": ONE}, "eval_interval": "1iter"}, ArgumentError, "counts iterations"),
-        ({"seconds_per_batch": -1.0}, ArgumentError, "seconds_per_batch"),
-        ({"batches_per_epoch": 0}, ArgumentError, "batches_per_epoch"),
-        ({"batches_per_epoch": 60}, ArgumentError, "batches_per_epoch=60: the loader has a length of 1"),
-        ({"order": "2022"}, ArgumentError, "'2022' is not known"),
-    ],
-)
-def test_a_plan_that_no_run_can_follow_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Plan(**{"batches": (4,), "max_duration": "1ep", **change})
+IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"batches": ()}, ArgumentError, "yields no batch"),
+    ({"batches": (4, 0)}, ArgumentError, "0 is less than 1"),
+    ({"batches": 4}, ArgumentTypeError, "write the samples of each batch"),
+    ({"batches": (4.0,)}, ArgumentTypeError, "4.0 is not an int"),
+    ({"microbatch_size": 0}, ArgumentError, "microbatch_size=0"),
+    ({"max_duration": "1tok"}, ArgumentError, "set tokens_per_sample"),
+    ({"max_duration": "1s"}, ArgumentError, "set seconds_per_batch"),
+    ({"max_duration": "1iter"}, ArgumentError, "needs an iteration_length"),
+    ({"max_duration": "1dur"}, ArgumentError, "fraction of itself"),
+    ({"max_duration": "soon"}, ArgumentError, "can't read 'soon'"),
+    ({"iteration_length": "3ba"}, ArgumentError, "iteration_length"),
+    ({"iteration_length": "0ep"}, ArgumentError, "more than 0"),
+    ({"iteration_length": "5tok"}, ArgumentError, "set tokens_per_sample"),
+    ({"iteration_length": "1ep", "order": "2021"}, ArgumentError, "no events for iterations"),
+    ({"evaluators": {"val": (4,)}}, ArgumentTypeError, "write EvaluatorPlan(batches=...)"),
+    ({"evaluators": {"val": ONE}, "eval_interval": "1iter"}, ArgumentError, "counts iterations"),
+    ({"seconds_per_batch": -1.0}, ArgumentError, "seconds_per_batch"),
+    ({"batches_per_epoch": 0}, ArgumentError, "batches_per_epoch"),
+    ({"batches_per_epoch": 60}, ArgumentError, "batches_per_epoch=60: the loader has a length of 1"),
+    ({"order": "2022"}, ArgumentError, "'2022' is not known"),
+]
+
+
+def test_a_plan_that_no_run_can_follow_is_refused() -> None:
+    for change, error, says in IMPOSSIBLE:
+        settings: dict[str, Any] = {"batches": (4,), "max_duration": "1ep", **change}
+        check_refusal(Refusal(str(change), lambda settings=settings: Plan(**settings), error, (says,)))
 
 
 def test_a_plan_reads_text_and_keeps_values() -> None:
     plan = Plan(batches=[4, 2], max_duration="2ep", eval_interval=2)
     assert plan.batches == (4, 2)
-    assert plan.max_duration == Time("2ep")
-    assert plan.eval_interval == Time("2ep")
+    assert plan.max_duration == plan.eval_interval == Time("2ep")
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
         plan.batches = (1,)  # type: ignore[misc]

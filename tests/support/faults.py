@@ -16,9 +16,9 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.tree_ops import from_local, local_tensor
 from pure_loop.frozendict import FrozenDict
-from tests.support.runs import noise
+from tests.support.problem import points
 
-__all__ = ["INTEGERS", "PLACES", "Fault", "bits_of", "data", "fit", "flipped"]
+__all__ = ["INTEGERS", "PLACES", "Fault", "bits_of", "fit", "flipped"]
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Of the computation, and the stage that a difference is to be found after at the earliest.
@@ -147,11 +147,6 @@ class Net(nn.Module):
         return out
 
 
-def data(batches: int = 3) -> list[tuple[Tensor, Tensor]]:
-    g = noise(1)
-    return [(torch.randn(8, 4, generator=g), torch.randint(3, (8,), generator=g)) for _ in range(batches)]
-
-
 def _algorithm(fault: Fault) -> pl.Algorithm:
     def begin(state: pl.State) -> pl.State:
         fault.begin(state.timestamp.batch)
@@ -224,7 +219,7 @@ def fit(fault: Fault, make: Callable[..., Any] = pl.fit, **options: Any) -> Any:
     }
     settings["algorithms"] = [_algorithm(fault), *settings["algorithms"]]
     settings["optimizer"] = _optimizer(fault, settings["optimizer"])
-    return make(Net([fault]), data(), **settings)
+    return make(Net([fault]), points(size=8, seed=1), **settings)
 
 
 def bits_of(state: pl.State) -> dict[str, Any]:

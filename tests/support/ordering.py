@@ -8,23 +8,34 @@ from pure_loop.event import Event
 from pure_loop.order import EvaluatorPlan, Plan
 from pure_loop.time import Time
 
+# Written by hand, from the specification: what stands in small letters is made of events. A batch of one microbatch is
+# "batch", an evaluation of one batch "val"; "+" says that an evaluation is in it.
+WORDS = {
+    "load": "INIT BEFORE_LOAD AFTER_LOAD",
+    "micro": "BEFORE_FORWARD AFTER_FORWARD BEFORE_LOSS AFTER_LOSS BEFORE_BACKWARD AFTER_BACKWARD",
+    "take": "BEFORE_DATALOADER AFTER_DATALOADER",
+    "batch": "BATCH_START BEFORE_TRAIN_BATCH micro AFTER_TRAIN_BATCH BATCH_END",
+    "batch/2": "BATCH_START BEFORE_TRAIN_BATCH micro micro AFTER_TRAIN_BATCH BATCH_END",
+    "pass": "EVAL_BEFORE_FORWARD EVAL_AFTER_FORWARD",
+    "val_batch": "EVAL_BATCH_START pass EVAL_BATCH_END",
+    "val_batch/2": "EVAL_BATCH_START pass pass EVAL_BATCH_END",
+    "val": "EVAL_START val_batch EVAL_END",
+    "val_of_2": "EVAL_START val_batch val_batch EVAL_END",
+    "evals": "EVAL_BEFORE_ALL val EVAL_AFTER_ALL",
+    "step": "take batch BATCH_CHECKPOINT",
+    "step+": "take batch evals BATCH_CHECKPOINT",
+    "close": "EPOCH_END EPOCH_CHECKPOINT",
+    "close+": "EPOCH_END evals EPOCH_CHECKPOINT",
+    "ask": "BEFORE_DATALOADER",
+    "epoch": "EPOCH_START",
+    "iteration": "ITERATION_END ITERATION_CHECKPOINT",
+    "predicted": "PREDICT_BATCH_START PREDICT_BEFORE_FORWARD PREDICT_AFTER_FORWARD PREDICT_BATCH_END",
+}
+
 
 def events(text: str) -> list[Event]:
-    return [Event(word) for word in text.split()]
+    return [event for word in text.split() for event in (events(WORDS[word]) if word in WORDS else [Event(word)])]
 
-
-# Written by hand, from the specification. A batch of one microbatch is BATCH, an evaluation of one batch EVAL.
-
-LOAD = "INIT BEFORE_LOAD AFTER_LOAD"
-MICRO = "BEFORE_FORWARD AFTER_FORWARD BEFORE_LOSS AFTER_LOSS BEFORE_BACKWARD AFTER_BACKWARD"
-TAKE = "BEFORE_DATALOADER AFTER_DATALOADER"
-BATCH = f"BATCH_START BEFORE_TRAIN_BATCH {MICRO} AFTER_TRAIN_BATCH BATCH_END"
-EVAL_BATCH = "EVAL_BATCH_START EVAL_BEFORE_FORWARD EVAL_AFTER_FORWARD EVAL_BATCH_END"
-EVAL = f"EVAL_START {EVAL_BATCH} EVAL_END"
-EVALS = f"EVAL_BEFORE_ALL {EVAL} EVAL_AFTER_ALL"
-STEP = f"{TAKE} {BATCH} BATCH_CHECKPOINT"
-CLOSE = "EPOCH_END EPOCH_CHECKPOINT"
-ITERATION = "ITERATION_END ITERATION_CHECKPOINT"
 
 ONE = EvaluatorPlan(batches=(4,))
 
