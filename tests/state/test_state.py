@@ -54,7 +54,7 @@ class Nested(nn.Module):
     def forward(self, x: Tensor) -> Any:
         first = self.layer(x)
         second = self.norm(first)
-        return {"both": [first, second], "again": second}
+        return {"again": second, "both": [first, second]}
 
 
 @cache
