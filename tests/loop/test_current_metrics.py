@@ -130,10 +130,7 @@ def test_a_body_never_sees_the_epoch_before(compile: bool) -> None:
         assert found == {Event.EPOCH_END: at_epoch_end, Event.EPOCH_CHECKPOINT: at_checkpoint}
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"watch": {Event.FIT_END}}, {"verify": "2ba"}, {"microbatch_size": 1}], ids=str
-)
-def test_an_algorithm_sees_what_the_body_sees(settings: dict[str, Any]) -> None:
+def test_an_algorithm_sees_what_the_body_sees() -> None:
     """At each BATCH_END of two epochs of three batches, evaluated after batches 2, 4 and 6."""
     seen: list[Any] = []
 
@@ -142,11 +139,13 @@ def test_an_algorithm_sees_what_the_body_sees(settings: dict[str, Any]) -> None:
         seen.append(float(state.metrics["val"]["loss"]) if "val" in state.metrics else None)
         return state
 
-    pl.run(fit(eval_interval="2ba", max_duration="2ep", algorithms=[own], **settings))
-    assert seen == [None, None, -2.0, None, -4.0, None]
+    for settings in ({}, {"watch": {Event.FIT_END}}, {"verify": "2ba"}, {"microbatch_size": 1}):
+        pl.run(fit(eval_interval="2ba", max_duration="2ep", algorithms=[own], **settings))
+        assert seen == [None, None, -2.0, None, -4.0, None], settings
+        seen.clear()
 
 
-@pytest.mark.parametrize("interval", ["1ep", "2ep", INTERVALS[-2]], ids=["1ep", "2ep", "function"])
+@pytest.mark.parametrize("interval", ["2ep", INTERVALS[-2]], ids=["2ep", "function"])
 def test_a_run_that_resumes_has_the_same_metrics_from_every_boundary(interval: Any, tmp_path: Any) -> None:
     """Kept in RAM and in a file, which has what the State has."""
     pairs = list(fit(eval_interval=interval))

@@ -93,23 +93,23 @@ def test_the_error_that_ended_compiled_training_arrives() -> None:
             arrives(fit(compile=True, watch=["epoch_end"], **raising("callback", event)), NOTES)
 
 
-@pytest.mark.parametrize("way", range(3))
-def test_a_loader_that_can_not_be_closed_is_a_note(way: int) -> None:
+def test_a_loader_that_can_not_be_closed_is_a_note() -> None:
     """In the forward the script itself is left by the error, with the loader open in it."""
 
     class Fails(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             raise FirstError("forward")
 
-    at_end, in_callback = raising("algorithm", Event.BATCH_END), raising("callback", Event.AFTER_LOSS)
-    plain = {"callbacks": [], "loggers": [], "evaluators": None, "data": LoaderThatClosesBadly(), **WAYS[way]}
-    in_callback["callbacks"].pop()
-    for options in ({"model": Fails(4, 3)}, at_end, in_callback):
-        arrives(fit(**{**plain, **options}), [LOADER])
-    evaluated = {"evaluators": {"val": LoaderThatClosesBadly()}, **raising("algorithm", Event.EVAL_BATCH_END)}
-    with pytest.raises(FirstError) as caught:
-        pl.run(fit(**evaluated, **WAYS[way]))
-    assert LOADER in caught.value.__notes__
+    for way in WAYS:
+        at_end, in_callback = raising("algorithm", Event.BATCH_END), raising("callback", Event.AFTER_LOSS)
+        plain = {"callbacks": [], "loggers": [], "evaluators": None, "data": LoaderThatClosesBadly(), **way}
+        in_callback["callbacks"].pop()
+        for options in ({"model": Fails(4, 3)}, at_end, in_callback):
+            arrives(fit(**{**plain, **options}), [LOADER])
+        evaluated = {"evaluators": {"val": LoaderThatClosesBadly()}, **raising("algorithm", Event.EVAL_BATCH_END)}
+        with pytest.raises(FirstError) as caught:
+            pl.run(fit(**evaluated, **way))
+        assert LOADER in caught.value.__notes__
 
 
 def test_other_streams_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -172,9 +173,8 @@ def test_memory_is_written_in_place(watch: set[Event], monkeypatch: pytest.Monke
     assert taken == [True] * 10 if Event.EPOCH_END not in watch else taken.count(False) == 1
 
 
-@pytest.mark.parametrize("stage", ["forward", "loss", "shape", "detached", "nan"])
-def test_an_error_says_the_same_with_every_event_seen(stage: str) -> None:
-    def error(fit: Any, at: int) -> tuple[Any, ...]:
+def test_an_error_says_the_same_with_every_event_seen() -> None:
+    def error(fit: Any, stage: str, at: int) -> tuple[Any, ...]:
         calls, seen = [0], list[Any]()
 
         class Model(nn.Linear):
@@ -194,8 +194,8 @@ def test_an_error_says_the_same_with_every_event_seen(stage: str) -> None:
             seen.extend(fit(model=made(lambda: Model(4, 3))(), loss=loss))
         return seen, type(caught.value), str(caught.value), getattr(caught.value, "__notes__", [])
 
-    for at in (0, 5):
-        given, wanted = error(fit, at), error(all_seen, at)
+    for stage, at in itertools.product(("forward", "loss", "shape", "detached", "nan"), (0, 5)):
+        given, wanted = error(fit, stage, at), error(all_seen, stage, at)
         assert given[1:] == wanted[1:]
         assert_same_stream(given[0], wanted[0], "before the error")
 
