@@ -811,6 +811,29 @@ def test_between_boundaries_the_next_one_is_named() -> None:
         check(Refusal(event, lambda start=start: fit(start, max_duration="2ep"), ResumeError, says))
 
 
+def test_numbers_and_flags_of_other_doors() -> None:
+    """Functions that declare no ranges in their signatures."""
+    for call, name, value in (
+        (evaluate, "strict", 1),
+        (evaluate, "seed", "0"),
+        (lambda **given: pl.predict(net(), DATA, **given), "seed", 1.5),
+        (lambda **given: pl.drive((pair for pair in ()), **given), "strict", "no"),
+        (lambda **given: pl.load("nowhere", model=net(), **given), "weights_only", 1),
+        (lambda **given: pl.load("nowhere", model=net(), **given), "strict", "yes"),
+        (lambda **given: pl.progress(fit(), **given), "refresh_seconds", -1),
+        (pl.distributed.Parallel, "timeout", 0),
+        (pl.distributed.Parallel, "bucket_cap_mb", float("nan")),
+        (pl.distributed.Parallel, "find_unused_parameters", 3),
+        (lambda **given: pl.optim.from_torch(torch.optim.Adagrad, **given), "lr", -1.0),
+        (lambda **given: pl.callbacks.LRMonitor(SGD, **given), "name", 3),
+        (pl.metrics.accuracy, "axis", 0.5),
+    ):
+        with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError)) as caught:
+            call(**{name: value})
+        assert name in str(caught.value)
+        assert repr(value) in str(caught.value)
+
+
 def test_what_would_be_refused_is_not_offered() -> None:
     for name, text, refused_there in (
         ("max_duration", "soon", ["0.5dur"]),
