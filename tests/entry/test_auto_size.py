@@ -110,7 +110,7 @@ def same(one: pl.State, other: pl.State) -> None:
     assert_same(tensors(one), tensors(other), "two ways")
 
 
-@examples(8, 400)
+@examples(6, 400)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
     st.integers(1, 6),
@@ -296,7 +296,7 @@ def test_ranks_take_the_size_of_the_one_that_needs_the_smallest() -> None:
     )
 
 
-@examples(10, 300)
+@examples(8, 300)
 @given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(FAILURES[:2]))
 def test_the_largest_size_is_found_and_nothing_is_trained(samples: int, most: int, kind: str) -> None:
     calls: list[int] = []

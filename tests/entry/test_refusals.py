@@ -155,12 +155,8 @@ CALLS = [
     TYPE("wrong", lambda: pl.fit(net(), DATA, epochs=3), "no argument 'epochs'", "fit also needs optimizer: pl.fit(mo"),
     TYPE("two missing", lambda: pl.fit(net(), DATA), "fit needs optimizer and max_duration", 'max_duration="3ep"'),
     TYPE("three missing", lambda: pl.fit(net()), "needs train_dataloader and optimizer and max_duration"),
-    TYPE(
-        "first", lambda: pl.fit(model=net()), "no argument 'model'", "write it first and without a name: pl.fit(model"
-    ),
-    TYPE(
-        "third", lambda: pl.fit(net(), DATA, id), "takes 2 arguments without their names", "was given 3", "loss=torch"
-    ),
+    TYPE("first", lambda: pl.fit(model=net()), "no argument 'model'", "write it first and without a name: pl"),
+    TYPE("third", lambda: pl.fit(net(), DATA, id), "takes 2 arguments without their names", "was given 3"),
     TYPE("explain", lambda: pl.explain(net(), DATA, epochs=3), "fit has no argument 'epochs'"),
     VALUE("depth", lambda: pl.explain(net(), DATA, optimizer=SGD, max_duration=1, depth=-1), "depth"),
     TYPE("evaluate needs", lambda: pl.evaluate(net()), "evaluate needs evaluators", '{"val": dataloader}'),
@@ -267,9 +263,7 @@ ALGORITHMS = [
     of(TIMES)("when=often", defined(when="often"), "when='often'", '"10ba"'),
     TYPE("when=0.5", defined(when=0.5), "when=0.5", '"10ba"', "function of the State"),
     TYPE("when of events", defined(when=lambda e, s: True), "when is the function", "<lambda>(state)"),
-    VALUE(
-        "never due", lambda: pl.algorithm(Event.BATCH_END, when="1ep")(identity), "would never run: every 1ep", "EPO"
-    ),
+    VALUE("never due", lambda: pl.algorithm(Event.BATCH_END, when="1ep")(identity), "would never run: every 1ep"),
     of(TIMES)("part of an epoch", lambda: pl.every("1.5ep"), "'1.5ep'", "whole numbers", '"2ep"'),
 ]
 
@@ -288,9 +282,7 @@ def observed(row: Callable[..., Refusal], name: str, callbacks: Any, *says: str)
 
 METHOD = "def batch_end(self, state, logger)"
 CALLBACKS = [
-    observed(
-        VALUE, "epoch_ends", [callback(epoch_ends=observe, batch_end=observe)], "did you mean epoch_end(self, sta"
-    ),
+    observed(VALUE, "epoch_ends", [callback(epoch_ends=observe, batch_end=observe)], "did you mean epoch_end("),
     observed(VALUE, "on_batch_end", [callback(on_batch_end=observe)], "'on_batch_end'", "did you mean batch_end("),
     observed(VALUE, "training_start", [callback(training_start=observe)], "'training_start'", "mean fit_start("),
     observed(VALUE, "eval_start_all", [callback(batch_end=observe, eval_start_all=observe)], "'eval_start_all'"),
@@ -430,14 +422,10 @@ STATES = [
     resuming("too many memories", trained, "it holds step, skipped", "sgd needs nothing", AFRESH, optimizer=SGD),
     resuming("memory of names", lambda: LINEAR.replace(opt_state=trained().opt_state), "by adamw for another model"),
     resuming(
-        "memory of shapes",
-        lambda: LINEAR.replace(opt_state=memory_of(WIDE)),
-        "opt_state['exp_avg']['weight'] has shape (9, 4)",
+        "memory of shapes", lambda: LINEAR.replace(opt_state=memory_of(WIDE)), "['exp_avg']['weight'] has shape (9, 4)"
     ),
     VALUE("another seed", lambda: fit(trained(), seed=5), "seed=5", "has seed 0", "fit(state.replace(seed=5), ...)"),
-    FROZEN(
-        "set", lambda: setattr(state(), "loss", 1), "state.loss can't be changed", "state = state.replace(loss=...)"
-    ),
+    FROZEN("set", lambda: setattr(state(), "loss", 1), "state.loss can't be changed", "state.replace(loss=...)"),
     FROZEN("delete", lambda: delattr(state(), "grads"), "state = state.replace(grads=...)"),
     FROZEN("set a new one", lambda: setattr(Wider.create(net()), "extra", 1), "state.replace(extra=...)"),
     VALUE("near a field", lambda: state(paramz=1), "State has no field 'paramz' (did you mean 'params'?)"),
@@ -537,9 +525,7 @@ MINE = [
     mine(Event.EVAL_END, "frozen", sets(frozen={WEIGHT}), "changed frozen", "at BATCH_START"),
     mine(END, "no parameter", sets(frozen={"9"}), "frozen", "names '9', which the model doesn't have"),
     mine(INIT, "all frozen", lambda s: s.replace(frozen=set(s.params)), "nothing would be left to train"),
-    mine(
-        Event.AFTER_FORWARD, "decay", puts(lambda w: w * 0.9), "replaced params at AFTER_FORWARD", "AFTER_BACKWARD on"
-    ),
+    mine(Event.AFTER_FORWARD, "decay", puts(lambda w: w * 0.9), "replaced params at", "AFTER_BACKWARD on"),
     mine(BACKWARD, "decay", puts(lambda w: w * 0.9), "replaced params at BEFORE_BACKWARD", "BEFORE_FORWARD or earlier"),
     mine(LOSS, "vector", sets(loss=lambda loss: loss.expand(2)), "the loss that", ", batch 0, has shape", **OLD),
     mine(LOSS, "no total", sets(loss=lambda loss: {"main": loss}), "needs the key 'total'", **OLD),
@@ -625,118 +611,80 @@ HELD_OUT = {"good": [(X, Y)], "held out": [(X, Y), OTHER_SIZE]}
 NO_SPLIT = {"data": [(X, Y, object())], "loss": pl.Task(forward=lambda model, batch: model(batch[0]), loss=nothing)}
 OWN_LOSS = ("the loss in evaluation, which nothing(outputs, targets) returned, is None", "in evaluator 'eval', batch 0")
 EACH, SPLIT = functional.cross_entropy, "microbatches of 2"
-RUNS = {
-    "losses": [
-        second(
-            "shape (4,)", lambda loss, o, t: EACH(o, t, reduction="none"), "(4,)", "loss.mean()", "loss(outputs, targe"
-        ),
-        second("shape (1,)", lambda loss, o, t: loss[None], "shape (1,)", "one number"),
-        second("whole numbers", lambda loss, o, t: (o.argmax(1) == t).sum(), "torch.int64", "can't be differentiated"),
-        second("a float", lambda loss, o, t: loss.item(), "of type float", "without .item() or float()"),
-        second("nothing", lambda loss, o, t: None, "None of type NoneType", "is a `return` missing?"),
-        second("two", lambda loss, o, t: (loss, o), "of type tuple", "a dict of such with the key 'total'"),
-        second("no total", lambda loss, o, t: {"main": loss}, "keys ['main']", "needs the key 'total'"),
-        second("total (1,)", lambda loss, o, t: {"total": loss[None]}, "shape (1,)"),
-        second(
-            "part (4, 3)", lambda loss, o, t: {"total": loss, "part": o}, "the part 'part', which is of shape (4, 3)"
-        ),
-        second("part 'x'", lambda loss, o, t: {"total": loss, "part": "x"}, "the part 'part', which is a str"),
-        second("no graph", lambda loss, o, t: loss.detach(), "does not depend on any parameter", "detached", ".item()"),
-    ],
-    "whose losses": [
-        BAD_LOSS("a task's", lambda: fit(loss=pl.Task(loss=nothing)), f"{FIRST} nothing(outputs, batch) returned,"),
-        BAD_LOSS(
-            "a module's", lambda: fit(loss=nn.CrossEntropyLoss(reduction="none")), f"{FIRST} CrossEntropyLoss(outpu"
-        ),
-        BAD_LOSS(
-            "a model's", lambda: fit(NoLoss(4, 3), loss=None), f"{FIRST} the model's loss(outputs, batch) returned,"
-        ),
-        BAD_LOSS("another tensor's", lambda: fit(loss=lambda o, t: torch.ones((), requires_grad=True)), "parameter"),
-        BAD_MODEL("another model's", lambda: fit(CallsAnother(4, 3)), "parameter"),
-        BAD_MODEL("holds the module", of_another, "shape (3, 4)", "state.params"),
-        BAD_LOSS("evaluated", lambda: evaluate([(X, Y)], loss=nothing), *OWN_LOSS),
-        BAD_LOSS("evaluated (4,)", lambda: evaluate([(X, Y)], loss=lambda o, t: o.sum(1)), "has shape (4,)"),
-        BAD_LOSS("evaluated no total", lambda: evaluate([(X, Y)], loss=lambda o, t: {"main": o.sum()}), "key 'total'"),
-    ],
-    "batches": [
-        on(X, "a tensor", "a batch is a Tensor of 4, tensor (4, 4) float32", "(inputs, targets)", "model(batch)"),
-        on(
-            (X, Y, Y),
-            "three",
-            "a tuple of 3",
-            "tensor (4,) int64, tensor (4,) int64)",
-            "pl.Task(forward=",
-            "(batch[0])",
-        ),
-        on(
-            {"ids": X},
-            "a dict",
-            "a dict of 1, {'ids': tensor (4, 4) float32}",
-            "pl.Task(forward=",
-            "model(batch['ids'])",
-        ),
-        on("text", "a text", "can't count the samples", "type str", "raised by batch 0 of train_dataloader"),
-        on((X[0, 0], 3), "a scalar", "can't count the samples", "type tuple", "but (tensor () float32, int)"),
-        on((X[:0], Y[:0]), "no sample", "batch 0"),
-        on(
-            OTHER_SIZE,
-            "two sizes",
-            "batch[0]: 4",
-            "batch[1]: 3, in (tensor (4, 4) float32, tensor (3,)",
-            "first dimension",
-        ),
-        BAD_DATA(
-            "sizes held out", lambda: fit(evaluators=HELD_OUT), "batch[1]: 3", "raised in evaluator 'held out', batch"
-        ),
-        BAD_DATA(
-            "sizes evaluated", lambda: evaluate(HELD_OUT), "batch[1]: 3", "raised in evaluator 'held out', batch 1"
-        ),
-    ],
-    "data": [
-        BAD_DATA("an iterator of none", lambda: fit(data=iter([])), "train dataloader gave no batch in epoch 0"),
-        BAD_DATA("no batch", lambda: fit(data=without_length()), "train dataloader gave no batch in epoch 0"),
-        BAD_DATA(
-            "exhausted", lambda: fit(data=iter(DATA), max_duration="2ep"), "iterator is exhausted", "batches_per_epo"
-        ),
-        BAD_DATA(
-            "not to be split", lambda: fit(**NO_SPLIT, microbatch_size=2), "split batch[2]", SPLIT, "batch_size=None"
-        ),
-    ],
-    "counts and metrics": [
-        BAD_DATA(
-            "weight", lambda: fit(task=pl.Task(weight=lambda batch: -1.0)), "batch 0", "finite, not negative", "Task("
-        ),
-        BAD_DATA("no weight", lambda: fit(task=pl.Task(weight=lambda batch: 0.0)), "batch 0", "finite, not negative"),
-        BAD_DATA("no tokens", lambda: fit(max_duration="9tok"), "batch 0", "no tokens", "pl.Task(tokens="),
-        BAD_TYPE(
-            "one number a batch", measuring(lambda o: o.mean()), "metric 'acc': its function gave a tensor of shape"
-        ),
-        BAD_TYPE("a float a batch", measuring(lambda o: 0.5), "a float", "one number a sample"),
-        BAD_DATA(
-            "7 classes", lambda: fit(train_metrics=pl.metrics.confusion_matrix(7)), "confusion_matrix", "train_metri"
-        ),
-    ],
-    "clipping": [
-        clips(BAD_TYPE, "to None", lambda g, p: None, "returned NoneType", "by name"),
-        clips(BAD_VALUE, "to nothing", lambda g, p: {}, "other names", "missing ['0.bias'"),
-        clips(BAD_VALUE, "more", lambda g, p: {**g, "x": X}, "unknown ['x']"),
-        clips(BAD_TYPE, "to floats", lambda g, p: {**g, "0.bias": 0.5}, "float for '0.bias'"),
-        clips(
-            BAD_VALUE, "dtypes", lambda g, p: {n: t.double() for n, t in g.items()}, "dtype torch.float64", "'0.weight'"
-        ),
-        clips(BAD_VALUE, "shapes", lambda g, p: {n: t[None] for n, t in g.items()}, "shape (1, ", "'0.weight'"),
-        clips(BAD_VALUE, "devices", lambda g, p: {n: t.to("meta") for n, t in g.items()}, "device meta", "'0.weight'"),
-    ],
-    "callbacks": [
-        observed(
-            BAD_RETURN, "batch_end", callback(batch_end=lambda *_: 3), "Mine returned int at BATCH_END", "@pl.algorit"
-        ),
-        observed(BAD_RETURN, "run_event", callback(run_event=lambda *_: 3), "callback Mine returned int at INIT"),
-        observed(
-            BAD_RETURN, "a function", lambda event, state: 3, "callback <lambda> returned int at INIT", "and return n"
-        ),
-    ],
-}
+RUNS: dict[str, list[Refusal]] = {}
+RUNS["losses"] = [
+    second("shape (4,)", lambda loss, o, t: EACH(o, t, reduction="none"), "(4,)", "loss.mean()"),
+    second("shape (1,)", lambda loss, o, t: loss[None], "shape (1,)", "one number"),
+    second("whole numbers", lambda loss, o, t: (o.argmax(1) == t).sum(), "torch.int64", "can't be differentiated"),
+    second("a float", lambda loss, o, t: loss.item(), "of type float", "without .item() or float()"),
+    second("nothing", lambda loss, o, t: None, "None of type NoneType", "is a `return` missing?"),
+    second("two", lambda loss, o, t: (loss, o), "of type tuple", "a dict of such with the key 'total'"),
+    second("no total", lambda loss, o, t: {"main": loss}, "keys ['main']", "needs the key 'total'"),
+    second("total (1,)", lambda loss, o, t: {"total": loss[None]}, "shape (1,)"),
+    second("part (4, 3)", lambda loss, o, t: {"total": loss, "part": o}, "the part 'part', which is of shape (4, 3)"),
+    second("part 'x'", lambda loss, o, t: {"total": loss, "part": "x"}, "the part 'part', which is a str"),
+    second("no graph", lambda loss, o, t: loss.detach(), "does not depend on any parameter", "detached", ".item()"),
+]
+RUNS["whose losses"] = [
+    BAD_LOSS("a task's", lambda: fit(loss=pl.Task(loss=nothing)), f"{FIRST} nothing(outputs, batch) returned,"),
+    BAD_LOSS("a module's", lambda: fit(loss=nn.CrossEntropyLoss(reduction="none")), f"{FIRST} CrossEntropyLoss(outpu"),
+    BAD_LOSS("a model's", lambda: fit(NoLoss(4, 3), loss=None), f"{FIRST} the model's loss(outputs, batch) returned,"),
+    BAD_LOSS("another tensor's", lambda: fit(loss=lambda o, t: torch.ones((), requires_grad=True)), "parameter"),
+    BAD_MODEL("another model's", lambda: fit(CallsAnother(4, 3)), "parameter"),
+    BAD_MODEL("holds the module", of_another, "shape (3, 4)", "state.params"),
+    BAD_LOSS("evaluated", lambda: evaluate([(X, Y)], loss=nothing), *OWN_LOSS),
+    BAD_LOSS("evaluated (4,)", lambda: evaluate([(X, Y)], loss=lambda o, t: o.sum(1)), "has shape (4,)"),
+    BAD_LOSS("evaluated no total", lambda: evaluate([(X, Y)], loss=lambda o, t: {"main": o.sum()}), "key 'total'"),
+]
+RUNS["batches"] = [
+    on(X, "a tensor", "a batch is a Tensor of 4, tensor (4, 4) float32", "(inputs, targets)", "model(batch)"),
+    on((X, Y, Y), "three", "a tuple of 3", "tensor (4,) int64, tensor (4,) int64)", "pl.Task(forward=", "(batch[0])"),
+    on({"ids": X}, "a dict", "a dict of 1, {'ids': tensor (4, 4) float32}", "pl.Task(forward=", "model(batch['ids'])"),
+    on("text", "a text", "can't count the samples", "type str", "raised by batch 0 of train_dataloader"),
+    on((X[0, 0], 3), "a scalar", "can't count the samples", "type tuple", "but (tensor () float32, int)"),
+    on((X[:0], Y[:0]), "no sample", "batch 0"),
+    on(
+        OTHER_SIZE, "two sizes", "batch[0]: 4", "batch[1]: 3, in (tensor (4, 4) float32, tensor (3,)", "first dimension"
+    ),
+    BAD_DATA(
+        "sizes held out", lambda: fit(evaluators=HELD_OUT), "batch[1]: 3", "raised in evaluator 'held out', batch"
+    ),
+    BAD_DATA("sizes evaluated", lambda: evaluate(HELD_OUT), "batch[1]: 3", "raised in evaluator 'held out', batch 1"),
+]
+RUNS["data"] = [
+    BAD_DATA("an iterator of none", lambda: fit(data=iter([])), "train dataloader gave no batch in epoch 0"),
+    BAD_DATA("no batch", lambda: fit(data=without_length()), "train dataloader gave no batch in epoch 0"),
+    BAD_DATA("exhausted", lambda: fit(data=iter(DATA), max_duration="2ep"), "iterator is exhausted", "batches_per_epo"),
+    BAD_DATA("not to be split", lambda: fit(**NO_SPLIT, microbatch_size=2), "split batch[2]", SPLIT, "batch_size=None"),
+]
+RUNS["counts and metrics"] = [
+    BAD_DATA(
+        "weight", lambda: fit(task=pl.Task(weight=lambda batch: -1.0)), "batch 0", "finite, not negative", "Task("
+    ),
+    BAD_DATA("no weight", lambda: fit(task=pl.Task(weight=lambda batch: 0.0)), "batch 0", "finite, not negative"),
+    BAD_DATA("no tokens", lambda: fit(max_duration="9tok"), "batch 0", "no tokens", "pl.Task(tokens="),
+    BAD_TYPE("one number a batch", measuring(lambda o: o.mean()), "metric 'acc': its function gave a tensor of shape"),
+    BAD_TYPE("a float a batch", measuring(lambda o: 0.5), "a float", "one number a sample"),
+    BAD_DATA("7 classes", lambda: fit(train_metrics=pl.metrics.confusion_matrix(7)), "confusion_matrix", "train_metri"),
+]
+RUNS["clipping"] = [
+    clips(BAD_TYPE, "to None", lambda g, p: None, "returned NoneType", "by name"),
+    clips(BAD_VALUE, "to nothing", lambda g, p: {}, "other names", "missing ['0.bias'"),
+    clips(BAD_VALUE, "more", lambda g, p: {**g, "x": X}, "unknown ['x']"),
+    clips(BAD_TYPE, "to floats", lambda g, p: {**g, "0.bias": 0.5}, "float for '0.bias'"),
+    clips(BAD_VALUE, "dtypes", lambda g, p: {n: t.double() for n, t in g.items()}, "dtype torch.float64", "'0.weight'"),
+    clips(BAD_VALUE, "shapes", lambda g, p: {n: t[None] for n, t in g.items()}, "shape (1, ", "'0.weight'"),
+    clips(BAD_VALUE, "devices", lambda g, p: {n: t.to("meta") for n, t in g.items()}, "device meta", "'0.weight'"),
+]
+RUNS["callbacks"] = [
+    observed(
+        BAD_RETURN, "batch_end", callback(batch_end=lambda *_: 3), "Mine returned int at BATCH_END", "@pl.algorit"
+    ),
+    observed(BAD_RETURN, "run_event", callback(run_event=lambda *_: 3), "callback Mine returned int at INIT"),
+    observed(
+        BAD_RETURN, "a function", lambda event, state: 3, "callback <lambda> returned int at INIT", "and return n"
+    ),
+]
 TABLE = [*SETTINGS, *CALLS, *OPTIMIZERS, *LOSSES, *EVALUATORS, *ALGORITHMS, *CALLBACKS, *LOADERS, *STATES]
 
 

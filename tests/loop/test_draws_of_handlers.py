@@ -91,12 +91,12 @@ def check_draws(event: Event, kind: str, **options: Any) -> None:
     with unchanged_generators(1):
         pairs = list(fit(**options))
     kept = [state for at, state in pairs if at in BOUNDARIES]
-    for seed, start in enumerate((None, *kept[:: max(1, len(kept) // 6)]), start=2):
+    for seed, start in enumerate((None, *kept[:: max(1, len(kept) // 4)]), start=2):
         with unchanged_generators(seed):
             assert weights(pl.run(fit(start, **options))) == weights(pairs[-1][1]), start
 
 
-@examples(12, 300)
+@examples(8, 300)
 @given(
     st.sampled_from(CHANGING),
     st.sampled_from(["torch", "python", "numpy"]),

@@ -58,7 +58,7 @@ def test_a_graph_that_stops() -> None:
     assert (end.timestamp.batch, end.stop) == (5, True)
 
 
-@examples(12, 24)
+@examples(8, 24)
 @given(
     st.sampled_from([Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT]),
     st.sampled_from(["2ba", "3ba", "1ep"]),

@@ -115,7 +115,7 @@ def in_parts(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return {"total": found + 0.1 * outputs.square().mean(), "found": found}
 
 
-@examples(60, 2000)
+@examples(45, 2000)
 @given(
     name=st.sampled_from(list(MODELS)),
     sizes=st.lists(st.integers(2, 9), min_size=2, max_size=6),
