@@ -219,7 +219,6 @@ EVALUATORS = [
     given(TYPES, "evaluator 'val'", "NoneType is no dataloader", evaluators={"val": None}),
     given(pl.DataError, "evaluator 'val'", "0 batches", evaluators={"val": []}),
     TYPE("metric's name", lambda: fit(evaluators={"val": pl.Evaluator(DATA, metrics="accuracy")}), *METRIC),
-    TYPE("number as metric", lambda: fit(evaluators={"val": pl.Evaluator(DATA, metrics={"a": 3})}), *METRIC),
     of(TIMES)("often", lambda: pl.Evaluator(DATA, interval="often"), "Evaluator", "interval", "'often'"),
     VALUE("batches=0", lambda: pl.Evaluator(DATA, batches=0), "Evaluator", "batches", "0"),
     TYPE("size=True", lambda: pl.Evaluator(DATA, microbatch_size=True), "Evaluator", "microbatch_size", "True"),
@@ -294,7 +293,6 @@ CALLBACKS = [
     observed(TYPE, "a number in a list", [3], "holds 3 of type int", "function of (event, state)"),
     observed(TYPE, "callbacks=None", None, "callbacks=None", "give a list"),
     given(TYPES, "loggers= holds", loggers=[print]),
-    given(TYPES, "loggers= holds", loggers=[pl.Logger]),
 ]
 
 
@@ -369,7 +367,6 @@ LOADERS = [
     TYPE("dataset", lambda: fit(data=dataset(8)), "is a dataset", "DataLoader(dataset, batch_size"),
     TYPE("tensor", lambda: fit(data=X), "Tensor is no dataloader", "TensorDataset"),
     given(TYPES, "batches(), not batches", data=lambda: iter(DATA)),
-    given(TYPES, "dict is no dataloader", data={"train": DATA}),
     TYPE("a model as data", lambda: fit(data=net()), "the model comes first", "fit(model, train_dataloader"),
     TYPE("None to predict", lambda: pl.predict(net(), None), "NoneType is no dataloader"),
 ]
