@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,53 +14,50 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.compile import interpreted
 from pure_loop.entry.float8 import refuse_float8
 from pure_loop.errors import ArgumentError, MissingExtraError, ModelError
 from pure_loop.precision import Precision
-from tests.support.optimizing import assert_same
+from pure_loop.random import seeded
+from tests.support import problem
+from tests.support.streams import assert_same
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torchao, in its own code
     pytest.importorskip("torchao.float8", reason="the extra fp8 is not installed")
 
 EMULATED: Any = attrs.evolve(Precision.parse("amp_fp8"), emulate=True)
-mse = nn.functional.mse_loss
+CONVERTED = ["Float8Linear", "LayerNorm", "ReLU", "Float8Linear", "Linear"]
 
 
 def model() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
+    with seeded(3):
         return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 16), nn.Linear(16, 3))
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    g = torch.Generator().manual_seed(0)
+    g = problem.noise()
     return [(torch.randn(8, 16, generator=g), torch.randn(8, 3, generator=g)) for _ in range(5)]
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return mse(outputs.float(), targets)
+    return nn.functional.mse_loss(outputs.float(), targets)
 
 
 def fit(start: Any, precision: Any = EMULATED, **options: Any) -> Any:
-    settings: dict[str, Any] = {"optimizer": pl.optim.adamw(0.01), "max_duration": "1ep", **options}
-    return pl.fit(
-        start, batches(), loss=lambda outputs, targets: mse(outputs.float(), targets), **settings, precision=precision
-    )
+    settings = {"loss": loss, "optimizer": pl.optim.adamw(0.01), "max_duration": "1ep", "strict": None, **options}
+    return problem.fit(start, batches(), **settings, precision=precision)
 
 
 def classes(state: pl.State) -> list[str]:
     return [type(layer).__name__ for layer in state.module()]  # type: ignore[arg-type]
 
 
-CONVERTED = ["Float8Linear", "LayerNorm", "ReLU", "Float8Linear", "Linear"]
-
-
 def test_training_is_that_of_the_converted_module() -> None:
     """By hand: torchao's own conversion, autocast, and the optimizer."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    hand = model()
+    hand, module = model(), model()
     config = Float8LinearConfig(pad_inner_dim=True, emulate=True)
     convert_to_float8_training(hand, config=config, module_filter_fn=lambda layer, name: layer.out_features % 16 == 0)
     optimizer = torch.optim.AdamW(hand.parameters(), lr=0.01, fused=True)
@@ -69,99 +67,73 @@ def test_training_is_that_of_the_converted_module() -> None:
             value = loss(hand(inputs), targets)
         value.backward()
         optimizer.step()
-    module: Any = model()
     state = pl.run(fit(module))
     assert classes(state) == CONVERTED
     assert type(module[0]) is nn.Linear  # which stays as it was
-    assert list(state.params) == [name for name, _ in module.named_parameters()]
-    for param, other in zip(state.params.values(), hand.parameters(), strict=True):
-        assert param.dtype is torch.float32
-        assert torch.equal(param, other)
+    assert_same(dict(state.params), {name: each.detach() for name, each in hand.named_parameters()}, "by hand")
     assert not torch.equal(pl.run(fit(model(), "amp_bf16")).params["0.weight"], state.params["0.weight"])
 
 
 def test_it_resumes_and_a_checkpoint_is_of_the_plain_model(tmp_path: Path) -> None:
     kept = [state for event, state in fit(model()) if event is Event.BATCH_END]
-    pl.save(kept[1], tmp_path / "x.safetensors")
-    loaded = pl.load(tmp_path / "x.safetensors", model=model())
+    path = tmp_path / "x.safetensors"
+    pl.save(kept[1], path)
+    loaded = pl.load(path, model=model())
     assert classes(loaded) == [type(layer).__name__ for layer in model()]
-    for start in (kept[0], kept[1], loaded):
-        assert_same(pl.run(fit(start)).params, kept[-1].params)
-    resumed = pl.run(fit(model(), load_path=tmp_path / "x.safetensors"))
-    assert_same(resumed.params, kept[-1].params)
-    assert classes(resumed) == CONVERTED
+    for stream in (*map(fit, (kept[0], kept[1], loaded)), fit(model(), load_path=path)):
+        resumed = pl.run(stream)
+        assert_same(dict(resumed.params), dict(kept[-1].params), "resumed")
+        assert classes(resumed) == CONVERTED
     pl.run(fit(loaded, "amp_bf16"))  # the same numbers in another precision
 
 
 def test_evaluation_and_prediction_have_its_precision() -> None:
-    state = pl.run(fit(model(), evaluators=batches()))
-    options: dict[str, Any] = {"loss": loss, "precision": EMULATED}
-    wanted = state.metrics["eval"]["loss"]
-    plain = model()
+    state, plain = pl.run(fit(model(), evaluators=batches())), model()
     plain.load_state_dict(state.module().state_dict())
     for start in (state, plain):
-        results = pl.run(pl.evaluate(start, batches(), **options)).metrics
-        assert float(next(iter(results.values()))["loss"]) == float(wanted)
+        results = pl.run(pl.evaluate(start, batches(), loss=loss, precision=EMULATED)).metrics
+        assert results["eval"]["loss"] == state.metrics["eval"]["loss"]
     outputs = [s.outputs for e, s in pl.predict(plain, batches(), precision=EMULATED) if e is Event.PREDICT_BATCH_END]
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(outputs[0], state.module(training=False)(batches()[0][0]))
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(16, 16)
-        self.b = self.a
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.b(self.a(x)))  # type: ignore[no-any-return]
-
-
-def test_shared_layers_and_hooks_stay() -> None:
+def test_surgery_comes_first_and_shared_layers_and_hooks_stay() -> None:
     calls: list[int] = []
-    module = Shared()
-    module.a.register_forward_hook(lambda layer, inputs, output: calls.append(1))
-    state = pl.run(fit(module))
-    trained: Any = state.module()
-    assert trained.a is trained.b
-    assert type(trained.a).__name__ == "Float8Linear"
-    assert len(calls) == 10
 
-
-def test_surgery_comes_first() -> None:
     @pl.algorithm(Event.INIT)
     def widen(state: pl.State) -> pl.State:
         module: Any = state.module()
-        module[3], module[4] = nn.Linear(32, 48), nn.Linear(48, 3)
+        module[3], module[4] = nn.Linear(32, 32), nn.Linear(32, 3)
+        module.insert(4, module[3])
+        module[3].register_forward_hook(lambda layer, inputs, output: calls.append(1))
         return state.with_module(module)
 
     state = pl.run(fit(model(), algorithms=[widen]))
-    assert classes(state) == CONVERTED
-    assert state.params["3.weight"].shape == (48, 32)
+    trained: Any = state.module()
+    assert classes(state) == [*CONVERTED[:4], *CONVERTED[3:]]
+    assert trained[3] is trained[4]
+    assert state.params["3.weight"].shape == (32, 32)
+    assert len(calls) == 2 * len(batches())
 
 
-def test_what_cannot_be_converted_is_refused_at_the_call() -> None:
+def test_what_cannot_be_converted_is_refused_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"finds no layer in Sequential to convert: .*multiples of 16"):
         fit(nn.Sequential(nn.Linear(16, 3)))
-    with pytest.raises(ArgumentError, match=r"needs a GPU that multiplies in float8 .*this device is cpu"):
-        fit(model(), "amp_fp8")
-    with pytest.raises(ArgumentError, match=r"needs a GPU that multiplies in float8"):
-        pl.predict(model(), batches(), precision="amp_fp8")
-
-
-def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
+    for call in (lambda: fit(model(), "amp_fp8"), lambda: pl.predict(model(), batches(), precision="amp_fp8")):
+        with pytest.raises(ArgumentError, match=r"needs a GPU that multiplies in float8 .*this device is cpu"):
+            call()
+    monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingExtraError, match=r"amp_fp8.*pip install 'pure_loop\[fp8\]'"):
         refuse_float8(EMULATED, torch.device("cpu"))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.slow  # a graph of emulated kernels
 def test_compiled() -> None:
     """A graph adds up in another order, after which a number may be rounded to the next one of 8 bits."""
     options: dict[str, Any] = {"optimizer": pl.optim.sgd(0.01), "max_duration": "2ba", "watch": {Event.BATCH_END}}
-    eager, compiled = pl.run(fit(model(), **options)), pl.run(fit(model(), compile=True, **options))
+    with interpreted():
+        eager, compiled = pl.run(fit(model(), **options)), pl.run(fit(model(), compile=True, **options))
     start = pl.State.create(model()).params
     for name, value in eager.params.items():
         step = float((value - start[name]).abs().max())

@@ -5,47 +5,46 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import pure_loop as pl
 from pure_loop.entry.layers import Layer, LayerTable, layer_table
+from tests.support.tiers import examples
 
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
     """A model of nested layers, some of them frozen or used twice, and inputs."""
     width, channels = draw(st.integers(4, 6)), draw(st.integers(1, 3))
-    layers: list[nn.Module] = [nn.Conv2d(2, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten()]
     size = channels * (width - 2) ** 2
     shared = nn.Linear(size, size)
-    for kind in draw(st.lists(st.sampled_from(["linear", "dropout", "nested", "shared"]), max_size=4)):
-        new: dict[str, Any] = {
-            "linear": lambda: nn.Linear(size, size, bias=False),
-            "dropout": lambda: nn.Dropout(),
-            "nested": lambda: nn.Sequential(nn.Linear(size, size), nn.Sequential(nn.Tanh(), nn.Linear(size, size))),
-            "shared": lambda: shared,
-        }
-        layers.append(new[kind]())
-    model = nn.Sequential(*layers)
+    new: dict[str, Any] = {
+        "linear": lambda: nn.Linear(size, size, bias=False),
+        "dropout": nn.Dropout,
+        "nested": lambda: nn.Sequential(nn.Linear(size, size), nn.Sequential(nn.Tanh(), nn.Linear(size, size))),
+        "shared": lambda: shared,
+    }
+    kinds = draw(st.lists(st.sampled_from(sorted(new)), max_size=4))
+    first = nn.Conv2d(2, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*first, *(new[kind]() for kind in kinds))
     for parameter in draw(st.lists(st.sampled_from(list(model.parameters())), max_size=2)):
         parameter.requires_grad_(requires_grad=False)
     model[1].weight.requires_grad_(requires_grad=True)
     return model, torch.randn(draw(st.integers(2, 3)), 2, width, width)
 
 
-@settings(max_examples=25)
-@given(models())
-def test_its_numbers_are_those_of_a_real_forward(drawn: tuple[nn.Module, torch.Tensor]) -> None:
+@examples(15, 200)
+@given(models(), st.integers(0, 3))
+def test_its_numbers_are_those_of_a_real_forward(drawn: tuple[nn.Module, torch.Tensor], depth: int) -> None:
     model, inputs = drawn
     before = torch.get_rng_state()
-    shown = layer_table(pl.State.create(model), pl.Task(), (inputs, None), depth=9)
+    shown = layer_table(pl.State.create(model), pl.Task(), (inputs, None), depth=depth)
     assert torch.equal(torch.get_rng_state(), before)
-    modules = dict(model.named_modules())
+    modules = {path: each for path, each in model.named_modules() if path == "" or path.count(".") < depth}
     assert [layer.path for layer in shown.layers] == list(modules)
     outputs: dict[str, Any] = {}
     for path, module in modules.items():
@@ -59,14 +58,6 @@ def test_its_numbers_are_those_of_a_real_forward(drawn: tuple[nn.Module, torch.T
         assert layer.output == (tuple(outputs[layer.path].shape),)
         assert layer.parameters == sum(parameter.numel() for parameter in parameters)
         assert layer.frozen == sum(p.numel() for p in parameters if not p.requires_grad)
-
-
-def test_depth_leaves_out_what_is_deeper() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))))
-    state = pl.State.create(model)
-    paths = [layer.path for layer in layer_table(state, pl.Task(), None, depth=1).layers]
-    assert paths == ["", "0"]
-    assert len(layer_table(state, pl.Task(), None, depth=3).layers) == 5
 
 
 class Reading(nn.Linear):
@@ -83,12 +74,8 @@ def test_a_forward_that_reads_numbers_leaves_parameters_and_a_sentence() -> None
 
 
 def test_the_text_is_a_table() -> None:
-    shown = LayerTable(
-        (
-            Layer("", "Net", ((4, 2), (), (1,), (2,)), 1_234_567, 12, 5_000_000),
-            Layer("a", "Linear", None, 0, 0, None),
-        )
-    )
+    net = Layer("", "Net", ((4, 2), (), (1,), (2,)), 1_234_567, 12, 5_000_000)
+    shown = LayerTable((net, Layer("a", "Linear", None, 0, 0, None)))
     assert repr(shown).splitlines() == [
         "layer  class   output           parameters  frozen  FLOPs",
         "model  Net     4x2, (), 1, ...   1,234,567      12    5 M",
@@ -100,7 +87,7 @@ def test_the_text_is_a_table() -> None:
 def explained(data: Any, **options: Any) -> str:
     out = io.StringIO()
     plain = {"loss": nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
-    pl.explain(nn.Sequential(nn.Linear(3, 2)), data, file=out, **{**plain, **options})
+    pl.explain(nn.Sequential(nn.Linear(3, 2)), data, file=out, **plain, **options)
     return out.getvalue()
 
 
@@ -114,5 +101,3 @@ def test_explain_has_a_table_of_what_it_can_know() -> None:
     assert "    0    Linear      5x2 " in explained(loader, sample=batch)
     assert next(loader) is batch
     assert "Linear  " not in explained([batch], depth=0)
-    with pytest.raises(pl.errors.ArgumentError, match="depth"):
-        explained([batch], depth=-1)

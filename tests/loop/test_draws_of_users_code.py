@@ -7,7 +7,7 @@ generators around the run, which are found there afterwards; a run that resumes 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -23,19 +23,20 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.optim import Optimizer
 from tests.support.optimizing import WRAPPERS
+from tests.support.problem import fit, mlp
 from tests.support.tiers import examples
 
-Places = Iterable[str]
 PLACES = (
-    *("algorithm", "when", "callback", "metric", "train metric", "forward", "task forward", "validate", "loss"),
-    *("dataset", "collate", "optimizer", "interval"),
+    *("algorithm", "when", "init", "callback", "metric", "train metric", "forward", "task forward", "validate", "loss"),
+    *("dataset", "collate", "optimizer", "interval", "clip_grad"),
 )
+KINDS = ["torch", "python", "numpy"]
 
 
 class Drawn:
     """Factors near 1 from one of the global generators, where a place is among those that draw."""
 
-    def __init__(self, kind: str, places: Places) -> None:
+    def __init__(self, kind: str, places: Iterable[str]) -> None:
         self.kind, self.places = kind, frozenset(places)
         # What a callback drew, which changes nothing.
         self.log: list[tuple[int, float]] = []
@@ -56,26 +57,20 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return 8
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs = torch.linspace(-1, 1, 3) * (index + 1)
-        return inputs * self.drawn.factor("dataset"), torch.full((2,), index / 8)
+        inputs = torch.linspace(-1, 1, 4) * (index + 1)
+        return inputs * self.drawn.factor("dataset"), torch.full((3,), index / 8)
 
 
 class Net(nn.Module):
     def __init__(self, drawn: Drawn) -> None:
         super().__init__()
-        self.layer, self.drawn = nn.Linear(3, 2), drawn
-        nn.init.constant_(self.layer.weight, 0.1)
-        nn.init.constant_(self.layer.bias, 0.2)
+        self.layers, self.drawn = mlp(), drawn
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs) * self.drawn.factor("forward")  # type: ignore[no-any-return]
+        return self.layers(inputs) * self.drawn.factor("forward")  # type: ignore[no-any-return]
 
 
-def metric(drawn: Drawn, place: str) -> pl.Metric:
-    return pl.metrics.mean(lambda outputs, batch: outputs.mean(1) * drawn.factor(place), "drawn")
-
-
-def arguments(drawn: Drawn) -> dict[str, Any]:
+def run_of(drawn: Drawn, start: Any = None) -> pl.Stream:
     def update(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
         rate = 0.1 * drawn.factor("optimizer")
         return {name: tensor - rate * grads[name] for name, tensor in params.items()}, opt_state
@@ -88,7 +83,7 @@ def arguments(drawn: Drawn) -> dict[str, Any]:
         return inputs * drawn.factor("collate"), targets
 
     def scaled(state: pl.State) -> pl.State:
-        return state.replace(loss=state.loss * 1.5 * drawn.factor("algorithm"))  # type: ignore[operator]
+        return state.replace(loss=state.loss * state.algorithm_state["scaled"] * drawn.factor("algorithm"))
 
     def watch(event: Event, state: pl.State) -> None:
         if event is Event.AFTER_LOSS:
@@ -100,29 +95,29 @@ def arguments(drawn: Drawn) -> dict[str, Any]:
     def forward(place: str) -> Any:
         return lambda model, batch: model(batch[0]) * drawn.factor(place)
 
-    return {
-        "train_dataloader": loader(),
-        "evaluators": {
-            "val": pl.Evaluator(
-                loader(), metrics=[metric(drawn, "metric")], interval=lambda state: drawn.factor("interval") < 1.07
-            )
-        },
-        "task": pl.Task(
+    def metric(place: str) -> pl.Metric:
+        return pl.metrics.mean(lambda outputs, batch: outputs.mean(1) * drawn.factor(place), "drawn")
+
+    due, init = (lambda state: drawn.factor("when") < 1.05), (lambda state: 1.5 * drawn.factor("init"))
+    seldom = pl.Evaluator(loader(), metrics=[metric("metric")], interval=lambda state: drawn.factor("interval") < 1.07)
+    return fit(
+        Net(drawn) if start is None else start,
+        loader(),
+        [pl.Algorithm("scaled", {Event.AFTER_LOSS: scaled}, when=due, init=init)],
+        evaluators={"val": seldom},
+        loss=None,
+        task=pl.Task(
             forward=forward("task forward"),
             validate=forward("validate"),
             loss=lambda outputs, batch: functional.mse_loss(outputs, batch[1]) * drawn.factor("loss"),
         ),
-        "train_metrics": [metric(drawn, "train metric")],
-        "algorithms": [
-            pl.Algorithm("scaled", {Event.AFTER_LOSS: scaled}, when=lambda state: drawn.factor("when") < 1.05)
-        ],
-        "callbacks": [watch],
-        "optimizer": Optimizer(name="own", init=lambda params: {}, update=update, lr=lambda timestamp: 0.1),
-        "clip_grad": clip,
-        "max_duration": "2ep",
-        "clock": lambda: 0.0,
-        "donate": False,  # States are kept
-    }
+        train_metrics=[metric("train metric")],
+        callbacks=[watch],
+        optimizer=Optimizer(name="own", init=lambda params: {}, update=update, lr=lambda timestamp: 0.1),
+        clip_grad=clip,
+        strict=None,
+        donate=False,  # States are kept
+    )
 
 
 def around(seed: int) -> tuple[Any, ...]:
@@ -138,14 +133,19 @@ def states() -> tuple[Any, ...]:
     return random.getstate(), (name, words.tobytes(), *rest), torch.get_rng_state().tolist()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def left_alone() -> Iterator[None]:
+    before = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(before[0])
+    numpy.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+
+
 def trained(drawn: Drawn, seed: int, start: pl.State | None = None) -> list[pl.State]:
     """The States at the end of each batch, and the last one."""
-    model = Net(drawn) if start is None else start  # its layer draws
     before = around(seed)
-    found = []
-    for event, state in pl.fit(model, **arguments(drawn)):
-        if event in (Event.BATCH_END, Event.FIT_END):
-            found.append(state)
+    found = [state for event, state in run_of(drawn, start) if event in (Event.BATCH_END, Event.FIT_END)]
     assert states() == before, "another state than before the run"
     return found
 
@@ -155,7 +155,7 @@ def numbers(state: pl.State) -> tuple[Any, ...]:
     return values, {label: {key: float(value) for key, value in some.items()} for label, some in state.metrics.items()}
 
 
-def check(kind: str, places: Places, kept: int) -> None:
+def check(kind: str, places: Iterable[str], kept: int) -> tuple[Drawn, list[pl.State]]:
     first, again, resumed = Drawn(kind, places), Drawn(kind, places), Drawn(kind, places)
     stream = trained(first, 1)
     assert list(map(numbers, trained(again, 2))) == list(map(numbers, stream))
@@ -163,97 +163,60 @@ def check(kind: str, places: Places, kept: int) -> None:
     rest = trained(resumed, 3, stream[kept])
     assert numbers(rest[-1]) == numbers(stream[-1])
     assert resumed.log == first.log[kept + 1 :]
-
-
-@pytest.fixture(autouse=True)
-def left_alone() -> Any:
-    before = random.getstate(), numpy.random.get_state()
-    yield
-    random.setstate(before[0])
-    numpy.random.set_state(before[1])
-
-
-KINDS = ["torch", "python", "numpy"]
+    return first, stream
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_each_place_that_draws(place: str) -> None:
-    check("python", [place], kept=4)
+def test_each_place_draws_and_the_run_is_what_it_was(place: str) -> None:
+    kind = "torch" if place == "init" else "python"
+    one, drawing = check(kind, [place], kept=4)
+    other = Drawn(kind, ())
+    plain = trained(other, 1)  # the place is called, and matters
+    assert one.log != other.log or list(map(numbers, drawing)) != list(map(numbers, plain))
 
 
-def test_a_clipping_function_that_draws() -> None:
-    check("python", ["clip_grad"], kept=4)
+@given(
+    st.sampled_from(KINDS), st.sets(st.sampled_from(PLACES).filter(lambda place: place != "init")), st.integers(0, 6)
+)
+@examples(5, 200)
+def test_several_places_draw(kind: str, places: set[str], kept: int) -> None:
+    check(kind, places, kept)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_forward_that_draws_in_an_evaluation_and_a_model_of_torchs(kind: str) -> None:
-    drawn, model = Drawn(kind, ["task forward"]), nn.Linear(3, 2)
+def test_a_forward_that_draws_in_an_evaluation() -> None:
+    drawn, model, found = Drawn("numpy", ["task forward"]), mlp(), []
     task = pl.Task(
         forward=lambda model, batch: model(batch[0]) * drawn.factor("task forward"),
         loss=lambda outputs, batch: functional.mse_loss(outputs, batch[1]),
     )
-    found = []
     for around_it, seed in ((1, 0), (2, 0), (1, 3)):
         before = around(around_it)
         final = pl.run(pl.evaluate(model, DataLoader(Rows(drawn), batch_size=2), task=task, seed=seed))
         assert states() == before
-        found.append(
-            {label: {name: float(value) for name, value in some.items()} for label, some in final.metrics.items()}
-        )
-    assert found[0] == found[1]
-    assert found[0] != found[2]
-
-
-@given(st.sampled_from(KINDS), st.sets(st.sampled_from(PLACES)), st.integers(0, 6))
-@examples(8, 200)
-def test_code_of_the_users_that_draws(kind: str, places: set[str], kept: int) -> None:
-    check(kind, places, kept)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_each_place_draws_and_matters(place: str) -> None:
-    """Without which the laws above would hold of places that are never called."""
-    one, other = Drawn("python", [place]), Drawn("python", ())
-    drawing, plain = trained(one, 1), trained(other, 1)
-    if place == "callback":
-        assert one.log != other.log
-    else:
-        assert list(map(numbers, drawing)) != list(map(numbers, plain))
+        found.append(numbers(final))
+    assert found[0] == found[1] != found[2]
 
 
 def _noisy() -> Optimizer:
     base = pl.optim.sgd(lr=0.1)
 
-    def noise(grads: Any) -> Any:
-        return pl.FrozenDict({name: gradient + torch.randn_like(gradient) for name, gradient in grads.items()})
+    def noisily(function: Any) -> Any:
+        def step(grads: Any, *args: Any) -> Any:
+            noise = {name: gradient + torch.randn_like(gradient) for name, gradient in grads.items()}
+            return function(pl.FrozenDict(noise), *args)
 
-    def overwrite(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
-        assert base.overwrite is not None
-        return base.overwrite(noise(grads), opt_state, params, timestamp)
+        return step
 
-    return Optimizer(
-        name="noisy",
-        init=base.init,
-        update=lambda grads, opt_state, params, timestamp: base.update(noise(grads), opt_state, params, timestamp),
-        overwrite=overwrite,
-        lr=base.lr,
-    )
+    update, overwrite = noisily(base.update), noisily(base.overwrite)
+    return Optimizer(name="noisy", init=base.init, update=update, overwrite=overwrite, lr=base.lr)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
 def test_an_optimizer_draws_alike_in_place_and_on_copies(wrapper: Any) -> None:
-    data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
     found = []
     for seed, donate in ((1, "auto"), (2, "auto"), (3, False)):
-        model = nn.Linear(2, 1)
-        nn.init.ones_(model.weight)
-        nn.init.zeros_(model.bias)
         before = around(seed)
-        final = pl.run(
-            pl.fit(
-                model, data, loss=nn.MSELoss(), optimizer=wrapper(_noisy()), max_duration="1ep", donate=donate, seed=0
-            )
-        )
+        final = pl.run(fit(optimizer=wrapper(_noisy()), max_duration="1ep", donate=donate, strict=None))
         assert states() == before
-        found.append(final.params["weight"].tolist())
+        found.append(final.params["0.weight"].tolist())
     assert found == found[:1] * 3

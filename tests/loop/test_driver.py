@@ -7,21 +7,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
+from tests.support.problem import cross_entropy, fit, mlp, points, run
+from tests.support.streams import assert_same
 
-DATA = [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))] * 3
-
-
-def fit(**changes: Any) -> pl.Stream:
-    arguments: dict[str, Any] = {"loss": cross_entropy, "optimizer": pl.optim.adamw(), "max_duration": "2ep"}
-    return pl.fit(nn.Linear(3, 2), DATA, **(arguments | changes))
+DATA, READY = points(), (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
 
 def stops(*_: Any) -> Any:
@@ -29,45 +24,17 @@ def stops(*_: Any) -> Any:
 
 
 def test_an_escaped_stop_iteration_does_not_end_training_in_silence() -> None:
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        pl.run(fit(algorithms=[pl.algorithm(Event.BATCH_END)(stops)]))
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        pl.run(fit(callbacks=[stops]))
-    # Inside the gradient that SAM asks for, which no generator yields.
+    # The last one is inside the gradient that SAM asks for, which no generator yields.
+    in_sam = [pl.algorithms.sam(), pl.algorithm(Event.AFTER_LOSS)(stops)]
+    for options in ({"algorithms": [pl.algorithm(Event.BATCH_END)(stops)]}, {"callbacks": [stops]}):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            run(**options)
     with pytest.raises((RuntimeError, StopIteration)):
-        pl.run(fit(algorithms=[pl.algorithms.sam(), pl.algorithm(Event.AFTER_LOSS)(stops)]))
-
-
-@pytest.mark.parametrize("how", ["none", "shape", "structure"])
-def test_an_algorithm_that_spoils_the_optimizer_memory_is_named(how: str) -> None:
-    @pl.algorithm(Event.BATCH_END)
-    def spoil(state: pl.State) -> pl.State:
-        if how == "none":
-            return state.replace(opt_state=None)
-        if how == "structure":
-            return state.replace(opt_state={**state.opt_state, "more": torch.zeros(())})
-        spoiled = optree.tree_map(
-            lambda leaf: leaf[None] if isinstance(leaf, torch.Tensor) else leaf, state.opt_state, namespace="pure_loop"
-        )
-        return state.replace(opt_state=spoiled)
-
-    with pytest.raises(pl.AlgorithmStructureError, match=r"algorithm 'spoil' at BATCH_END changed .*opt_state"):
-        pl.run(fit(algorithms=[spoil]))
-
-
-def test_an_algorithm_may_change_the_optimizer_memory() -> None:
-    @pl.algorithm(Event.BATCH_END)
-    def forget(state: pl.State) -> pl.State:
-        zeros = {name: torch.zeros_like(tensor) for name, tensor in state.opt_state["exp_avg"].items()}
-        return state.replace(opt_state=pl.FrozenDict({**state.opt_state, "exp_avg": pl.FrozenDict(zeros)}))
-
-    last = pl.run(fit(algorithms=[forget]))
-    assert all(not tensor.any() for tensor in last.opt_state["exp_avg"].values())
+        run(algorithms=in_sam)
 
 
 @pytest.mark.parametrize("donate", ["auto", True, False])
-@pytest.mark.parametrize("microbatch_size", [None, 2])
-def test_an_algorithm_may_return_what_the_stages_gave_it(donate: Any, microbatch_size: int | None) -> None:
+def test_an_algorithm_may_return_what_the_stages_gave_it(donate: Any) -> None:
     """``stages.gradients`` gives a State of the same event."""
 
     @pl.algorithm(Event.AFTER_TRAIN_BATCH)
@@ -76,12 +43,9 @@ def test_an_algorithm_may_return_what_the_stages_gave_it(donate: Any, microbatch
         assert result.event is state.event
         return result
 
-    options = {"donate": donate, "microbatch_size": microbatch_size}
-    runs = []
-    for algorithms in ([], [again]):
-        torch.manual_seed(0)
-        runs.append(pl.run(fit(algorithms=algorithms, **options)))
-    assert all(torch.equal(tensor, runs[1].params[name]) for name, tensor in runs[0].params.items())
+    for size in (None, 2):
+        options = {"donate": donate, "microbatch_size": size, "strict": None}
+        assert_same(dict(run(algorithms=[again], **options).params), dict(run(**options).params), f"{size}")
 
 
 def test_a_state_that_an_algorithm_keeps_without_an_event_is_not_written_to() -> None:
@@ -93,108 +57,116 @@ def test_a_state_that_an_algorithm_keeps_without_an_event_is_not_written_to() ->
         return kept[-1]
 
     assert [event for event, state in fit(algorithms=[keep]) if state.event is not event] == []
-    assert all(state.event is None for state in kept)
+    assert [state.event for state in kept] == [None] * 6
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 1, 2])
-def test_a_microbatch_of_padding_alone_counts_nothing(microbatch_size: int | None) -> None:
+def test_a_state_that_an_algorithm_kept_is_refused() -> None:
+    kept: list[pl.State] = []
+
+    def return_the_first(state: pl.State) -> pl.State:
+        kept.append(state)
+        return kept[0]
+
+    both = (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
+    for events, says in ((both[:1], "changed timestamp"), (both, r"State of BATCH_START: .*had\s+kept.*Return state")):
+        with pytest.raises(pl.AlgorithmStructureError, match=f"algorithm 'mine' at .*{says}"):
+            run(algorithms=[pl.algorithm(*events, name="mine")(return_the_first)])
+        kept.clear()
+
+
+def test_gradients_that_an_algorithm_returns_are_detached_and_none_to_those_who_only_look() -> None:
+    seen: dict[Event, Any] = {}
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def differentiable(state: pl.State) -> pl.State:
+        weight = torch.ones_like(state.grads["0.weight"]).requires_grad_()
+        return state.replace(grads={**dict.fromkeys(state.grads), "0.weight": 2 * weight})
+
+    for event, state in fit(
+        algorithms=[differentiable], callbacks=[lambda event, state: seen.update({event: state.grads})]
+    ):
+        assert (state.grads is None) is (seen[event] is None)
+        assert state.grads is None or event in READY
+        if event is Event.AFTER_TRAIN_BATCH:
+            assert not state.grads["0.weight"].requires_grad
+            assert state.grads["0.bias"] is None
+    assert all(seen[event] is not None for event in READY)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_microbatch_of_padding_alone_counts_nothing(size: int) -> None:
     """Its mean loss is 0 / 0."""
-    targets = torch.tensor([1, -100, -100, 0])
-    order = torch.tensor([0, 3, 1, 2])
-    data = [(torch.arange(12.0).reshape(4, 3)[order] / 12, targets[order])]
+    targets = torch.tensor([1, 0, -100, -100])
     task = pl.Task(weight=lambda batch: int((batch[1] != -100).sum()))
-
-    def gradients(size: int | None) -> Any:
-        torch.manual_seed(0)
-        stream = pl.fit(
-            nn.Linear(3, 2), data, loss=cross_entropy, task=task, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep",
-            microbatch_size=size,
-        )  # fmt: skip
-        return next((state.grads, state.loss) for event, state in stream if event is Event.AFTER_TRAIN_BATCH)
-
-    (grads, loss), (whole, whole_loss) = gradients(microbatch_size), gradients(None)
-    torch.testing.assert_close(loss, whole_loss)
-    for name, gradient in whole.items():
-        torch.testing.assert_close(grads[name], gradient)
+    given, whole = (
+        next(
+            ({**state.grads, "loss": state.loss})
+            for event, state in fit(data=[(DATA[0][0], targets)], task=task, microbatch_size=each)
+            if event is Event.AFTER_TRAIN_BATCH
+        )
+        for each in (size, None)
+    )
+    torch.testing.assert_close(given, whole)
 
 
-def test_closing_calls_all_even_if_one_raises() -> None:
-    closed = []
+class Closes(pl.Callback):
+    def __init__(self, name: str, closed: list[str], error: str = "") -> None:
+        self.name, self.closed, self.error = name, closed, error
 
-    class Closes(pl.Callback):
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def batch_end(self, state: pl.State, logger: Any) -> None: ...
 
-        def batch_end(self, state: pl.State, logger: Any) -> None:
-            pass
+    def close(self) -> None:
+        self.closed.append(self.name)
+        if self.error:
+            raise OSError(self.error)
 
-        def close(self) -> None:
-            closed.append(self.name)
-            if self.name == "first":
-                raise OSError("disk full")
 
+def test_closing_calls_all_even_if_one_raises_and_where_the_loop_was_left() -> None:
+    closed: list[str] = []
+    callbacks = [Closes("first", closed, "disk full"), Closes("second", closed)]
     with pytest.raises(OSError, match="disk full"):
-        pl.run(fit(callbacks=[Closes("first"), Closes("second")]))
+        run(callbacks=callbacks)
     assert closed == ["first", "second"]
-
-
-def test_what_a_loader_raises_when_it_is_closed_keeps_no_callback_open() -> None:
-    closed = []
 
     class Loader:
         def __iter__(self) -> Any:
-            def batches() -> Any:
-                try:
-                    yield from DATA
-                finally:
-                    raise OSError("connection lost")
+            try:
+                yield from DATA
+            finally:
+                raise OSError("disk full")
 
-            return batches()
-
-    class Closes(pl.Callback):
-        def batch_end(self, state: pl.State, logger: Any) -> None:
-            pass
-
-        def close(self) -> None:
-            closed.append(self)
-
-    stream = pl.fit(
-        nn.Linear(3, 2), Loader(), loss=cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep",
-        callbacks=[Closes()],
-    )  # fmt: skip
+    stream = fit(data=Loader(), callbacks=[Closes("first", closed), Closes("second", closed)])
     next(state for event, state in stream if event is Event.BATCH_START)
-    with pytest.raises(OSError, match="connection lost"):
+    with pytest.raises(OSError, match="disk full"):
         stream.close()
-    assert len(closed) == 1
+    assert closed == ["first", "second"] * 2
 
 
-def test_a_script_of_ones_own_does_not_write_to_the_state_it_was_given() -> None:
+def test_scripts_of_ones_own() -> None:
+    """The State that one was given is not written to; what one yields is an event and a State."""
+
     def script(state: pl.State) -> Any:
         state = yield Event.BATCH_START, state
         state = yield Event.BATCH_END, state
         return state
 
-    start = pl.State.create(nn.Linear(3, 2))
+    start = pl.State.create(mlp())
     assert pl.run(pl.drive(script(start))).event is Event.BATCH_END
     assert (start.event, start.position) == (None, None)
-
-
-@pytest.mark.parametrize("what", [Event.BATCH_START, (Event.BATCH_START, None), ("batch_start", "state"), None])
-def test_what_a_script_yields_is_an_event_and_a_state(what: Any) -> None:
-    def script() -> Any:
-        yield what
-
-    with pytest.raises(pl.ArgumentTypeError, match=r"state = yield Event\.BATCH_START, state"):
-        pl.run(pl.drive(script()))
+    for what in (Event.BATCH_START, (Event.BATCH_START, None), ("batch_start", start), None):
+        with pytest.raises(pl.ArgumentTypeError, match=r"state = yield Event\.BATCH_START, state"):
+            pl.run(pl.drive(each for each in [what]))
 
 
 def test_a_run_that_starts_from_an_evaluation_begins_with_init() -> None:
-    evaluated = pl.run(pl.evaluate(nn.Linear(3, 2), {"val": DATA}, loss=cross_entropy))
-    settings: dict[str, Any] = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
-    assert next(pl.fit(evaluated, DATA, **settings))[0] is Event.INIT
-    trained = pl.run(pl.fit(evaluated, DATA, **settings))
-    again = pl.run(pl.evaluate(trained, {"val": DATA}, loss=cross_entropy))
-    assert next(pl.fit(again, DATA, **(settings | {"max_duration": "2ep"})))[0] is Event.FIT_START
+    evaluated = pl.run(pl.evaluate(mlp(), {"val": DATA}, loss=cross_entropy))
+    assert next(fit(evaluated))[0] is Event.INIT
+    again = pl.run(pl.evaluate(run(evaluated), {"val": DATA}, loss=cross_entropy))
+    assert next(fit(again, max_duration="3ep"))[0] is Event.FIT_START
+
+
+def test_a_run_of_which_nothing_watched_comes_gives_the_state_in_which_it_ended() -> None:
+    assert_same(run(watch={Event.EVAL_END}), run(), "at the end")
 
 
 def test_outputs_of_a_class_that_torch_knows_lose_their_graph() -> None:
@@ -206,19 +178,16 @@ def test_outputs_of_a_class_that_torch_knows_lose_their_graph() -> None:
     )
 
     class Model(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> Any:
+        def forward(self, inputs: Tensor) -> Any:
             return Output(logits=super().forward(inputs))
 
-    def loss(outputs: Any, targets: Any) -> torch.Tensor:
-        return cross_entropy(outputs["logits"], targets)
-
-    stream = pl.fit(Model(3, 2), DATA, loss=loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ba")
+    stream = fit(Model(4, 3), loss=lambda outputs, targets: cross_entropy(outputs["logits"], targets))
     after = next(state for event, state in stream if event is Event.AFTER_BACKWARD)
     assert type(after.outputs) is Output
     assert after.outputs["logits"].grad_fn is None
 
 
-def own_optimizer(returned: Callable[[dict[str, torch.Tensor]], Any]) -> pl.Optimizer:
+def own_optimizer(returned: Callable[[dict[str, Tensor]], Any]) -> pl.Optimizer:
     """Plain SGD, of which something is made of the new parameters."""
 
     def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
@@ -227,42 +196,14 @@ def own_optimizer(returned: Callable[[dict[str, torch.Tensor]], Any]) -> pl.Opti
     return pl.Optimizer(name="own", init=lambda params: None, update=update, lr=lambda timestamp: 0.1)
 
 
-def test_an_optimizer_may_give_parameters_in_another_order_and_not_of_other_names() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    orders: list[Callable[[dict[str, torch.Tensor]], Any]] = [dict, lambda new: dict(reversed(new.items()))]
-    one, other = [
-        pl.run(pl.fit(model, DATA, loss=cross_entropy, optimizer=own_optimizer(order), max_duration="1ep"))
-        for order in orders
-    ]
-    assert list(other.params) == ["weight", "bias"]
-    assert all(torch.equal(one.params[name], tensor) for name, tensor in other.params.items())
-    for wrong in (lambda new: {**new, "more": torch.ones(1)}, lambda new: {"weight": new["weight"]}):
-        with pytest.raises(
-            pl.ArgumentError, match=r"'own': update returned parameters of other names: \['(more|bias)'\]"
-        ):
-            pl.run(fit(optimizer=own_optimizer(wrong)))
+def test_an_optimizer_gives_parameters_of_the_same_names() -> None:
+    for wrong in (lambda new: {**new, "more": torch.ones(1)}, lambda new: {"0.weight": new["0.weight"]}):
+        with pytest.raises(pl.ArgumentError, match=r"'own': update returned parameters of other names: \['(more|0\.b)"):
+            run(optimizer=own_optimizer(wrong))
 
 
-def test_gradients_that_an_algorithm_returns_are_detached() -> None:
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-    def differentiable(state: pl.State) -> pl.State:
-        weight = torch.ones_like(state.grads["weight"]).requires_grad_()
-        return state.replace(grads={"weight": 2 * weight, "bias": None})
-
-    for event, state in fit(algorithms=[differentiable]):
-        if event is Event.AFTER_TRAIN_BATCH:
-            assert not state.grads["weight"].requires_grad
-            assert state.grads["bias"] is None
-
-
-def test_inference_mode_around_training_is_named() -> None:
-    with torch.inference_mode(), pytest.raises(pl.LossError, match=r"inside torch\.inference_mode"):
-        pl.run(fit())
-
-
+@pytest.mark.slow  # a process that has not used NumPy's generator yet
 def test_numpy_that_a_handler_loads_was_not_drawn_from() -> None:
-    """In a process that has not used NumPy's generator yet."""
     script = """
 import torch, pure_loop as pl
 @pl.algorithm("batch_start")

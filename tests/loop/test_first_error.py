@@ -1,16 +1,11 @@
-"""The error that ended a stream is the one that arrives, whatever raises while the stream is closed.
-
-Tried: ``close`` of callbacks, loggers, loaders and the loaders of evaluators; errors of algorithms, callbacks, loggers,
-the forward and the loop's body, at every event; streams of fit (all events, some, strict, compiled), evaluate, predict
-and drive; a loop that is left; an interrupt while a stream is closed.
-"""
+"""The error that ended a stream is the one that arrives, whatever raises while the stream is closed."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import product
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,9 +16,14 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.closing import Closing
-from tests.support.runs import cross_entropy, mlp, points
+from pure_loop.compile import interpreted
+from tests.support import problem
+from tests.support.problem import cross_entropy, mlp, points
+from tests.support.tiers import examples
 
 OF_FIT = [event for event in Event if not event.is_predict and "standalone" not in event and "iteration" not in event]
+NOTES = ["while closing: OSError: the callback can't be closed", "while closing: OSError: the logger can't be closed"]
+LOADER = "while closing: OSError: the loader can't be closed"
 
 
 class FirstError(Exception):
@@ -31,8 +31,7 @@ class FirstError(Exception):
 
 
 class ClosesBadly(pl.Callback):
-    def fit_start(self, state: pl.State, logger: Any) -> None:
-        pass
+    def fit_start(self, state: pl.State, logger: Any) -> None: ...
 
     def close(self) -> None:
         raise OSError("the callback can't be closed")
@@ -46,131 +45,87 @@ class LoggerThatClosesBadly(pl.Logger):
 class LoaderThatClosesBadly:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         try:
-            yield from points(3)
+            yield from points()
         except GeneratorExit:
             raise OSError("the loader can't be closed") from None
 
 
-NOTES = ["while closing: OSError: the callback can't be closed", "while closing: OSError: the logger can't be closed"]
-
-
 def fit(**options: Any) -> Any:
-    arguments: dict[str, Any] = {
-        "loss": cross_entropy,
-        "optimizer": pl.optim.sgd(lr=0.1),
-        "max_duration": "2ep",
-        "evaluators": {"val": points(1)},
-        "callbacks": [ClosesBadly()],
-        "loggers": [LoggerThatClosesBadly()],
-        "seed": 0,
-    }
-    return pl.fit(mlp(), options.pop("data", points(3)), **{**arguments, **options})
+    badly = {"callbacks": [ClosesBadly()], "loggers": [LoggerThatClosesBadly()], "evaluators": {"val": points(1)}}
+    return problem.fit(**{**badly, "strict": None, **options})
 
 
-def raising_algorithm(event: Event) -> dict[str, Any]:
-    def raise_it(state: pl.State) -> pl.State:
-        raise FirstError(event.value)
+def raising(author: str, event: Event) -> dict[str, Any]:
+    """What raises at an event, beside a callback and a logger that can't be closed."""
 
-    return {"algorithms": [pl.algorithm(event)(raise_it)]}
-
-
-def raising_callback(event: Event) -> dict[str, Any]:
     def raise_it(now: Event, state: pl.State) -> None:
         if now is event:
             raise FirstError(event.value)
 
-    return {"callbacks": [raise_it, ClosesBadly()]}
-
-
-def raising_logger(event: Event) -> dict[str, Any]:
     class Raises(LoggerThatClosesBadly):
         def run_event(self, now: Event, state: pl.State, logger: Any) -> None:
-            if now is event:
-                raise FirstError(event.value)
+            raise_it(now, state)
 
-    return {"loggers": [Raises()]}
-
-
-WAYS: dict[str, dict[str, Any]] = {"every event": {}, "few events": {"watch": ["fit_end"]}, "strict": {"strict": True}}
+    if author == "algorithm":
+        return {"algorithms": [pl.algorithm(event)(lambda state: raise_it(event, state))]}
+    return {"callbacks": [raise_it, ClosesBadly()]} if author == "callback" else {"loggers": [Raises()]}
 
 
-RAISING = [raising_algorithm, raising_callback, raising_logger]
+def arrives(stream: Any, notes: list[str], says: str | None = None) -> None:
+    with pytest.raises(FirstError, match=says) as caught:
+        pl.run(stream)
+    assert [note for note in getattr(caught.value, "__notes__", []) if note.startswith("while closing")] == notes
 
 
-@pytest.mark.parametrize(
-    ("event", "raising", "way"),
-    [
-        # Each event with one of the nine, in turn; all of them in the slow tier.
-        pytest.param(event, raising, way, marks=() if (place + index) % 9 == 0 else pytest.mark.slow)
-        for place, event in enumerate(OF_FIT)
-        for index, (raising, way) in enumerate(product(RAISING, WAYS))
-    ],
-)
-def test_the_error_that_ended_training_arrives(
-    event: Event, raising: Callable[[Event], dict[str, Any]], way: str
-) -> None:
-    with pytest.raises(FirstError, match=event.value) as caught:
-        pl.run(fit(**WAYS[way], **raising(event)))
-    assert [note for note in caught.value.__notes__ if note.startswith("while closing")] == NOTES
+WAYS: list[dict[str, Any]] = [{}, {"watch": ["fit_end"]}, {"strict": True}]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_loader_that_can_not_be_closed_is_a_note(way: str) -> None:
+@examples(40, 500)
+@given(st.sampled_from(OF_FIT), st.sampled_from(["algorithm", "callback", "logger"]), st.sampled_from(WAYS))
+def test_the_error_that_ended_training_arrives(event: Event, author: str, way: dict[str, Any]) -> None:
+    arrives(fit(**way, **raising(author, event)), NOTES, event.value)
+
+
+@pytest.mark.slow  # graphs
+def test_the_error_that_ended_compiled_training_arrives() -> None:
+    for event in (Event.FIT_START, Event.BATCH_END, Event.EVAL_END, Event.EPOCH_END):
+        with interpreted():
+            arrives(fit(compile=True, watch=["epoch_end"], **raising("callback", event)), NOTES)
+
+
+def test_a_loader_that_can_not_be_closed_is_a_note() -> None:
     """In the forward the script itself is left by the error, with the loader open in it."""
 
     class Fails(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             raise FirstError("forward")
 
-    for options in ({"model": Fails(4, 3)}, raising_algorithm(Event.BATCH_END), raising_callback(Event.AFTER_LOSS)):
-        settings = {**WAYS[way], "callbacks": [], "loggers": [], "evaluators": None, **options}
-        model = settings.pop("model", mlp())
-        stream = pl.fit(
-            model,
-            LoaderThatClosesBadly(),
-            loss=cross_entropy,
-            optimizer=pl.optim.sgd(lr=0.1),
-            max_duration="1ep",
-            **{key: value for key, value in settings.items() if key != "evaluators"},
-        )
+    for way in WAYS:
+        at_end, in_callback = raising("algorithm", Event.BATCH_END), raising("callback", Event.AFTER_LOSS)
+        plain = {"callbacks": [], "loggers": [], "evaluators": None, "data": LoaderThatClosesBadly(), **way}
+        in_callback["callbacks"].pop()
+        for options in ({"model": Fails(4, 3)}, at_end, in_callback):
+            arrives(fit(**{**plain, **options}), [LOADER])
+        evaluated = {"evaluators": {"val": LoaderThatClosesBadly()}, **raising("algorithm", Event.EVAL_BATCH_END)}
         with pytest.raises(FirstError) as caught:
-            pl.run(stream)
-        assert "while closing: OSError: the loader can't be closed" in caught.value.__notes__
+            pl.run(fit(**evaluated, **way))
+        assert LOADER in caught.value.__notes__
 
 
-def test_a_loader_of_an_evaluator_that_can_not_be_closed_is_a_note() -> None:
-    with pytest.raises(FirstError) as caught:
-        pl.run(fit(evaluators={"val": LoaderThatClosesBadly()}, **raising_algorithm(Event.EVAL_BATCH_END)))
-    assert "while closing: OSError: the loader can't be closed" in caught.value.__notes__
-
-
-@pytest.mark.slow
-def test_the_error_that_ended_compiled_training_arrives() -> None:
-    for event in (Event.FIT_START, Event.BATCH_END, Event.EVAL_END, Event.EPOCH_END):
-        with pytest.raises(FirstError) as caught:
-            pl.run(fit(compile=True, watch=["epoch_end"], **raising_callback(event)))
-        assert [note for note in caught.value.__notes__ if note.startswith("while closing")] == NOTES
-
-
-def test_evaluate_predict_and_drive_too() -> None:
-    state = pl.State.create(mlp())
-    options: dict[str, Any] = {"loggers": [LoggerThatClosesBadly()]}
-
+def test_other_streams_too() -> None:
     def script(state: pl.State) -> Any:
-        state = yield Event.BATCH_END, state
-        return state
+        return (yield Event.BATCH_END, state)
 
-    def raising(event: Event) -> dict[str, Any]:
-        return {**options, **raising_callback(event)}
+    def options(event: Event) -> dict[str, Any]:
+        return {"loggers": [LoggerThatClosesBadly()], **raising("callback", event)}
 
     for stream in (
-        pl.evaluate(state, {"val": points(1)}, loss=cross_entropy, **raising(Event.EVAL_END)),
-        pl.predict(state, points(1), **raising(Event.PREDICT_BATCH_END)),
-        pl.drive(script(state), **raising(Event.BATCH_END)),
+        pl.evaluate(mlp(), {"val": points(1)}, loss=cross_entropy, **options(Event.EVAL_END)),
+        pl.predict(mlp(), points(1), **options(Event.PREDICT_BATCH_END)),
+        pl.drive(script(pl.State.create(mlp())), **options(Event.BATCH_END)),
+        pl.progress(fit(**options(Event.BATCH_END))),
     ):
-        with pytest.raises(FirstError) as caught:
-            pl.run(stream)
-        assert [note for note in caught.value.__notes__ if note.startswith("while closing")] == NOTES
+        arrives(stream, NOTES)
 
 
 def test_an_error_of_closing_alone_arrives() -> None:
@@ -184,36 +139,20 @@ def test_an_error_of_closing_alone_arrives() -> None:
         stream.close()
 
 
-def test_progress_passes_on_the_first_error() -> None:
-    with pytest.raises(FirstError) as caught:
-        pl.run(pl.progress(fit(**raising_callback(Event.BATCH_END))))
-    assert [note for note in caught.value.__notes__ if note.startswith("while closing")] == NOTES
-
-
 def test_an_error_keeps_no_state_alive() -> None:
     """The driver's frame is not in a cycle with the error: what it refers to goes with the error."""
-    for way in WAYS.values():
-        module = None
-        gc.collect()
-        gc.disable()
-        try:
-            try:
-                stream = fit(**way, callbacks=[], loggers=[], **raising_algorithm(Event.BATCH_END))
+    gc.collect()
+    gc.disable()
+    try:
+        for way in WAYS:
+            stream = fit(callbacks=[], loggers=[], **way, **raising("algorithm", Event.BATCH_END))
+            with suppress(FirstError):
                 pl.run(stream)
-            except FirstError:
-                pass
-            module = weakref.ref(stream)
+            alive = weakref.ref(stream)
             del stream
-            assert module() is None
-        finally:
-            gc.enable()
-
-
-def raises(error: BaseException) -> Callable[[], None]:
-    def function() -> None:
-        raise error
-
-    return function
+            assert alive() is None
+    finally:
+        gc.enable()
 
 
 @given(st.lists(st.booleans(), max_size=5), st.sampled_from(["returns", "raises", "is left"]))
@@ -229,44 +168,37 @@ def test_all_are_called_and_the_first_error_arrives(closers: list[bool], how: st
         return close
 
     first = {"returns": None, "raises": FirstError("body"), "is left": GeneratorExit()}[how]
-    failing = [index for index, fails in enumerate(closers) if fails]
-
-    def run() -> None:
+    failing, caught = [index for index, fails in enumerate(closers) if fails], None
+    try:
         with Closing(*(closer(*item) for item in enumerate(closers))):
             if first is not None:
                 raise first
-
-    if first is None and not failing:
-        run()
-    else:
-        with pytest.raises(FirstError if how == "raises" else OSError if failing else GeneratorExit) as caught:
-            run()
-        notes = failing if how == "raises" else failing[1:]
-        assert getattr(caught.value, "__notes__", []) == [f"while closing: OSError: {index}" for index in notes]
+    except BaseException as error:
+        caught = error
+    notes = failing if how == "raises" else failing[1:]
+    kind = FirstError if how == "raises" else OSError if failing else type(first)
+    assert type(caught) is kind
+    assert getattr(caught, "__notes__", []) == [f"while closing: OSError: {index}" for index in notes]
     assert called == list(range(len(closers)))
+
+
+def raises(error: BaseException) -> Callable[[], None]:
+    def function() -> None:
+        raise error
+
+    return function
 
 
 def test_an_interrupt_is_no_note() -> None:
     """Control-C while a stream is closed still ends the program, after everything is closed."""
     called: list[int] = []
-
-    def run() -> None:
-        with Closing(raises(KeyboardInterrupt()), lambda: called.append(1), raises(OSError("disk"))):
-            raise FirstError("body")
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        run()
+    closing = Closing(raises(KeyboardInterrupt()), lambda: called.append(1), raises(OSError("disk")))
+    with pytest.raises(KeyboardInterrupt) as caught, closing:
+        raise FirstError("body")
     assert called == [1]
     assert isinstance(caught.value.__context__, FirstError)
     assert caught.value.__notes__ == ["while closing: OSError: disk"]
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, OSError])
-def test_an_exit_that_is_raised_again_is_no_note_and_another_error_is(kind: type[BaseException]) -> None:
-    def again() -> None:
-        raise kind(143)
-
-    with pytest.raises(kind) as caught, Closing(again):
-        raise kind(143)
-    expected = ["while closing: OSError: 143"] if kind is OSError else []
-    assert getattr(caught.value, "__notes__", []) == expected
+    for kind, notes in ((KeyboardInterrupt, []), (SystemExit, []), (OSError, ["while closing: OSError: 143"])):
+        with pytest.raises(kind) as again, Closing(raises(kind(143))):  # an exit that is raised again
+            raise kind(143)
+        assert getattr(again.value, "__notes__", []) == notes

@@ -1,9 +1,9 @@
 """A child that is forked while a stream is under way: it ends, writes nothing, and waits for no thread of its parent.
 
 Tried: a child that exits, raises, leaves the loop, ends as the script does, is a process of multiprocessing, or goes on
-iterating; eager, watched, strict and compiled; objects that have a thread or a file (CheckpointSaver, RemoteUploader,
-loggers, progress, a loader's worker); a stream that was made in the parent and begins in the child; a stream of the
-child's own, with a saver of its own.
+iterating; eager, watched and strict; objects that have a thread or a file (CheckpointSaver, RemoteUploader, loggers,
+progress, a loader's worker); a stream that was made in the parent and begins in the child; a stream of the child's own,
+with a saver of its own.
 """
 
 from __future__ import annotations
@@ -14,41 +14,33 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
-import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
 from pure_loop.checkpoint.background import Background
 from pure_loop.loggers import RemoteUploader
+from tests.support.problem import fit, mlp, points
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 
 # Seconds in which a child ends on a busy machine; one that waits for a thread that it doesn't have never does.
 ENDS = 90.0
 
-DATA = [(torch.ones(4, 3), torch.ones(4, 2))] * 4
+
+def stream(**options: Any) -> Any:
+    return fit(**{"data": points(4), "max_duration": "1ep", "strict": None, **options})
 
 
-class Ones(torch.utils.data.Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        return torch.ones(3), torch.ones(2)
-
-
-def stream(data=DATA, **options):
-    options = {"loss": torch.nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), **options}
-    return pl.fit(torch.nn.Linear(3, 2), data, max_duration="1ep", **options)
-
-
-def in_a_child(function):
+def in_a_child(function: Callable[[], Any]) -> Any:
     """What a function returns in a forked child, as JSON, or the name of what it raised."""
     read, write = os.pipe()
     child = os.fork()
@@ -70,13 +62,12 @@ def in_a_child(function):
     return json.loads(said)
 
 
-def test_a_child_does_not_wait_for_what_was_given_to_a_thread():
-    gate, ran = threading.Event(), []
-    background = Background()
+def test_a_child_does_not_wait_for_what_was_given_to_a_thread() -> None:
+    gate, ran, background = threading.Event(), list[Any](), Background()
     for number in range(2):
         background.submit(lambda number=number: (gate.wait(), ran.append(number)))
 
-    def child():
+    def child() -> Any:
         background.check()
         background.wait()
         background.close()
@@ -92,41 +83,39 @@ def test_a_child_does_not_wait_for_what_was_given_to_a_thread():
     assert ran == [0, 1]
 
 
-def test_a_child_does_not_upload_what_waits_in_its_parent(tmp_path):
+def test_a_child_does_not_upload_what_waits_in_its_parent(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     uploader = RemoteUploader(f"file://{tmp_path}/there", wait=0.0)
     uploader.log_file("file", str(tmp_path / "file"))
     with uploader._changed:  # as if the thread had it
 
-        def child():
+        def child() -> Any:
             uploader.close()
             uploader.log_file("other", str(tmp_path / "file"))
             uploader.close()
             return sorted(os.listdir(tmp_path / "there"))
 
-        said = in_a_child(child)
+        assert "other" in in_a_child(child)
     uploader.close()
-    assert "other" in said
     assert sorted(os.listdir(tmp_path / "there")) == ["file", "other"]
 
 
-def batches_of(folder):
+def batches_of(folder: Path) -> set[int]:
     """Those whose checkpoints lie there."""
     return {int(path.stem.partition("-ba")[2]) for path in folder.glob("*.safetensors") if not path.is_symlink()}
 
 
 class Counting(pl.Callback):
-    def __init__(self):
-        self.closed = self.calls = 0
+    closed = calls = 0
 
-    def batch_end(self, state, logger):
+    def batch_end(self, state: pl.State, logger: Any) -> None:
         self.calls += 1
 
-    def close(self):
+    def close(self) -> None:
         self.closed += 1
 
 
-WAYS = {
+WAYS: dict[str, Callable[[Any], Any]] = {
     "left": lambda pairs: None,
     "closed": lambda pairs: pairs.close(),
     "an error": lambda pairs: pairs.throw(KeyError("no")),
@@ -134,78 +123,73 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{}, {"watch": {Event.BATCH_END}}, {"strict": True}, {"compile": True}])
-def test_what_a_stream_has_to_end_is_the_parents(way, options, tmp_path):
-    saver, counting = CheckpointSaver(tmp_path, interval="1ba", keep_last=None), Counting()
-    logger = pl.loggers.JSONLinesLogger(tmp_path / "metrics.jsonl")
-    pairs = stream(callbacks=[saver, counting], loggers=[logger], **options)
-    next(pair for pair in pairs if pair[0] is Event.BATCH_END and pair[1].timestamp.batch == 2)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
+@pytest.mark.parametrize("options", [{}, {"watch": {Event.BATCH_END}}, {"strict": True}], ids=["all", "one", "strict"])
+def test_what_a_stream_has_to_end_is_the_parents(options: dict[str, Any], tmp_path: Path) -> None:
+    for way, leave in WAYS.items():
+        folder, record, counting = tmp_path / way, tmp_path / f"{way}.jsonl", Counting()
+        saver = CheckpointSaver(folder, interval="1ba", keep_last=None)
+        pairs = stream(callbacks=[saver, counting], loggers=[pl.loggers.JSONLinesLogger(record)], **options)
+        next(pair for pair in pairs if pair[0] is Event.BATCH_END and pair[1].timestamp.batch == 2)
+        before = record.read_bytes()
 
-    def child():
-        try:
-            WAYS[way](pairs)
-            pairs.close()
-            said = ""
-        except (KeyError, pl.errors.ForkedError) as error:
-            said = type(error).__name__
-        return said, counting.closed, counting.calls, (tmp_path / "metrics.jsonl").read_bytes() == before
+        def child() -> Any:
+            try:
+                leave(pairs)
+                pairs.close()
+                said = ""
+            except (KeyError, pl.errors.ForkedError) as error:
+                said = type(error).__name__
+            return said, counting.closed, counting.calls, record.read_bytes() == before
 
-    said, *rest = in_a_child(child)
-    assert said == {"an error": "KeyError", "continued": "ForkedError"}.get(way, "")
-    assert rest == [0, 2, True]
-    assert pl.run(pairs).timestamp.batch == 4
-    assert (counting.closed, counting.calls) == (1, 4)
-    assert batches_of(tmp_path) == {1, 2, 3, 4}
+        said, *rest = in_a_child(child)
+        assert said == {"an error": "KeyError", "continued": "ForkedError"}.get(way, "")
+        assert rest == [0, 2, True]
+        assert pl.run(pairs).timestamp.batch == 4
+        assert (counting.closed, counting.calls) == (1, 4)
+        assert batches_of(folder) == {1, 2, 3, 4}
 
 
-def test_a_stream_that_begins_in_a_child_is_the_childs(tmp_path):
-    saver, counting = CheckpointSaver(tmp_path, interval="1ba", keep_last=None), Counting()
+def test_a_stream_that_begins_in_a_child_is_the_childs(tmp_path: Path) -> None:
+    def scripted(state: pl.State) -> Any:
+        return (yield Event.BATCH_END, state)
+
+    saver, counting = CheckpointSaver(tmp_path / "one", interval="1ba", keep_last=None), Counting()
     pairs = stream(callbacks=[saver, counting])
-    driven = pl.drive(scripted(pl.State.create(torch.nn.Linear(1, 1))), callbacks=[counting])
+    driven = pl.drive(scripted(pl.State.create(mlp())), callbacks=[counting])
 
-    def child():
+    def child() -> Any:
         return pl.run(pairs).timestamp.batch, counting.closed, pl.run(driven).event.name, counting.closed
 
     assert in_a_child(child) == [4, 1, "BATCH_END", 2]
-    assert batches_of(tmp_path) == {1, 2, 3, 4}
+    assert batches_of(tmp_path / "one") == {1, 2, 3, 4}
+    # One of the child's own, beside the parent's saver.
+    for event, _ in stream(callbacks=[CheckpointSaver(tmp_path / "two", interval="1ba")]):
+        if event is Event.BATCH_END:
+            own = lambda: pl.run(stream(callbacks=[CheckpointSaver(tmp_path / "three")])).timestamp.batch  # noqa: E731
+            assert in_a_child(own) == 4
+            break
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("way", ["left", "closed", "an error"])
-def test_workers_of_a_loader_stay_the_parents(way, persistent):
-    loader = torch.utils.data.DataLoader(Ones(), batch_size=4, num_workers=1, persistent_workers=persistent)
-    pairs = stream(loader, callbacks=[Counting()])
-    next(pair for pair in pairs if pair[0] is Event.BATCH_END)
+def test_workers_of_a_loader_stay_the_parents(persistent: bool) -> None:
+    data = TensorDataset(torch.ones(16, 4), torch.zeros(16, dtype=torch.int64))
+    for way in ("left", "closed", "an error"):
+        pairs = stream(data=DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent))
+        next(pair for pair in pairs if pair[0] is Event.BATCH_END)
 
-    def child():
-        nonlocal pairs
-        with contextlib.suppress(KeyError):
-            WAYS[way](pairs)
-        pairs = None
-        return "ended"
+        def child(way: str = way) -> str:
+            nonlocal pairs
+            with contextlib.suppress(KeyError):
+                WAYS[way](pairs)
+            pairs = None
+            return "ended"
 
-    assert in_a_child(child) == "ended"
-    assert pl.run(pairs).timestamp.batch == 4
-
-
-def scripted(state):
-    state = yield Event.BATCH_END, state
-    return state
-
-
-def test_a_child_trains_by_a_stream_of_its_own_with_the_parents_saver(tmp_path):
-    saver = CheckpointSaver(tmp_path / "one", interval="1ba")
-    for event, _ in stream(callbacks=[saver]):
-        if event is Event.BATCH_END:
-            said = in_a_child(lambda: pl.run(stream(callbacks=[CheckpointSaver(tmp_path / "two")])).timestamp.batch)
-            break
-    assert said == 4
+        assert in_a_child(child) == "ended"
+        assert pl.run(pairs).timestamp.batch == 4
 
 
 SCRIPT = """
-import itertools, os, sys, time
+import os, sys, time
 import torch
 import pure_loop as pl
 from pure_loop import Event
@@ -213,13 +197,6 @@ from pure_loop.callbacks import CheckpointSaver
 
 torch.set_num_threads(1)
 way, folder = sys.argv[1:]
-
-def ends():
-    {
-        "exits": lambda: sys.exit(3),
-        "raises": lambda: next(iter(())),
-        "falls": lambda: None,
-    }[way]()
 
 def fork():
     if way == "process":
@@ -233,7 +210,7 @@ def fork():
     child = os.fork()
     if not child:
         print("in the child", flush=True)
-        ends()
+        {"exits": lambda: sys.exit(3), "raises": lambda: next(iter(())), "falls": lambda: None}[way]()
         return True
     until = time.monotonic() + 90
     while time.monotonic() < until:
@@ -245,17 +222,12 @@ def fork():
     os.kill(child, 9)
     print("child hangs", flush=True)
 
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 12
-    def __getitem__(self, index):
-        return torch.ones(3), torch.ones(2)
-
+data = torch.utils.data.TensorDataset(torch.ones(12, 3), torch.ones(12, 2))
 # Large, so that its checkpoints are still being written.
 model = torch.nn.Sequential(torch.nn.Linear(3, 300_000), torch.nn.Linear(300_000, 2))
 stream = pl.fit(
     model,
-    torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=int(way == "process")),
+    torch.utils.data.DataLoader(data, batch_size=4, num_workers=int(way == "process")),
     loss=torch.nn.functional.mse_loss,
     optimizer=pl.optim.sgd(lr=1e-6),
     max_duration="1ep",
@@ -270,24 +242,15 @@ else:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["exits", "raises", "falls", "process"])
-def test_a_child_of_the_body_ends(way, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    began = time.monotonic()
-    ran = subprocess.run(
-        [sys.executable, str(script), way, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    code = {"exits": 3, "raises": 1, "falls": 0, "process": 0}[way]
+@pytest.mark.slow  # a process for each way in which a child of a script ends
+@pytest.mark.parametrize(("way", "code"), [("exits", 3), ("raises", 1), ("falls", 0), ("process", 0)])
+def test_a_child_of_the_body_ends(way: str, code: int, tmp_path: Path) -> None:
+    run = [sys.executable, "-c", SCRIPT, way, str(tmp_path)]
+    ran = subprocess.run(run, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
     lines = ([] if way == "process" else ["in the child"]) + [f"child {code}", "parent 3"]
     assert ran.stdout.splitlines() == lines, ran.stderr[-3000:]
     assert ran.stderr.count("done") == 1, ran.stderr  # the bar of the parent alone
     assert "stopped" not in ran.stderr
     assert batches_of(tmp_path / "run") == {1, 2, 3}
     steps = [json.loads(line).get("batch") for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps, key=lambda step: -1 if step is None else step), began
+    assert steps == sorted(steps, key=lambda step: -1 if step is None else step)
