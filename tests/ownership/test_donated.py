@@ -244,7 +244,7 @@ def test_with_donate_true_what_is_kept_says_that_it_was_overwritten() -> None:
     assert kept[3].loss.item() > 0
     assert kept[3].timestamp.batch == 3
     assert all(torch.equal(one, other) for one, other in tensors), "a tensor that was kept by itself changed"
-    del state
+    del state, kept[15]
     assert not any(each() is not None for each in memory), "a State whose memory was taken keeps it"
 
 
