@@ -157,10 +157,6 @@ def _with_gradients(change: Callable[[Tensor], Tensor]) -> Callable[[pl.State], 
     return lambda state: state if state.grads is None else state.replace(grads=_each(state.grads, change))
 
 
-def _remembers(state: pl.State) -> pl.State:
-    return state.remember("remembers", dict(state.params))
-
-
 def _clones(state: pl.State) -> pl.State:
     return state.replace(params={name: each.detach().clone() for name, each in state.params.items()})
 
@@ -198,36 +194,21 @@ def _at(name: str, handler: Any, *events: Event, **more: Any) -> Any:
     return pl.algorithm(*events, name=name, **more)(handler)
 
 
-def _keeps_states() -> Any:
-    states: list[pl.State] = []
-
-    def handler(state: pl.State) -> pl.State:
-        states.append(state)
-        return state
-
-    return _at("keeps states", handler, Event.BATCH_START, _STEP)
-
-
 _HANDLERS: dict[str, Any] = {
     "clones": (_clones, Event.BATCH_START),
     "same tensors": (lambda state: state.replace(params=dict(state.params)), Event.BATCH_START, _END),
-    "same moments": (lambda state: state.replace(opt_state=pl.FrozenDict(state.opt_state)), _END),
     "reads": (_reads, _STEP, _END),
     "doubles": (_with_gradients(lambda grad: 2 * grad), Event.AFTER_BACKWARD),
-    "same gradients": (_with_gradients(lambda grad: grad), _STEP),
     "begins": (_begins, Event.BATCH_START),
 }
 ALGORITHMS: dict[str, Callable[[], Any]] = {
     "ema": lambda: pl.algorithms.ema(half_life="3ba"),
-    "lookahead": lambda: pl.algorithms.lookahead(),
     **{name: partial(_at, name, *given) for name, given in _HANDLERS.items()},
-    "remembers": partial(_at, "remembers", _remembers, _END, init=lambda state: dict(state.params)),
     "tries": partial(
         _at, "tries", _tries, Event.BEFORE_FORWARD, Event.AFTER_BACKWARD, _STEP, init=lambda state: torch.zeros(())
     ),
     "returns params": lambda: _returns("params"),
     "returns opt_state": lambda: _returns("opt_state"),
-    "keeps states": _keeps_states,
 }
 
 # Of a folder for what they write.
@@ -263,33 +244,12 @@ def _renaming(stream: Any) -> Iterator[Any]:
         yield seen, state
 
 
-def _again(stream: Any) -> Iterator[Any]:
-    for pair in stream:
-        given = pair
-        yield given
-
-
 def _deque(stream: Any) -> Iterator[Any]:
     last: collections.deque[Any] = collections.deque(maxlen=3)
     for pair in stream:
         last.append(pair)
         yield last[0]
     yield from list(last)[1:]
-
-
-def _async(stream: Any) -> Iterator[Any]:
-    async def around() -> Any:
-        for event, state in stream:
-            yield event, state
-
-    pairs = around()
-    while True:
-        try:
-            pairs.__anext__().send(None)
-        except StopIteration as stop:
-            yield stop.value
-        except StopAsyncIteration:
-            return
 
 
 def _pairs(stream: Any, body: Body) -> Iterator[None]:
@@ -322,27 +282,6 @@ def _three_names(stream: Any, body: Body) -> Iterator[None]:
             yield
 
 
-def _before_too(stream: Any, body: Body) -> Iterator[None]:
-    before = None
-    for event, state in stream:
-        body(event, state)
-        yield
-        assert before is None or of_tree(before)
-        before = state
-
-
-def _enumerated(stream: Any, body: Body) -> Iterator[None]:
-    for _, (event, state) in enumerate(stream):
-        body(event, state)
-        yield
-
-
-def _pairwise(stream: Any, body: Body) -> Iterator[None]:
-    for (_, _before), (event, state) in itertools.pairwise(stream):
-        body(event, state)
-        yield
-
-
 def _closed_over(stream: Any, body: Body) -> Iterator[None]:
     def look() -> None:
         body(event, state)
@@ -370,21 +309,6 @@ def _an_attribute(stream: Any, body: Body) -> Iterator[None]:
         yield
 
 
-def _a_star(stream: Any, body: Body) -> Iterator[None]:
-    for event, *rest in stream:
-        body(event, rest[0])
-        yield
-
-
-def _two_loops(stream: Any, body: Body) -> Iterator[None]:
-    for event, state in itertools.islice(stream, 40):
-        body(event, state)
-        yield
-    for event, later in stream:
-        body(event, later)
-        yield
-
-
 def _swapped(stream: Any, body: Body) -> Iterator[None]:
     """The loop's variable is another State in between."""
     other = None
@@ -392,15 +316,6 @@ def _swapped(stream: Any, body: Body) -> Iterator[None]:
         body(event, state)
         state, other = other, state
         yield
-
-
-def _with_locals(stream: Any, body: Body) -> Iterator[None]:
-    for event, state in stream:  # noqa: B007
-        names = locals()
-        body(names["event"], names["state"])
-        del names
-        yield
-        assert state is not None
 
 
 # Those after which a step may write in place, if nothing else is kept.
@@ -416,23 +331,13 @@ CONSUMERS: dict[str, Consumer] = {
     "for pair": _pairs,
     "list": _through(list),
     "three names": _three_names,
-    "the one before": _before_too,
-    "a generator around": _through(_again),
     "a generator that unpacks": _through(_renaming),
-    "enumerate": _enumerated,
-    "chain": _through(itertools.chain),
-    "tee": _through(lambda stream: (one for one, _ in zip(*itertools.tee(stream), strict=True))),
-    "pairwise": _pairwise,
     "a deque": _through(_deque),
     "closed over": _closed_over,
     "globals": _globals,
     "a module": _a_module,
     "an attribute": _an_attribute,
-    "a star": _a_star,
-    "two loops": _two_loops,
     "swapped": _swapped,
-    "locals()": _with_locals,
-    "async": _through(_async),
 }
 
 
@@ -449,21 +354,6 @@ def _watched(getter: Callable[[], Any], setter: Callable[[Any], None], step: Cal
         setter(before)
 
 
-def _monitored(step: Callable[[], bool]) -> bool:
-    """As coverage counts lines from Python 3.12 on, and as a tool of coverage, unless that counts them now."""
-    monitoring: Any = getattr(sys, "monitoring", None)
-    if monitoring is None:
-        return step()
-    tool = next(each for each in (monitoring.COVERAGE_ID, *range(6)) if monitoring.get_tool(each) is None)
-    monitoring.use_tool_id(tool, "ownership")
-    monitoring.set_events(tool, monitoring.events.LINE)
-    try:
-        return step()
-    finally:
-        monitoring.set_events(tool, 0)
-        monitoring.free_tool_id(tool)
-
-
 def _in_a_thread(step: Callable[[], bool]) -> bool:
     """Each pair in a thread of its own."""
     with ThreadPoolExecutor(1) as pool:
@@ -474,7 +364,6 @@ SURROUNDINGS: dict[str, Callable[[Callable[[], bool]], bool]] = {
     "plain": lambda step: step(),
     "traced": partial(_watched, sys.gettrace, sys.settrace),
     "profiled": partial(_watched, sys.getprofile, sys.setprofile),
-    "monitored": _monitored,
     "a thread": _in_a_thread,
 }
 

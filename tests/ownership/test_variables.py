@@ -121,19 +121,12 @@ def _until(stream: Any) -> Any:
 PICKS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "all": (lambda stream: stream, False),
     "takewhile": (lambda stream: itertools.takewhile(lambda pair: pair[1].timestamp.batch < 5, stream), True),
-    "takewhile steps": (
-        lambda s: itertools.takewhile(lambda pair: pair[0] is not Event.BATCH_END or pair[1].timestamp.batch < 5, s),
-        True,
-    ),
-    "islice": (lambda stream: itertools.islice(stream, 30), False),
     "islice in steps": (lambda stream: itertools.islice(stream, 6, None, 5), False),
-    "filter ends": (lambda stream: filter(lambda pair: pair[0] is Event.BATCH_END, stream), False),
     "filter before steps": (lambda stream: filter(lambda pair: pair[0] is Event.AFTER_TRAIN_BATCH, stream), False),
     "filter no ends": (
         lambda s: filter(lambda pair: pair[0] in (Event.BATCH_START, Event.AFTER_TRAIN_BATCH), s), False
     ),
     "filter later": (lambda stream: filter(lambda pair: pair[1].timestamp.batch < 5, stream), True),
-    "a generator expression": (lambda stream: (pair for pair in stream if pair[1].timestamp.batch < 5), False),
     "one of two": (lambda stream: ((event, state) for event, state in stream if state.timestamp.batch < 5), False),
     "a generator that ends": (lambda stream: _until(stream), False),
 }  # fmt: skip
@@ -186,26 +179,15 @@ def _advance(stream: Any, event: Any, *, state: Any) -> Any:
     return None, None
 
 
-def _advance_by_next(stream: Any, event: Any, state: Any) -> Any:
-    while event is not Event.FIT_END:
-        event, state = next(stream)
-        if event is Event.BATCH_END:
-            break
-    return event, state
-
-
 @pytest.mark.parametrize("watch", [None, ONE], ids=["all", "one"])
-@pytest.mark.parametrize("advance", [_advance, _advance_by_next])
-def test_what_a_caller_has_is_whole_while_a_parameter_is_rebound(advance: Any, watch: Any) -> None:
+def test_what_a_caller_has_is_whole_while_a_parameter_is_rebound(watch: Any) -> None:
     """From Python 3.14 on an argument has no reference of its own, and so that of the caller alone is counted."""
     stream, twin = _fit(watch), _fit(watch, False)
-    event, state = advance(stream, None, state=None)
-    _, other = advance(twin, None, state=None)
+    (event, state), (_, other) = _advance(stream, None, state=None), _advance(twin, None, state=None)
     for _ in range(5):
-        later = advance(stream, event, state=state)
+        later = _advance(stream, event, state=state)
         assert _whole(state, other)
-        event, state = later
-        _, other = advance(twin, None, state=None)
+        (event, state), (_, other) = later, _advance(twin, None, state=None)
 
 
 @pytest.mark.parametrize("watch", [None, ONE], ids=["all", "one"])

@@ -7,14 +7,12 @@ same program with ``donate=False``, says that.
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import ctypes
 import gc
 import operator
 import pickle
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -120,10 +118,6 @@ TENSORS: dict[str, Callable[[pl.State, int], Tensor]] = {
 }
 
 
-class Marked(Tensor):
-    """A subclass of a tensor that changes nothing."""
-
-
 def _of_array(array: Any) -> list[Tensor]:
     return [torch.from_numpy(np.array(array))]
 
@@ -161,13 +155,9 @@ def _of_graph(pair: tuple[Tensor, Tensor]) -> list[Tensor]:
 OF_A_TENSOR: dict[str, tuple[Any, ...]] = {
     "itself": (lambda tensor: tensor,),
     "a view": (lambda tensor: _flat(tensor)[:1],),
-    "a view of a view": (lambda tensor: _flat(tensor)[:].unsqueeze(0).expand(2, -1),),
     "detach()": (lambda tensor: tensor.detach(),),
-    "data": (lambda tensor: tensor.data,),
     "an array": (lambda tensor: tensor.detach().numpy(), _of_array),
-    "a memoryview": (lambda tensor: memoryview(tensor.detach().numpy()), lambda view: _of_array(np.asarray(view))),
     "a capsule": (lambda tensor: to_dlpack(tensor.detach()), _of_capsule, True),
-    "__dlpack__()": (lambda tensor: tensor.detach().__dlpack__(), _of_capsule, True),
     "numpy.from_dlpack": (lambda tensor: np.from_dlpack(tensor.detach()), _of_array),
     "untyped_storage()": (
         lambda tensor: tensor.untyped_storage(),
@@ -176,7 +166,6 @@ OF_A_TENSOR: dict[str, tuple[Any, ...]] = {
     "set_ to its storage": (lambda tensor: torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage()),),
     "nn.Parameter": (lambda tensor: nn.Parameter(_float(tensor).detach()),),
     "copy.copy": (copy.copy,),
-    "as_subclass": (lambda tensor: tensor.detach().as_subclass(Marked),),
     "a hooked leaf": (_hooked,),
     "an iterator": (lambda tensor: iter(tensor if tensor.ndim else tensor.reshape(1, -1)), list, True),
     "a graph of one's own": (lambda tensor: _graph(tensor.detach()), _of_graph),
@@ -261,13 +250,6 @@ def _other_params(state: pl.State, which: int) -> Any:
     return state.replace(params={name: torch.zeros_like(each).detach() for name, each in state.params.items()})
 
 
-def _matched(state: pl.State, which: int) -> Any:
-    match state:
-        case pl.State(params=params, opt_state=memory):
-            return params, memory
-    raise AssertionError
-
-
 def _merged(state: pl.State, which: int) -> Any:
     return {**state.params}, state.params | {}, dict(state.params), state.params.copy(), copy.copy(state.params)
 
@@ -286,8 +268,6 @@ def _mapped(state: Any) -> Any:
     return same_leaf(state), torch.utils._pytree.tree_map(lambda leaf: leaf, state)
 
 
-_DESCRIPTOR: Any = vars(pl.State)["params"]
-
 STATES: dict[str, Way] = {
     "the State": Way(lambda state, i: state),
     "the State and no look at it": Way(lambda state, i: state, late=True),
@@ -296,18 +276,14 @@ STATES: dict[str, Way] = {
     "pickle": Way(lambda state, i: pickle.dumps(state.params), lambda data: of_tree(pickle.loads(data))),
     "attrs.evolve": Way(lambda state, i: attrs.evolve(state, seed=1)),
     "attrs.asdict": Way(lambda state, i: attrs.asdict(state, recurse=False)),
-    "attrs.astuple": Way(lambda state, i: attrs.astuple(state, recurse=False)),
     "replace(seed)": Way(lambda state, i: state.replace(seed=1)),
-    "replace(seed) twice": Way(lambda state, i: state.replace(seed=1).replace(seed=2)),
     "replace(params)": Way(_other_params, late=True),
     "replace(opt_state)": Way(lambda state, i: state.replace(opt_state=None), late=True),
     "replace(a part of the params)": Way(_one_tensor_in_another_state),
     "replace(loss)": Way(lambda state, i: state.replace(loss=None, grads=None), late=True),
     "gc.get_referents": Way(_referents),
-    "__reduce__": Way(lambda state, i: state.__reduce__()),
     "tree_leaves": Way(lambda state, i: _flattened(state)),
     "tree_map": Way(lambda state, i: _mapped(state), late=True),
-    "a match statement": Way(_matched),
     "a module": Way(lambda state, i: state.module(), lambda module: [*module.parameters(), *module.buffers()]),
 }
 
@@ -315,25 +291,14 @@ MAPPINGS: dict[str, Way] = {
     "params": Way(lambda state, i: state.params),
     "params, no look at them": Way(lambda state, i: state.params, late=True),
     "getattr": Way(lambda state, i: operator.attrgetter("params", "opt_state")(state)),
-    "the descriptor": Way(lambda state, i: _DESCRIPTOR.__get__(state)),
-    "object.__getattribute__": Way(lambda state, i: object.__getattribute__(state, "params")),
     "params.values()": Way(lambda state, i: state.params.values(), list),
-    "params.items()": Way(lambda state, i: state.params.items(), lambda items: [each for _, each in items]),
     "iter(params.values())": Way(lambda state, i: iter(state.params.values()), list, late=True),
     "params.keys()": Way(lambda state, i: state.params.keys(), lambda keys: of_tree(dict(keys.mapping))),
     "params.get": Way(lambda state, i: state.params.get, lambda get: [get(next(iter(get.__self__)))]),
-    "params.__getitem__": Way(
-        lambda state, i: partial(state.params.__getitem__, next(iter(state.params))), lambda get: [get()], late=True
-    ),
     "copies of the mapping": Way(_merged),
-    "a mapping proxy": Way(lambda state, i: types.MappingProxyType(state.params), lambda it: of_tree(dict(it))),
     "opt_state": Way(lambda state, i: state.opt_state),
     "opt_state, no look at it": Way(lambda state, i: state.opt_state, late=True),
     "a mapping of moments": Way(lambda state, i: _nth([m for m in state.opt_state.values() if isinstance(m, dict)], i)),
-    "opt_state.values()": Way(lambda state, i: state.opt_state.values(), lambda values: of_tree(list(values))),
-    "iter(opt_state.items())": Way(
-        lambda state, i: iter(state.opt_state.items()), lambda items: of_tree(list(items)), late=True
-    ),
     "grads": Way(_gradients),
     "grads, no look at them": Way(_gradients, late=True),
     "iter(grads.values())": Way(
@@ -349,7 +314,6 @@ OF_GRAPHS: dict[str, Way] = {
     "the graph of the loss": Way(_loss, _differentiate, late=True),
     "the outputs": Way(_outputs),
     "the graph of the outputs": Way(_outputs, _differentiate, late=True),
-    "the outputs, no look at them": Way(_outputs, late=True),
     "a view of the outputs": Way(lambda state, i: _outputs(state)[:1]),
     "a leaf found in the graph": Way(lambda state, i: _nth(leaves_behind(_loss(state)), i)),
     "a tensor that the graph has saved": Way(_saved),
@@ -387,7 +351,6 @@ OF_OTHERS: dict[str, dict[str, Way]] = {
         "a view of self.weight": Way(lambda given, i: _flat(_own(given, i))[:1]),
         "an array of self.weight": Way(lambda given, i: _own(given, i).detach().numpy(), _of_array),
         "all parameters": Way(lambda given, i: list(given[0].parameters())),
-        "vars(layer)": Way(lambda given, i: dict(given[0].first._parameters)),
         "activations": Way(lambda given, i: given[1]),
         "the graph of activations": Way(lambda given, i: given[1], _differentiate, late=True),
     },
@@ -453,24 +416,6 @@ def _in_cycle(thing: Any) -> Holder:
     return lambda: held[1][0]
 
 
-def _in_context(thing: Any) -> Holder:
-    context, variable = contextvars.Context(), contextvars.ContextVar[Any]("variable")
-    context.run(variable.set, thing)
-    return lambda: context[variable]
-
-
-def _in_object_array(thing: Any) -> Holder:
-    held = np.empty(1, dtype=object)
-    held[0] = thing
-    return lambda: held[0]
-
-
-def _in_thread_local(thing: Any) -> Holder:
-    held = threading.local()
-    held.thing = thing
-    return lambda: getattr(held, "thing", GONE)  # in another thread, and after the end of this one
-
-
 def _behind_a_weak_reference(thing: Any) -> Holder:
     try:
         weak = weakref.ref(thing)
@@ -512,10 +457,7 @@ HOLDERS: dict[str, Callable[[Any], Holder]] = {
     "a slot": lambda thing: partial(getattr, Slotted(thing), "thing"),
     "a traceback": _in_traceback,
     "a cycle": _in_cycle,
-    "a context": _in_context,
-    "an array of objects": _in_object_array,
     "a py_object": lambda thing: partial(getattr, ctypes.py_object(thing), "value"),
-    "a thread's locals": _in_thread_local,
     "a thread": _in_thread,
     WEAK: _behind_a_weak_reference,
 }
