@@ -36,31 +36,30 @@ def of_numpy(arrays: dict[str, Any]) -> FrozenDict[str, Tensor]:
     return FrozenDict({name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
-@pytest.mark.parametrize("donate", ["auto", True])
 @pytest.mark.parametrize("where", ["State", "a file", "INIT", "opt_state"])
-def test_arrays_that_training_starts_from_stay_what_they_are(
-    donate: Any, where: str, count: Count, tmp_path: Path
-) -> None:
-    state = pl.State.create(plain())
-    before = {name: tensor.numpy().copy() for name, tensor in state.params.items()}
-    arrays = {name: array.copy() for name, array in before.items()}
-    if where == "a file":
-        for name, array in before.items():
-            numpy.save(tmp_path / f"{name}.npy", array)
-            arrays[name] = numpy.load(tmp_path / f"{name}.npy", mmap_mode="r+")
+def test_arrays_that_training_starts_from_stay_what_they_are(where: str, count: Count, tmp_path: Path) -> None:
+    for donate in ("auto", True):
+        count.copied = 0
+        state = pl.State.create(plain())
+        before = {name: tensor.numpy().copy() for name, tensor in state.params.items()}
+        arrays = {name: array.copy() for name, array in before.items()}
+        if where == "a file":
+            for name, array in before.items():
+                numpy.save(tmp_path / f"{name}.npy", array)
+                arrays[name] = numpy.load(tmp_path / f"{name}.npy", mmap_mode="r+")
 
-    @pl.algorithm(Event.INIT, Event.BEFORE_LOAD)
-    def put_in(state: pl.State) -> pl.State:
-        if where == "INIT" and state.event is Event.INIT:
-            return state.replace(params=of_numpy(arrays))
-        if where == "opt_state" and state.event is Event.BEFORE_LOAD:
-            return state.replace(opt_state=FrozenDict({**state.opt_state, "momentum_buffer": of_numpy(arrays)}))
-        return state
+        @pl.algorithm(Event.INIT, Event.BEFORE_LOAD)
+        def put_in(state: pl.State) -> pl.State:
+            if where == "INIT" and state.event is Event.INIT:
+                return state.replace(params=of_numpy(arrays))
+            if where == "opt_state" and state.event is Event.BEFORE_LOAD:
+                return state.replace(opt_state=FrozenDict({**state.opt_state, "momentum_buffer": of_numpy(arrays)}))
+            return state
 
-    start: Any = state.replace(params=of_numpy(arrays)) if where in ("State", "a file") else plain()
-    pl.run(fit(start, donate=donate, optimizer=pl.optim.sgd(lr=0.1, momentum=0.9), algorithms=[put_in]))
-    assert all(numpy.array_equal(array, before[name]) for name, array in arrays.items())
-    assert count.copied == 1
+        start: Any = state.replace(params=of_numpy(arrays)) if where in ("State", "a file") else plain()
+        pl.run(fit(start, donate=donate, optimizer=pl.optim.sgd(lr=0.1, momentum=0.9), algorithms=[put_in]))
+        assert all(numpy.array_equal(array, before[name]) for name, array in arrays.items())
+        assert count.copied == 1
 
 
 def test_memory_that_processes_share_stays_what_it_is() -> None:

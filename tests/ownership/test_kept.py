@@ -43,18 +43,18 @@ def series(keeps: Iterable[dict[str, Any]], every: int = 1, **settings: Any) -> 
     return Program(keeps=kept, batches=kept[-1].batch + 2, **settings)
 
 
-@pytest.mark.parametrize("event", [Event.BATCH_START, Event.AFTER_LOSS, *WITH_GRADIENTS])
 @pytest.mark.parametrize("run", RUNS)
-def test_each_way_of_keeping_keeps(run: str, event: Event) -> None:
+def test_each_way_of_keeping_keeps(run: str) -> None:
     """But for those of gradients and leaves, which some events are without."""
-    watch = None if run in ("small", "unread") else frozenset({event, Event.BATCH_END})
-    judged = judge(series([{"event": event, "way": way} for way in WAYS], watch=watch, **RUNS[run]))
-    assert judged.truth is not None
-    kept = {key.way for key in judged.truth.numbers if isinstance(key, Keep)}
-    assert judged.compared == len(kept) + 1
-    without = {"unread": {"a buffer"}, "large unread": {"a buffer"}}.get(run, set())
-    without |= _OF_GRAPHS if event in WITH_GRADIENTS else _OF_GRADIENTS
-    assert event is Event.BATCH_START or set(WAYS) - kept == without
+    for event in (Event.BATCH_START, Event.AFTER_LOSS, *WITH_GRADIENTS):
+        watch = None if run in ("small", "unread") else frozenset({event, Event.BATCH_END})
+        judged = judge(series([{"event": event, "way": way} for way in WAYS], watch=watch, **RUNS[run]))
+        assert judged.truth is not None
+        kept = {key.way for key in judged.truth.numbers if isinstance(key, Keep)}
+        assert judged.compared == len(kept) + 1
+        without = {"unread": {"a buffer"}, "large unread": {"a buffer"}}.get(run, set())
+        without |= _OF_GRAPHS if event in WITH_GRADIENTS else _OF_GRADIENTS
+        assert event is Event.BATCH_START or set(WAYS) - kept == without
 
 
 _OF_GRAPHS = {"a tensor that the graph has saved", "a loss of one's own", "a penalty and its leaf", "a penalty alone"}
@@ -85,16 +85,16 @@ _REFERRED = ("the State", "a leaf", "parameter: itself", "a mapping of moments",
 _REFERRED += ("gradient: itself", "parameter: detach()", "params", "opt_state")
 
 
-@pytest.mark.parametrize("event", [Event.FIT_START, Event.AFTER_LOSS, Event.BATCH_END])
-def test_a_weak_reference_shows_no_other_numbers(event: Event) -> None:
+def test_a_weak_reference_shows_no_other_numbers() -> None:
     """It may lose what it refers to. A tensor can't say that it was overwritten, and a mapping can.
 
     One to a storage does show them: a step that writes in place goes on with the same tensors.
     """
-    for way in (*_REFERRED, _STORAGE):
-        keep = Keep(event=event, batch=0 if event is Event.FIT_START else 3, way=way, holder=WEAK, often=True)
-        violations = judge(Program(keeps=(keep,), **SMALL), allowed=True).violations
-        assert not violations or way == _STORAGE, violations
+    for event in (Event.FIT_START, Event.AFTER_LOSS, Event.BATCH_END):
+        for way in (*_REFERRED, _STORAGE):
+            keep = Keep(event=event, batch=0 if event is Event.FIT_START else 3, way=way, holder=WEAK, often=True)
+            violations = judge(Program(keeps=(keep,), **SMALL), allowed=True).violations
+            assert not violations or way == _STORAGE, violations
 
 
 @pytest.mark.parametrize("who", ["callback", "algorithm"])
@@ -118,17 +118,17 @@ def test_what_is_given_tensors_keeps_them(who: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["aliasing outputs", "aliasing buffers", "aliasing loss"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_what_has_the_memory_of_a_parameter_keeps_it(optimizer: str, model: str) -> None:
+def test_what_has_the_memory_of_a_parameter_keeps_it(model: str) -> None:
     """Nothing of the parameters was read: outputs, a loss and a buffer are views of one."""
     ways = ("the outputs", "the graph of the outputs", "a view of the outputs", "buffers", "a buffer")
     ways += ("replace(params)", "the loss", "replace(opt_state)")
     events = (Event.AFTER_FORWARD, Event.AFTER_LOSS, *WITH_GRADIENTS)
-    keeps = [{"event": event, "way": way} for event in events for way in ways]
-    judge(series([{"batch": 2}, *keeps], model=model, optimizer=optimizer, options={"strict": False}))
-    compared = frozenset((event, batch) for event in Event for batch in range(8))
-    program = Program(model=model, optimizer=optimizer, compared=compared, options={"strict": False})
-    assert judge(program).compared > 40
+    for optimizer in ("adamw", "sgd"):
+        keeps = [{"event": event, "way": way} for event in events for way in ways]
+        judge(series([{"batch": 2}, *keeps], model=model, optimizer=optimizer, options={"strict": False}))
+        compared = frozenset((event, batch) for event in Event for batch in range(8))
+        program = Program(model=model, optimizer=optimizer, compared=compared, options={"strict": False})
+        assert judge(program).compared > 40
 
 
 def test_a_state_that_the_script_goes_on_with_stays() -> None:

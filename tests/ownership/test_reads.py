@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -301,10 +302,9 @@ def test_what_a_weak_reference_to_a_mapping_leads_to_later_stays(event: Event) -
 
 
 @pytest.mark.usefixtures("gradients_of_each_size")
-@pytest.mark.parametrize("donate", ["auto", True])
 @pytest.mark.parametrize("field", ["params", "opt_state"])
-def test_what_an_algorithm_put_in_is_its_own(field: str, donate: Any) -> None:
-    for batch in (0, 4):
+def test_what_an_algorithm_put_in_is_its_own(field: str) -> None:
+    for batch, donate in itertools.product((0, 4), ("auto", True)):
         for frozen in (False, True):
             kept, old = Kept(), []
 

