@@ -42,8 +42,8 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Count:
 
 @pytest.mark.parametrize("watch", WATCHES)
 def test_parameters_stay_where_they_are_while_nothing_is_kept(watch: str) -> None:
-    for consumer, strict in itertools.product(IN_PLACE, (None, False)):
-        assert moves(consumer=consumer, watch=WATCHES[watch], options={"strict": strict}) == []
+    for consumer in IN_PLACE:
+        assert moves(consumer=consumer, watch=WATCHES[watch], options={"strict": False}) == []
     for optimizer in OPTIMIZERS:
         assert moves(optimizer=optimizer, watch=WATCHES[watch]) in ([], [1] if optimizer == "RAdam" else [])
 

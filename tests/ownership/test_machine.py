@@ -30,14 +30,14 @@ _TRIES = Program(algorithms=("tries", "begins"), options={"microbatch_size": 2},
 
 @example(program=_TRIES)
 @given(program=programs())
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_what_is_kept_never_changes(program: Program) -> None:
     judge(program)
 
 
 @example(program=_TRIES)
 @given(program=programs().filter(_never_reads_the_past))
-@settings(max_examples=20)
+@settings(max_examples=15)
 def test_with_donate_true_what_is_kept_has_its_numbers_or_says_that_it_has_none(program: Program) -> None:
     judge(program, donate=True)
 

@@ -175,7 +175,7 @@ def of_elements(draw: Any) -> tuple[Any, nn.Module, Tensor, Tensor]:
 
 
 @given(of_classes() | of_elements(), st.integers(1, 6), st.sampled_from(sorted(WATCHED)), st.booleans(), st.data())
-@examples(fast=90, thorough=3000)
+@examples(fast=60, thorough=3000)
 def test_every_split_gives_the_loss_of_torch_on_the_whole_batch(
     case: Any, size: int, watch: str, reads: bool, data: Any
 ) -> None:
@@ -368,7 +368,7 @@ def partly(draw: Any, kinds: tuple[str, ...] = tuple(KINDS)) -> tuple[Any, pl.Ta
 
 
 @given(partly(), st.sampled_from(sorted(WATCHED)), st.booleans(), st.booleans())
-@examples(fast=90, thorough=3000)
+@examples(fast=60, thorough=3000)
 def test_a_part_of_weight_0_counts_for_nothing(case: Any, watch: str, reads: bool, large: bool) -> None:
     """Also where gradients are added up in place, as those of large models are; their hooks would add a NaN."""
     batch, task, size, wanted = case
