@@ -327,10 +327,9 @@ def test_memory_of_an_optimizer_of_ones_own_stays_what_it_was_when_it_was_kept(n
     assert [float(each.flatten()[0]) for each in kept] == list(range(1, 16))
 
 
-@pytest.mark.parametrize("donate", ["auto", True])
-def test_what_a_label_of_a_partition_keeps_stays(donate: Any, count: Count) -> None:
+def test_what_a_label_of_a_partition_keeps_stays(count: Count) -> None:
     """It is given the parameters before a step writes to them."""
-    for kept_from in (0, 2, 4):
+    for kept_from, donate in itertools.product((0, 2, 4), ("auto", True)):
         kept, asked = [], itertools.count()
 
         def label(name: str, tensor: Tensor, kept: Any = kept, asked: Any = asked, begin: int = kept_from) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -283,19 +284,17 @@ def test_a_thread_reads_whole_parameters_or_an_error() -> None:
     assert not any(changed)
 
 
-@pytest.mark.parametrize("event", [Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_BACKWARD])
-def test_what_a_weak_reference_to_a_mapping_leads_to_later_stays(event: Event) -> None:
+def test_what_a_weak_reference_to_a_mapping_leads_to_later_stays() -> None:
     """From AFTER_FORWARD on it is that of the leaves, which the steps after go on with."""
-    from weakref import ref
-
-    kept, weak = Kept(), None
-    for now, state in fit():
-        if weak is not None and now is Event.BATCH_START and (mapping := weak()) is not None:
-            kept.keep("a tensor", dict.__getitem__(mapping, "0.weight"))
-            del mapping
-        if now is event and state.timestamp.batch == 3:
-            weak = ref(state.params)
-    kept.check()
+    for event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_BACKWARD):
+        kept, weak = Kept(), None
+        for now, state in fit():
+            if weak is not None and now is Event.BATCH_START and (mapping := weak()) is not None:
+                kept.keep("a tensor", dict.__getitem__(mapping, "0.weight"))
+                del mapping
+            if now is event and state.timestamp.batch == 3:
+                weak = ref(state.params)
+        kept.check()
 
 
 # What an algorithm puts in is its own, and what is given up meanwhile makes up for nothing. ---------------------------
