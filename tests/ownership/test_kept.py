@@ -111,9 +111,16 @@ def test_what_is_given_tensors_keeps_them(who: str) -> None:
     """A forward, a loss, a clip_grad and an optimizer."""
     options = {"strict": False, **({"clip_grad": "own"} if who == "clip" else {})}
     optimizer = "telling adamw" if who == "update" else "adamw"
+    # Nobody else is given what this one keeps.
+    settings: dict[str, Any] = {
+        "model": "telling",
+        "optimizer": optimizer,
+        "options": options,
+        "telling": who == "loss",
+    }
     keeps = [{"who": who, "way": way, "which": which} for way in OF_OTHERS[who] for which in (0, 3)]
     for large in (False, True):
-        program = series(keeps, model="telling", optimizer=optimizer, options=options, large=large)
+        program = series(keeps, large=large, **settings)
         assert judge(program).compared == len(keeps) + 1
 
 
