@@ -80,8 +80,12 @@ def _fails(program: Program) -> bool:
     return False
 
 
+# The others show in programs too rare to be drawn; test_kept.py has one for each.
+RARE = {"no look at the script's State", "gradients are never kept", "each variable is replaced"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", [name for name in WRONG if name not in RARE])
 def test_drawn_programs_catch_a_wrong_decision(name: str) -> None:
     """That programs are drawn from the right distribution: up to a thousand are tried."""
     drawing = settings(
