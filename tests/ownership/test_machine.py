@@ -81,7 +81,7 @@ def _fails(program: Program) -> bool:
 
 
 # The others show in programs too rare to be drawn; test_kept.py has one for each.
-RARE = {"no look at the script's State", "gradients are never kept", "each variable is replaced"}
+RARE = {"no look at the script's State", "each variable is replaced"}
 
 
 @pytest.mark.slow
