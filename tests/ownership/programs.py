@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import io
 import itertools
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import attrs
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -22,28 +23,15 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.algorithm import Algorithm
-from tests.ownership.judge import Judge
-from tests.ownership.ways import GRAPHS, HOLDERS, MAPPINGS, OF_OTHERS, OF_TENSORS, STATES, WAYS, WEAK, of_tree
-from tests.support.models import FEATURES, Tied, batches, mlp, plain
+from tests.ownership.judge import Judge, Violation
+from tests.ownership.ways import HOLDERS, KINDS, OF_OTHERS, STATES, WAYS, WEAK, of_tree
+from tests.support import problem
 
-__all__ = [
-    "ALGORITHMS",
-    "CALLBACKS",
-    "CONSUMERS",
-    "DATA",
-    "MODELS",
-    "OPTIMIZERS",
-    "Keep",
-    "Program",
-    "addresses",
-    "judge",
-    "programs",
-    "twin_of",
-]
+__all__ = ["CONSUMERS", "DATA", "IN_PLACE", "SURROUNDINGS", "Keep", "Program", "judge", "moves", "programs", "twin_of"]
 
-DATA = batches((6, 6, 4, 6), seed=3)
-Body: TypeAlias = Callable[[Event, pl.State], None]
+DATA = problem.points(size=(6, 6, 4, 6), seed=3)
+Body = Callable[[Event, pl.State], None]
+_END, _STEP = Event.BATCH_END, Event.AFTER_TRAIN_BATCH
 
 # What a forward and a loss tell about themselves; of one program at a time.
 _LOOKING: list[Callable[[str, Any], None]] = []
@@ -57,21 +45,17 @@ def _tell(who: str, given: Any) -> None:
 class Telling(nn.Module):
     """A model whose forward shows itself and its activations to whom they concern."""
 
-    seen: Tensor
-
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(FEATURES, 5)
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
         self.weight = nn.Parameter(torch.eye(5))
-        self.last = nn.Linear(5, 3)
         self.register_buffer("seen", torch.zeros(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.seen = self.seen + len(x)
         hidden = torch.tanh(self.first(x) @ self.weight)
         _tell("forward", (self, hidden))
-        out: Tensor = self.last(hidden)
-        return out
+        return self.last(hidden)
 
 
 class AliasingOutputs(nn.Module):
@@ -88,17 +72,14 @@ class AliasingOutputs(nn.Module):
 class AliasingBuffers(nn.Module):
     """Its third forward makes a view of a parameter the buffer that the forwards before it have assigned."""
 
-    last: Tensor
-    calls: Tensor
-
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(FEATURES, 3)
+        self.layer = nn.Linear(4, 3)
         self.register_buffer("last", torch.zeros(3))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x) + 0.1 * self.last
+    def forward(self, x: Tensor) -> Any:
+        out = self.layer(x) + 0.1 * self.last
         self.calls = self.calls + 1
         if self.calls < 3:
             self.last = self.last + 0
@@ -107,28 +88,21 @@ class AliasingBuffers(nn.Module):
         return out
 
 
-def _wide() -> nn.Module:
-    """With gradients that are large enough to be written in place."""
-    return nn.Sequential(nn.Linear(FEATURES, 33_000), nn.Tanh(), nn.Linear(33_000, 3))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(FEATURES, 3),
-    "plain": plain,
-    "batchnorm and dropout": mlp,
-    "tied": Tied,
+    "linear": lambda: nn.Linear(4, 3),
+    "plain": problem.mlp,
+    "batchnorm and dropout": problem.noisy,
+    "tied": problem.tied,
     "telling": Telling,
     "aliasing outputs": AliasingOutputs,
     "aliasing buffers": AliasingBuffers,
     "aliasing loss": AliasingOutputs,
-    "wide": _wide,
 }
 
 
 def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    loss = functional.cross_entropy(outputs, targets)
     _tell("loss", (outputs, targets))
-    return loss
+    return functional.cross_entropy(outputs, targets)
 
 
 def _first(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -137,26 +111,27 @@ def _first(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs[0, 0]
 
 
+def _each(grads: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return {name: None if grad is None else change(grad) for name, grad in grads.items()}
+
+
 def _clip(grads: Any, params: Any) -> Any:
     _tell("clip", (grads, params))
-    return {name: None if grad is None else grad.clamp(-0.1, 0.1) for name, grad in grads.items()}
+    return _each(grads, lambda grad: grad.clamp(-0.1, 0.1))
 
 
 def _telling_adamw() -> pl.Optimizer:
-    adamw = pl.optim.adamw(lr=0.1)
+    adamw: Any = pl.optim.adamw(lr=0.1)
 
-    def overwrite(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
-        assert adamw.overwrite is not None
-        new = adamw.overwrite(grads, opt_state, params, timestamp)
-        _tell("update", (grads, new[1], new[0]))
-        return new
+    def telling(function: Any) -> Any:
+        def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+            new = function(grads, opt_state, params, timestamp)
+            _tell("update", (grads, new[1], new[0]))
+            return new
 
-    def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
-        new = adamw.update(grads, opt_state, params, timestamp)
-        _tell("update", (grads, new[1], new[0]))
-        return new
+        return update
 
-    return attrs.evolve(adamw, update=update, overwrite=overwrite)
+    return attrs.evolve(adamw, update=telling(adamw.update), overwrite=telling(adamw.overwrite))
 
 
 OPTIMIZERS: dict[str, Callable[[], pl.Optimizer]] = {
@@ -173,36 +148,32 @@ OPTIMIZERS: dict[str, Callable[[], pl.Optimizer]] = {
 }
 
 
+def _reads(state: pl.State) -> pl.State:
+    assert of_tree((state.params, state.opt_state))
+    return state
+
+
+def _with_gradients(change: Callable[[Tensor], Tensor]) -> Callable[[pl.State], pl.State]:
+    return lambda state: state if state.grads is None else state.replace(grads=_each(state.grads, change))
+
+
 def _clones(state: pl.State) -> pl.State:
     return state.replace(params={name: each.detach().clone() for name, each in state.params.items()})
 
 
-def _same_tensors(state: pl.State) -> pl.State:
-    return state.replace(params=dict(state.params))
+def _begins(state: pl.State) -> pl.State:
+    return state.replace(grads={name: torch.ones_like(state.params[name]) for name in state.model.trainable})
 
 
-def _same_moments(state: pl.State) -> pl.State:
-    return state.replace(opt_state=pl.FrozenDict(state.opt_state))
-
-
-def _remembers(state: pl.State) -> pl.State:
-    return state.remember("remembers", dict(state.params))
-
-
-def _reads(state: pl.State) -> pl.State:
-    assert len(of_tree(state.params)) > 0
-    assert len(of_tree(state.opt_state)) >= 0
+def _tries(state: pl.State, stages: pl.Stages) -> pl.State:
+    """Gradients and a step of its own, which take nothing of the loop's."""
+    if state.event is Event.AFTER_TRAIN_BATCH:
+        new = stages.update(state)
+        return state.remember("tries", sum((new.params[name] - each).norm() for name, each in state.params.items()))
+    if state.event is Event.AFTER_BACKWARD:
+        stages.finish_gradients(state, divisor=2.0)
+    stages.backward(stages.loss(stages.forward(state)))
     return state
-
-
-def _doubles(state: pl.State) -> pl.State:
-    if state.grads is None:
-        return state
-    return state.replace(grads={name: None if each is None else 2 * each for name, each in state.grads.items()})
-
-
-def _same_gradients(state: pl.State) -> pl.State:
-    return state if state.grads is None else state.replace(grads=dict(state.grads))
 
 
 def _returns(field: str) -> Any:
@@ -216,32 +187,28 @@ def _returns(field: str) -> Any:
             return state
         return state.replace(**{field: getattr(older[0], field)})
 
-    return pl.algorithm(Event.BATCH_END, name=f"returns {field}")(handler)
+    return _at(f"returns {field}", handler, _END)
 
 
-def _keeps_states() -> Any:
-    states: list[pl.State] = []
-
-    def handler(state: pl.State) -> pl.State:
-        states.append(state)
-        return state
-
-    return pl.algorithm(Event.BATCH_START, Event.AFTER_TRAIN_BATCH, name="keeps states")(handler)
+def _at(name: str, handler: Any, *events: Event, **more: Any) -> Any:
+    return pl.algorithm(*events, name=name, **more)(handler)
 
 
+_HANDLERS: dict[str, Any] = {
+    "clones": (_clones, Event.BATCH_START),
+    "same tensors": (lambda state: state.replace(params=dict(state.params)), Event.BATCH_START, _END),
+    "reads": (_reads, _STEP, _END),
+    "doubles": (_with_gradients(lambda grad: 2 * grad), Event.AFTER_BACKWARD),
+    "begins": (_begins, Event.BATCH_START),
+}
 ALGORITHMS: dict[str, Callable[[], Any]] = {
     "ema": lambda: pl.algorithms.ema(half_life="3ba"),
-    "lookahead": lambda: pl.algorithms.lookahead(),
-    "clones": lambda: pl.algorithm(Event.BATCH_START, name="clones")(_clones),
-    "same tensors": lambda: pl.algorithm(Event.BATCH_START, Event.BATCH_END, name="same tensors")(_same_tensors),
-    "same moments": lambda: pl.algorithm(Event.BATCH_END, name="same moments")(_same_moments),
-    "remembers": lambda: Algorithm("remembers", {Event.BATCH_END: _remembers}, init=lambda state: dict(state.params)),
-    "reads": lambda: pl.algorithm(Event.AFTER_TRAIN_BATCH, Event.BATCH_END, name="reads")(_reads),
-    "doubles": lambda: pl.algorithm(Event.AFTER_BACKWARD, name="doubles")(_doubles),
-    "same gradients": lambda: pl.algorithm(Event.AFTER_TRAIN_BATCH, name="same gradients")(_same_gradients),
+    **{name: partial(_at, name, *given) for name, given in _HANDLERS.items()},
+    "tries": partial(
+        _at, "tries", _tries, Event.BEFORE_FORWARD, Event.AFTER_BACKWARD, _STEP, init=lambda state: torch.zeros(())
+    ),
     "returns params": lambda: _returns("params"),
     "returns opt_state": lambda: _returns("opt_state"),
-    "keeps states": _keeps_states,
 }
 
 # Of a folder for what they write.
@@ -251,64 +218,56 @@ CALLBACKS: dict[str, Callable[[str], Any]] = {
 }
 
 
-Consumer: TypeAlias = "Callable[[Any, Body], Iterator[None]]"
+# How a stream is read. A consumer passes each pair to the body, and yields where the next pair is asked for. ----------
+
+Consumer = Callable[[Any, Body], Iterator[None]]
 
 
-def _pairs_in_two(stream: Any, body: Body) -> Iterator[None]:
+def _through(around: Callable[[Any], Any]) -> Consumer:
+    """A loop over what gives on the pairs of a stream."""
+
+    def consume(stream: Any, body: Body) -> Iterator[None]:
+        for event, state in around(stream):
+            body(event, state)
+            yield
+
+    return consume
+
+
+def _delegating(stream: Any) -> Iterator[Any]:
+    yield from stream
+
+
+def _renaming(stream: Any) -> Iterator[Any]:
     for event, state in stream:
-        body(event, state)
-        yield
+        seen = event
+        yield seen, state
 
 
-def _pairs_in_one(stream: Any, body: Body) -> Iterator[None]:
+def _deque(stream: Any) -> Iterator[Any]:
+    last: collections.deque[Any] = collections.deque(maxlen=3)
+    for pair in stream:
+        last.append(pair)
+        yield last[0]
+    yield from list(last)[1:]
+
+
+def _pairs(stream: Any, body: Body) -> Iterator[None]:
     for pair in stream:
         body(*pair)
         yield
 
 
-def _next_in_two(stream: Any, body: Body) -> Iterator[None]:
-    while True:
-        try:
-            event, state = next(stream)
-        except StopIteration:
-            return
-        body(event, state)
-        yield
-
-
-def _next_in_one(stream: Any, body: Body) -> Iterator[None]:
-    while (pair := next(stream, None)) is not None:
-        body(*pair)
-        yield
-
-
-def _a_list(stream: Any, body: Body) -> Iterator[None]:
-    pairs = list(stream)
-    for event, state in pairs:
-        body(event, state)
-        yield
-
-
-def _a_comprehension(stream: Any, body: Body) -> Iterator[None]:
-    def seen(event: Event, state: pl.State) -> Event:
-        body(event, state)
-        return event
-
-    assert [seen(event, state) for event, state in stream]
-    yield
-
-
-def _unpacked(stream: Any, body: Body) -> Iterator[None]:
+def _next(stream: Any, body: Body) -> Iterator[None]:
     with contextlib.suppress(StopIteration):
         while True:
-            (event, first), (_, second) = next(stream), next(stream)
-            body(event, first)
-            body(_, second)
+            event, state = next(stream)
+            body(event, state)
             yield
 
 
-def _other_names(stream: Any, body: Body) -> Iterator[None]:
-    """Three variables in turn."""
+def _three_names(stream: Any, body: Body) -> Iterator[None]:
+    """One after the other, and then two at a time."""
     with contextlib.suppress(StopIteration):
         while True:
             event, one = next(stream)
@@ -317,93 +276,10 @@ def _other_names(stream: Any, body: Body) -> Iterator[None]:
             event, two = next(stream)
             body(event, two)
             yield
-            event, three = next(stream)
-            body(event, three)
+            (event, one), (other, three) = next(stream), next(stream)
+            body(event, one)
+            body(other, three)
             yield
-
-
-def _before_too(stream: Any, body: Body) -> Iterator[None]:
-    before = None
-    for event, state in stream:
-        body(event, state)
-        yield
-        if before is not None:
-            assert before.event is not None
-            of_tree(before)
-        before = state
-
-
-def _yield_from(stream: Any, body: Body) -> Iterator[None]:
-    def around(stream: Any) -> Iterator[Any]:
-        yield from stream
-
-    return _pairs_in_two(around(around(stream)), body)
-
-
-def _a_generator_around(stream: Any, body: Body) -> Iterator[None]:
-    def around(stream: Any) -> Iterator[Any]:
-        for pair in stream:
-            given = pair
-            yield given
-
-    return _pairs_in_two(around(stream), body)
-
-
-def _a_generator_that_renames(stream: Any, body: Body) -> Iterator[None]:
-    def around(stream: Any) -> Iterator[Any]:
-        for event, state in stream:
-            seen = event
-            yield seen, state
-
-    return _pairs_in_two(around(stream), body)
-
-
-def _enumerate(stream: Any, body: Body) -> Iterator[None]:
-    for _, (event, state) in enumerate(stream):
-        body(event, state)
-        yield
-
-
-def _zip(stream: Any, body: Body) -> Iterator[None]:
-    for (event, state), _ in zip(stream, itertools.count()):
-        body(event, state)
-        yield
-
-
-def _map(stream: Any, body: Body) -> Iterator[None]:
-    for event, state in map(lambda pair: pair, stream):  # noqa: C417
-        body(event, state)
-        yield
-
-
-def _chain(stream: Any, body: Body) -> Iterator[None]:
-    for event, state in itertools.chain(stream):
-        body(event, state)
-        yield
-
-
-def _tee(stream: Any, body: Body) -> Iterator[None]:
-    one, other = itertools.tee(stream)
-    for (event, state), _ in zip(one, other, strict=True):
-        body(event, state)
-        yield
-
-
-def _pairwise(stream: Any, body: Body) -> Iterator[None]:
-    for (_, _before), (event, state) in itertools.pairwise(stream):
-        body(event, state)
-        yield
-
-
-def _a_deque(stream: Any, body: Body) -> Iterator[None]:
-    last: collections.deque[Any] = collections.deque(maxlen=3)
-    for pair in stream:
-        last.append(pair)
-        body(*last[0])
-        yield
-    for pair in list(last)[1:]:
-        body(*pair)
-        yield
 
 
 def _closed_over(stream: Any, body: Body) -> Iterator[None]:
@@ -426,37 +302,10 @@ def _a_module(stream: Any, body: Body) -> Iterator[None]:
     yield
 
 
-def _a_class(stream: Any, body: Body) -> Iterator[None]:
-    class _Body:
-        for event, state in stream:
-            body(event, state)
-
-    yield
-
-
 def _an_attribute(stream: Any, body: Body) -> Iterator[None]:
-    class Holder:
-        state: Any = None
-
-    holder = Holder()
+    holder: Any = nn.Module()
     for event, holder.state in stream:
         body(event, holder.state)
-        yield
-
-
-def _a_star(stream: Any, body: Body) -> Iterator[None]:
-    for event, *rest in stream:
-        body(event, rest[0])
-        yield
-
-
-def _twice(stream: Any, body: Body) -> Iterator[None]:
-    """The first half in one loop and one variable, the rest in others."""
-    for event, state in itertools.islice(stream, 40):
-        body(event, state)
-        yield
-    for event, later in stream:
-        body(event, later)
         yield
 
 
@@ -469,138 +318,57 @@ def _swapped(stream: Any, body: Body) -> Iterator[None]:
         yield
 
 
-def _with_locals(stream: Any, body: Body) -> Iterator[None]:
-    for event, state in stream:  # noqa: B007
-        names = locals()
-        body(names["event"], names["state"])
-        del names
-        yield
-        assert state is not None
-
-
-def _progress(stream: Any, body: Body) -> Iterator[None]:
-    for event, state in pl.progress(stream, file=io.StringIO()):
-        body(event, state)
-        yield
-
-
-def _async(stream: Any, body: Body) -> Iterator[None]:
-    async def around() -> Any:
-        for event, state in stream:
-            yield event, state
-
-    pairs = around()
-
-    def step() -> Any:
-        try:
-            pairs.__anext__().send(None)
-        except StopIteration as stop:
-            return stop.value
-        except StopAsyncIteration:
-            return None
-
-    while (pair := step()) is not None:
-        body(*pair)
-        yield
-
-
+# Those after which a step may write in place, if nothing else is kept.
+IN_PLACE: dict[str, Consumer] = {
+    "for event, state": _through(lambda stream: stream),
+    "event, state = next": _next,
+    "yield from": _through(lambda stream: _delegating(_delegating(stream))),
+    "pl.progress": _through(lambda stream: pl.progress(stream, file=io.StringIO())),
+    "map": _through(partial(map, lambda pair: pair)),
+}
 CONSUMERS: dict[str, Consumer] = {
-    "for event, state": _pairs_in_two,
-    "for pair": _pairs_in_one,
-    "event, state = next": _next_in_two,
-    "pair = next": _next_in_one,
-    "list": _a_list,
-    "a comprehension": _a_comprehension,
-    "two at a time": _unpacked,
-    "three names": _other_names,
-    "the one before": _before_too,
-    "yield from": _yield_from,
-    "a generator around": _a_generator_around,
-    "a generator that unpacks": _a_generator_that_renames,
-    "enumerate": _enumerate,
-    "zip": _zip,
-    "map": _map,
-    "chain": _chain,
-    "tee": _tee,
-    "pairwise": _pairwise,
-    "a deque": _a_deque,
+    **IN_PLACE,
+    "for pair": _pairs,
+    "list": _through(list),
+    "three names": _three_names,
+    "a generator that unpacks": _through(_renaming),
+    "a deque": _through(_deque),
     "closed over": _closed_over,
     "globals": _globals,
     "a module": _a_module,
-    "a class": _a_class,
     "an attribute": _an_attribute,
-    "a star": _a_star,
-    "two loops": _twice,
     "swapped": _swapped,
-    "locals()": _with_locals,
-    "pl.progress": _progress,
-    "async": _async,
 }
 
 
-def _traced(step: Callable[[], bool]) -> bool:
-    def trace(*_: Any) -> Any:
-        return trace
+def _watched(getter: Callable[[], Any], setter: Callable[[Any], None], step: Callable[[], bool]) -> bool:
+    before = getter()
 
-    before = sys.gettrace()
-    sys.settrace(trace)
+    def watch(*_: Any) -> Any:
+        return watch
+
+    setter(watch)
     try:
         return step()
     finally:
-        sys.settrace(before)
-
-
-def _profiled(step: Callable[[], bool]) -> bool:
-    before = sys.getprofile()
-    sys.setprofile(lambda *_: None)
-    try:
-        return step()
-    finally:
-        sys.setprofile(before)
-
-
-def _monitored(step: Callable[[], bool]) -> bool:
-    """As coverage counts lines from Python 3.12 on, and as a tool of coverage, unless that counts them now."""
-    monitoring: Any = getattr(sys, "monitoring", None)
-    if monitoring is None:
-        return step()
-    numbers = (monitoring.COVERAGE_ID, *range(6))
-    tool = next(number for number in numbers if monitoring.get_tool(number) is None)
-    monitoring.use_tool_id(tool, "ownership")
-    monitoring.set_events(tool, monitoring.events.LINE)
-    try:
-        return step()
-    finally:
-        monitoring.set_events(tool, 0)
-        monitoring.free_tool_id(tool)
+        setter(before)
 
 
 def _in_a_thread(step: Callable[[], bool]) -> bool:
     """Each pair in a thread of its own."""
-    results: list[bool] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(step())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors.pop()
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(step).result()
 
 
 SURROUNDINGS: dict[str, Callable[[Callable[[], bool]], bool]] = {
     "plain": lambda step: step(),
-    "traced": _traced,
-    "profiled": _profiled,
-    "monitored": _monitored,
+    "traced": partial(_watched, sys.gettrace, sys.settrace),
+    "profiled": partial(_watched, sys.getprofile, sys.setprofile),
     "a thread": _in_a_thread,
 }
+
+
+# Programs. ------------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen(kw_only=True)
@@ -642,6 +410,7 @@ class Program:
         model, optimizer, algorithms, callbacks: keys of the tables.
         telling: whether the loss is a function of this module, so that what a step writes to counts as read by it. If
             not, and with a model of torch's, only what the program keeps tells a step that it has to copy.
+        large: whether gradients count as large, and are written in place.
         watch: the events that are watched.
         options: further arguments of ``fit``; ``"own"`` stands for a clip_grad and evaluators of this module.
         batches: how many are trained.
@@ -659,6 +428,7 @@ class Program:
     model: str = "plain"
     optimizer: str = "adamw"
     telling: bool = True
+    large: bool = False
     algorithms: tuple[str, ...] = ()
     callbacks: tuple[str, ...] = ()
     watch: frozenset[Event] | None = None
@@ -682,18 +452,23 @@ class _Playing:
     def __init__(self, program: Program, judge: Judge, donate: Any) -> None:
         self.program, self.judge, self.donate = program, judge, donate
         self.calls: collections.Counter[str] = collections.Counter()
-        self.forks: list[Any] = []
         self.met: collections.Counter[Keep] = collections.Counter()
+        self.keeps: dict[Any, list[Keep]] = collections.defaultdict(list)
+        for keep in program.keeps:
+            at = (keep.who, keep.batch) if keep.who in OF_OTHERS else (keep.who, keep.stream, keep.event, keep.batch)
+            self.keeps[at].append(keep)
+        self.places: list[list[int]] = []  # of the parameters, in each forward that tells
+        self.forks: list[Any] = []
         self.events = self.streams = 0
         self.folder = ""
 
     def stream(self, number: int, start: Any) -> Any:
-        program = self.program
+        program, events = self.program, {keep.event for keep in self.program.keeps if keep.who == "algorithm"}
 
         def callback(event: Event, state: pl.State) -> None:
             self.noticed("callback", number, event, state)
 
-        def handler(state: pl.State) -> pl.State:
+        def keeper(state: pl.State) -> pl.State:
             assert state.event is not None
             self.noticed("algorithm", number, state.event, state)
             if program.failing == (state.event, state.timestamp.batch):
@@ -701,39 +476,33 @@ class _Playing:
             return state
 
         def spoil(state: pl.State) -> pl.State:
-            if state.timestamp.batch != program.spoiled or state.grads is None:
+            if state.timestamp.batch != program.spoiled:
                 return state
-            grads = {name: None if each is None else each * float("inf") for name, each in state.grads.items()}
-            return state.replace(grads=grads)
+            return _with_gradients(lambda grad: grad * float("inf"))(state)
 
         algorithms = [ALGORITHMS[name]() for name in program.algorithms]
         if program.spoiled is not None:
-            algorithms.append(pl.algorithm(Event.AFTER_TRAIN_BATCH, name="spoil")(spoil))
-        at = {keep.event for keep in program.keeps if keep.who == "algorithm"}
+            algorithms.append(_at("spoil", spoil, _STEP))
         if program.failing is not None:
-            at.add(program.failing[0])
-        if at:
-            algorithms.append(pl.algorithm(*sorted(at), name="keeper")(handler))
+            events.add(program.failing[0])
+        if events:
+            algorithms.append(_at("keeper", keeper, *sorted(events)))
         callbacks = [CALLBACKS[name](os.path.join(self.folder, str(number))) for name in program.callbacks]
         if any(keep.who == "callback" for keep in program.keeps):
             callbacks.append(callback)
-        loss = _loss if program.telling else functional.cross_entropy
-        if program.model == "aliasing loss":
-            loss = _first
-        options: dict[str, Any] = {"loss": loss, "max_duration": f"{program.batches}ba", **program.options}
-        if "evaluators" in options:
-            options["evaluators"] = {"val": DATA[:1]}
-        if options.get("clip_grad") == "own":
-            options["clip_grad"] = _clip
+        loss = _first if program.model == "aliasing loss" else _loss if program.telling else functional.cross_entropy
+        own = {"clip_grad": _clip, "evaluators": {"val": DATA[:1]}}
         return pl.fit(
             start,
             DATA,
+            loss=loss,
+            max_duration=f"{program.batches}ba",
             optimizer=OPTIMIZERS[program.optimizer](),
             algorithms=algorithms,
             callbacks=callbacks,
             watch=program.watch,
             donate=self.donate,
-            **options,
+            **{name: own[name] if value == "own" else value for name, value in program.options.items()},
         )
 
     def consumer(self, number: int, stream: Any) -> Iterator[None]:
@@ -744,13 +513,14 @@ class _Playing:
         return CONSUMERS[self.program.consumer](stream, body)
 
     def body(self, number: int, event: Event, state: pl.State) -> None:
-        program, at = self.program, (event, state.timestamp.batch)
+        program, batch = self.program, state.timestamp.batch
+        at, is_end = (event, batch), event is Event.BATCH_END
         self.events += 1
         self.judge.tick()
         self.noticed("body", number, event, state)
-        if at in program.compared:
-            self.judge.compare((number, self.events), f"the State of stream {number} at {at}", state)
-        if number == 0 and event is Event.BATCH_END and state.timestamp.batch in program.forks:
+        if at in program.compared or (is_end and batch == program.batches):
+            self.judge.compare((number, self.events), state)
+        if number == 0 and is_end and batch in program.forks:
             self.streams += 1
             self.forks.append(self.consumer(self.streams, self.stream(self.streams, state)))
         if program.raising == at:
@@ -759,50 +529,45 @@ class _Playing:
     def noticed(self, who: str, number: int, event: Event, state: pl.State) -> None:
         if who != "body":
             self.judge.tick()
-        for keep in self.program.keeps:
-            if (keep.who, keep.stream, keep.event, keep.batch) == (who, number, event, state.timestamp.batch):
-                self.met[keep] += 1
-                if self.met[keep] == keep.nth + 1:
-                    self._keep(keep, WAYS[keep.way], state)
+        for keep in self.keeps[who, number, event, state.timestamp.batch]:
+            self.met[keep] += 1
+            if self.met[keep] == keep.nth + 1:
+                self._keep(keep, WAYS[keep.way], state)
 
     def told(self, who: str, given: Any) -> None:
+        for keep in self.keeps[who, self.calls[who]]:
+            self._keep(keep, OF_OTHERS[who][keep.way], given)
+        if who == "forward":
+            self.places.append([each.data_ptr() for each in given[0].parameters()])
         self.calls[who] += 1
-        for keep in self.program.keeps:
-            if (keep.who, keep.batch) == (who, self.calls[who] - 1):
-                self._keep(keep, OF_OTHERS[who][keep.way], given)
 
     def _keep(self, keep: Keep, way: Any, given: Any) -> None:
-        what = f"{keep.way}, kept in {keep.holder} by {keep.who} at {keep.event.name}, batch {keep.batch},"
-        self.judge.keep(keep, what, way, given, keep.which, keep.holder, often=keep.often, left=keep.left)
+        self.judge.keep(keep, way, given, keep.which, keep.holder, keep.often, keep.left)
 
     def play(self) -> None:
-        if not self.program.callbacks:
-            self._play()
-            return
-        with tempfile.TemporaryDirectory() as self.folder:
-            self._play()
+        with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as self.folder:
+            for user in ("engine", "ownership") if self.program.large else ():
+                patched.setattr(f"pure_loop.stages.{user}.LARGE", 0)
+            _LOOKING.append(self.told)
+            try:
+                self._play()
+            finally:
+                _LOOKING.remove(self.told)
 
     def _play(self) -> None:
         torch.manual_seed(0)
         program, step_in = self.program, SURROUNDINGS[self.program.surrounding]
         first = self.stream(0, MODELS[program.model]())
         playing: list[Any] = [self.consumer(0, first)]
-        _LOOKING.append(self.told)
-        try:
-            pairs = 0
-            while playing:
-                for each in list(playing):
-                    if not step_in(functools.partial(_step, each)):
-                        playing.remove(each)
-                playing += self.forks
-                self.forks.clear()
-                pairs += 1
-                if program.left is not None and pairs == program.left:
-                    first.close()
-            self.judge.tick()
-            self.judge.finish()
-        finally:
-            _LOOKING.remove(self.told)
+        pairs = 0
+        while playing:
+            playing = [each for each in playing if step_in(partial(_step, each))] + self.forks
+            self.forks = []
+            pairs += 1
+            if program.left is not None and pairs == program.left:
+                first.close()
+        self.judge.tick()
+        self.judge.finish()
 
 
 def _step(consumer: Iterator[None]) -> bool:
@@ -826,34 +591,32 @@ def twin_of(program: Program) -> Judge:
     return twin
 
 
-def judge(program: Program, donate: Any = "auto", twin: Judge | None = None) -> Judge:
+def judge(program: Program, donate: Any = "auto", twin: Judge | None = None, allowed: bool = False) -> Judge:
     """Run a program and its twin, and compare.
 
     Args:
         program: what is run.
         donate: that of the streams that are judged.
         twin: the numbers; None: the twin runs, too.
+        allowed: whether violations are returned, and not raised.
 
     Raises:
         Violation: something that was kept changed, or lost its numbers.
     """
     judged = Judge(twin_of(program) if twin is None else twin, lenient=donate is True)
     _Playing(program, judged, donate).play()
+    if judged.violations and not allowed:
+        raise Violation("\n".join(f"{key} {what}" for key, what in judged.violations.items()))
     return judged
 
 
-def addresses(program: Program, donate: Any = "auto") -> list[list[int]]:
-    """Where the parameters lie in each forward of the model ``telling``; nothing is read of a State."""
+def moves(donate: Any = "auto", **settings: Any) -> list[int]:
+    """After which steps, from 1 on, a parameter of the model ``telling`` lies elsewhere than before."""
+    program = Program(model="telling", **{"batches": 8, **settings})
     playing = _Playing(program, Judge(twin_of(program)), donate)
-    found: list[list[int]] = []
-
-    def told(who: str, given: Any) -> None:
-        if who == "forward":
-            found.append([each.data_ptr() for each in given[0].parameters()])
-
-    playing.told = told  # type: ignore[method-assign]
     playing.play()
-    return found
+    assert len(playing.places) == program.batches
+    return [batch for batch, (one, other) in enumerate(itertools.pairwise(playing.places), 1) if one != other]
 
 
 EVENTS = [
@@ -861,26 +624,23 @@ EVENTS = [
     *(Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD),
     *(Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_END),
 ]
-
-
-# At which a State has another tensor, or another reference to one, than at the event before.
-_TELLING = [Event.BATCH_END, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_START]
+# At which a State has another tensor, or another reference to one, than at the event before, come more often.
+_AT = st.sampled_from([_END, Event.AFTER_LOSS, Event.AFTER_BACKWARD, _STEP, Event.BATCH_START]) | st.sampled_from(
+    EVENTS
+)
 # By then the batch is counted.
 _COUNTED = {Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_END}
 _OF_MICROBATCHES = {Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD}
-_KINDS = [STATES, MAPPINGS, GRAPHS, OF_TENSORS]
-# Which a step may write in place after, if nothing else is kept.
-_IN_PLACE = ["for event, state", "event, state = next", "yield from", "pl.progress", "map"]
 
 
 @st.composite
 def _keeps(draw: Any, batches: int, streams: int) -> Keep:
     who = draw(st.sampled_from([*["body"] * 6, "callback", "algorithm", *OF_OTHERS]))
-    way = draw(st.sampled_from(list(OF_OTHERS[who] if who in OF_OTHERS else draw(st.sampled_from(_KINDS)))))
+    way = draw(st.sampled_from(list(OF_OTHERS[who] if who in OF_OTHERS else draw(st.sampled_from(KINDS)))))
     holder = draw(st.sampled_from(list(HOLDERS)))
     if holder == WEAK and (who in OF_OTHERS or way not in STATES):
         holder = "a closure"  # test_kept.py has weak references to mappings and tensors
-    event = draw(st.sampled_from(_TELLING) | st.sampled_from(EVENTS))
+    event = draw(_AT)
     return Keep(
         who=who,
         event=event,
@@ -901,44 +661,41 @@ def programs(draw: Any) -> Program:
 
     In half of them nothing but what is kept could keep a step from writing in place.
     """
-    batches, telling = draw(st.integers(3, 7)), draw(st.booleans())
-    options: dict[str, Any] = {}
-    if draw(st.booleans()):
-        options["microbatch_size"] = draw(st.sampled_from([2, 4]))
-    if draw(st.booleans()):
-        options["clip_grad"] = draw(st.sampled_from([0.1, "own"]))
-    if draw(st.booleans()):
-        options["strict"] = False
+    batches = draw(st.integers(3, 7))
     common: dict[str, Any] = {
         "model": draw(st.sampled_from(list(MODELS))),
         "optimizer": draw(st.sampled_from(list(OPTIMIZERS))),
         "batches": batches,
-        "telling": telling,
-        "options": options,
+        "telling": draw(st.booleans()),
+        "large": draw(st.booleans()),
+    }
+    options: dict[str, Any] = {
+        **draw(st.sampled_from([{}, {"microbatch_size": 2}, {"microbatch_size": 4}])),
+        **draw(st.sampled_from([{}, {"clip_grad": 0.1}, {"clip_grad": "own"}])),
+        **draw(st.sampled_from([{}, {"strict": False}])),
     }
     at_the_end = frozenset({Event.BATCH_END})
     if not draw(st.booleans()):
         return Program(
             keeps=tuple(draw(st.lists(_keeps(batches, 0), min_size=1, max_size=2))),
-            consumer=draw(st.sampled_from(_IN_PLACE)),
+            consumer=draw(st.sampled_from(list(IN_PLACE))),
             watch=draw(st.none() | st.just(at_the_end)),
+            options=options,
             **common,
         )
-    places = st.tuples(st.sampled_from(_TELLING) | st.sampled_from(EVENTS), st.integers(0, batches))
+    places = st.tuples(_AT, st.integers(0, batches))
     forks = draw(st.lists(st.integers(1, batches - 1), max_size=2, unique=True).map(tuple))
     if common["model"] == "aliasing buffers":  # which a stream that begins there refuses
         forks = ()
     spoiled = draw(st.none() | st.integers(0, batches - 1))
     if spoiled is not None or draw(st.booleans()):
         options["nonfinite"] = "skip"
-    if draw(st.integers(0, 3)) == 3:
-        options["precision"] = draw(st.sampled_from(["amp_fp16", "amp_bf16"]))
-    if draw(st.integers(0, 3)) == 3:
-        options |= {"evaluators": "own", "eval_interval": "2ba"}
+    options |= draw(st.sampled_from([{}, {}, {"precision": "amp_fp16"}, {"precision": "amp_bf16"}]))
+    options |= draw(st.sampled_from([{}, {}, {"evaluators": "own", "eval_interval": "2ba"}]))
     some = st.frozensets(st.sampled_from(EVENTS), min_size=1, max_size=4)
     return Program(
         keeps=tuple(draw(st.lists(_keeps(batches, len(forks)), min_size=1, max_size=4))),
-        consumer=draw(st.sampled_from(_IN_PLACE) | st.sampled_from(list(CONSUMERS))),
+        consumer=draw(st.sampled_from(list(IN_PLACE)) | st.sampled_from(list(CONSUMERS))),
         surrounding=draw(st.sampled_from([*["plain"] * 5, *SURROUNDINGS])),
         algorithms=tuple(draw(st.lists(st.sampled_from(list(ALGORITHMS)), max_size=2, unique=True))),
         callbacks=tuple(draw(st.lists(st.sampled_from(list(CALLBACKS)), max_size=1))) if draw(st.booleans()) else (),
@@ -949,5 +706,6 @@ def programs(draw: Any) -> Program:
         left=draw(st.none() | st.integers(1, 60)) if draw(st.booleans()) else None,
         forks=forks,
         spoiled=spoiled,
+        options=options,
         **common,
     )

@@ -1,209 +1,156 @@
-"""What is not kept is written to: the addresses of parameters, and the memory that a step needs at most."""
+"""What is not kept is written to: the addresses of parameters, the memory that a step needs, and ``donate=True``."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from weakref import ref
 
+import attrs
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
 from bench.performance.memory import peaks
 from pure_loop import Event
-from tests.ownership.judge import Judge
-from tests.ownership.programs import CONSUMERS, DATA, Keep, Program, addresses, judge, programs
+from pure_loop.frozendict import FrozenDict, Overwritten
+from pure_loop.stages.references import can_count
+from pure_loop.state import raw_opt_state
+from tests.ownership.programs import CONSUMERS, DATA, IN_PLACE, OPTIMIZERS, Keep, moves
 from tests.ownership.ways import of_tree
+from tests.support.donating import Count, assert_same, fit, plain
+from tests.support.optimizing import WRAPPERS
 
-IN_PLACE = ["for event, state", "event, state = next", "yield from", "pl.progress", "map"]
-WATCHES = {"all": None, "one": frozenset({Event.BATCH_END})}
-
-
-def moves(program: Program, donate: Any = "auto") -> list[int]:
-    """After which steps, from 1 on, a parameter lies elsewhere than before."""
-    places = addresses(program, donate)
-    assert len(places) == program.batches
-    return [batch for batch, (one, other) in enumerate(itertools.pairwise(places), 1) if one != other]
+pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")
+ONE = frozenset({Event.BATCH_END})
+WATCHES = {"all": None, "one": ONE}
+Donated = pl.errors.DonatedStateError
 
 
-@pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize("consumer", IN_PLACE)
-@pytest.mark.parametrize("strict", [None, False], ids=["strict at first", "never strict"])
-def test_parameters_stay_where_they_are_while_nothing_is_kept(consumer: str, watch: str, strict: Any) -> None:
-    options = {"strict": strict}
-    program = Program(model="telling", consumer=consumer, watch=WATCHES[watch], options=options, batches=8)
-    assert moves(program) == []
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> Count:
+    return Count(monkeypatch)
+
+
+# Where parameters lie. ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize(
-    ("optimizer", "first"),
-    [("sgd", []), ("momentum", []), ("lion", []), ("RAdam", [1]), ("telling adamw", [])],
-)
-def test_parameters_stay_with_each_optimizer(optimizer: str, first: list[int], watch: str) -> None:
-    """The first step of an optimizer of torch lays its tensors out."""
-    assert moves(Program(model="telling", optimizer=optimizer, watch=WATCHES[watch], batches=8)) in (first, [])
+def test_parameters_stay_where_they_are_while_nothing_is_kept(watch: str) -> None:
+    for consumer in IN_PLACE:
+        assert moves(consumer=consumer, watch=WATCHES[watch], options={"strict": False}) == []
+    for optimizer in OPTIMIZERS:
+        assert moves(optimizer=optimizer, watch=WATCHES[watch]) in ([], [1] if optimizer == "RAdam" else [])
 
 
-@pytest.mark.parametrize("way", ["the State", "params", "parameter: itself", "parameter: an array", "moment: itself"])
-def test_what_is_kept_for_one_event_at_each_batch_costs_no_copy(way: str) -> None:
-    """It is let go before the next step."""
-    keeps = tuple(Keep(batch=batch, way=way, left=0) for batch in range(1, 9))
-    assert moves(Program(model="telling", keeps=keeps, batches=8)) == []
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize("read", ["params", "opt_state", "all"])
-def test_a_body_that_reads_costs_no_copy(read: str, watch: str) -> None:
-    places: list[list[int]] = []
-
-    def body(event: Event, state: pl.State) -> None:
-        if event is not Event.BATCH_END:
-            return
-        if read in ("params", "all"):
-            places.append([each.data_ptr() for each in state.params.values()])
-        if read in ("opt_state", "all"):
-            places.append([each.data_ptr() for each in of_tree(state.opt_state) if each.ndim])
-        if read == "all":
-            assert all(torch.isfinite(each).all() for each in of_tree(state.params))
-
-    stream = pl.fit(
-        nn.Linear(4, 3),
-        DATA,
-        loss=functional.cross_entropy,
-        optimizer=pl.optim.adamw(lr=0.1),
-        max_duration="8ba",
-        watch=WATCHES[watch],
-    )
-    for _ in CONSUMERS["for event, state"](stream, body):
-        pass
-    assert len({tuple(place) for place in places}) == (2 if read == "all" else 1)
+def test_a_step_copies_where_something_is_kept_and_the_next_does_not() -> None:
+    assert moves(donate=False) == list(range(1, 8))
+    assert moves(keeps=(Keep(batch=3),)) == [4]
+    assert moves(consumer="closed over") == list(range(1, 8))
+    assert moves(surrounding="traced") == list(range(1, 8))  # a debugger may write the loop's variables back
+    for way in ("the State", "params", "parameter: itself", "parameter: an array", "moment: itself"):
+        assert moves(keeps=tuple(Keep(batch=batch, way=way, left=0) for batch in range(1, 9))) == [], way
 
 
 @pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize(
-    ("attached", "copies"),
-    [
-        ({"callbacks": ("GradMonitor",)}, 0),
-        ({"algorithms": ("ema",)}, 1),
-        ({"algorithms": ("reads",)}, 0),
-        ({"callbacks": ("CheckpointSaver",)}, 4),
-    ],
-    ids=["GradMonitor", "ema", "reads", "CheckpointSaver"],
-)
-def test_what_the_library_reads_costs_no_copy(attached: dict[str, Any], copies: int, watch: str) -> None:
+def test_what_the_library_reads_costs_no_copy(watch: str) -> None:
     """The step after a save may copy: the file is written meanwhile. The first average is the parameters themselves."""
-    assert len(moves(Program(model="telling", watch=WATCHES[watch], batches=8, **attached))) <= copies
+    found = {name: moves(watch=WATCHES[watch], algorithms=(name,)) for name in ("ema", "reads", "doubles")}
+    found |= {name: moves(watch=WATCHES[watch], callbacks=(name,)) for name in ("GradMonitor", "CheckpointSaver")}
+    assert all(len(moved) <= {"ema": 1, "CheckpointSaver": 4}.get(name, 0) for name, moved in found.items()), found
 
 
-def test_addresses_say_whether_a_step_copies() -> None:
-    program = Program(model="telling", batches=8)
-    assert moves(program, donate=False) == list(range(1, 8))
-    kept = Keep(batch=3)
-    assert moves(Program(model="telling", batches=8, keeps=(kept,))) == [4]
+def _frozen() -> nn.Module:
+    model = plain()
+    model[0].bias.requires_grad_(False)
+    return model
 
 
-@pytest.mark.parametrize("watch", WATCHES)
-def test_donate_true_takes_what_is_kept_and_says_so(watch: str) -> None:
-    kept: dict[int, pl.State] = {}
-    tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-    stream = pl.fit(
-        nn.Linear(4, 3),
-        DATA,
-        loss=functional.cross_entropy,
-        optimizer=pl.optim.adamw(lr=0.1),
-        max_duration="6ba",
-        watch=WATCHES[watch],
-        donate=True,
-    )
-    for event, state in stream:
-        if event is Event.BATCH_END:
-            kept[state.timestamp.batch] = state
-            if state.timestamp.batch == 4:
-                tensors += [(each, each.clone()) for each in of_tree((state.params, state.opt_state))]
-    for batch in (1, 2, 3, 5):
-        with pytest.raises(pl.errors.DonatedStateError, match="parameters") as caught:
-            kept[batch].params["weight"]
-        assert "donate" in str(caught.value)
-        with pytest.raises(pl.errors.DonatedStateError, match="optimizer state"):
-            of_tree(kept[batch].opt_state)
-        loss = kept[batch].loss
-        assert isinstance(loss, torch.Tensor)
-        assert torch.isfinite(loss)
-        assert kept[batch].timestamp.batch == batch
-    assert of_tree(state.params)
-    assert all(torch.equal(one, other) for one, other in tensors), "a tensor that was kept by itself changed"
+def _begins_with(field: str) -> pl.Algorithm:
+    """An algorithm that keeps what training began with."""
+    init = lambda state: FrozenDict(kept=getattr(state, field))  # noqa: E731
+    return pl.algorithm(Event.BATCH_END, name="first", init=init)(lambda state: state)
 
 
-# Of what they keep themselves they read the numbers.
-_READ_THE_PAST = {"the one before", "a deque", "list", "two at a time", "pairwise", "swapped", "tee"}
+@pl.algorithm(Event.AFTER_TRAIN_BATCH)
+def halves(state: pl.State) -> pl.State:
+    return state.replace(grads={name: grad if grad is None else grad / 2 for name, grad in state.grads.items()})
 
 
-def _never_reads_the_past(program: Program) -> bool:
-    return (
-        program.consumer not in _READ_THE_PAST
-        and not any(name.startswith("returns") for name in program.algorithms)
-        and not program.forks
-    )
+COSTS_NOTHING: dict[str, pl.Algorithm] = {
+    "ema": pl.algorithms.ema(smoothing=0.5),
+    "params": _begins_with("params"),
+    "opt_state": _begins_with("opt_state"),
+    "gradients": halves,
+    "sam": pl.algorithms.sam(),
+    "gradient_clipping": pl.algorithms.gradient_clipping(kind="norm", threshold=0.1),
+}
 
 
-@given(program=programs())
-@settings(max_examples=25)
-def test_with_donate_true_what_is_kept_has_its_numbers_or_says_that_it_has_none(program: Program) -> None:
-    assume(_never_reads_the_past(program))
-    judge(program, donate=True)
+@pytest.mark.usefixtures("gradients_of_each_size")
+def test_a_memory_that_begins_as_the_parameters_and_gradients_that_are_put_in_cost_no_step(count: Count) -> None:
+    """Where not all parameters are trained. One that no step writes to is no copy in the memory."""
+    for name, algorithm in COSTS_NOTHING.items():
+        wanted = pl.run(fit(_frozen(), algorithms=[algorithm], donate=False))
+        for options in ({}, {"donate": True}, {"watch": ONE}):
+            count.reused, began = 0, None
+            for event, state in fit(_frozen(), algorithms=[algorithm], **options):
+                if event is Event.FIT_START:
+                    began = state.algorithm_state, [each.clone() for each in of_tree(state.algorithm_state)]
+                if event is Event.BATCH_END and state.timestamp.batch == 4:
+                    pl.run(pl.evaluate(state, DATA[:1], loss=functional.cross_entropy))
+            assert (count.copied, count.reused) == (0, 15), name
+            assert began is None or all(map(torch.equal, of_tree(began[0]), began[1]))
+            for field in ("params", "opt_state", "algorithm_state"):
+                assert_same(getattr(state, field), getattr(wanted, field))
+            if name in ("ema", "params"):
+                memory: Any = state.algorithm_state["ema" if name == "ema" else "first"]
+                assert memory["params" if name == "ema" else "kept"]["0.bias"] is state.params["0.bias"]
 
 
-@pytest.mark.slow
-@given(program=programs())
-@settings(max_examples=200)
-def test_with_donate_true_more_is_kept(program: Program) -> None:
-    assume(_never_reads_the_past(program))
-    judge(program, donate=True)
+@pytest.mark.parametrize("kept_at", [Event.BATCH_START, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, None])
+def test_of_a_run_that_verifies_batches_that_are_not_due_are_written_in_place(kept_at: Any, count: Count) -> None:
+    """A due batch copies by itself. The one after it copies once, because what was before it was not the loop's own."""
+    wanted = pl.run(fit(donate=False))
+    for watch in (None, ONE) if kept_at in (Event.BATCH_END, None) else (None,):
+        for every, copied in (("1000ba", 0), ("5ba", 2)):  # of 15 batches three, of which the last has none after it
+            count.reused = count.copied = 0
+            for event, state in fit(watch=watch, verify=every):
+                if event is kept_at and state.timestamp.batch == 4 + (event is Event.BATCH_END):
+                    kept = state  # noqa: F841
+            assert count.reused >= 15 - 1 - (3 if copied else 0) - copied
+            assert kept_at is not None or count.copied == copied
+    assert_same(pl.run(fit(verify="2ba", donate=True)).params, wanted.params)
 
+
+# How much memory a step needs. ----------------------------------------------------------------------------------------
 
 SIDE = 1000
 SIZE = 4 * (SIDE * SIDE + SIDE)
 """Bytes of a million parameters."""
 BATCHES = [(torch.zeros(2, SIDE), torch.zeros(2, dtype=torch.int64))] * 2
-Body = Callable[[Event, pl.State], None]
-
-
-def _nothing(event: Event, state: pl.State) -> None:
-    """A body that keeps nothing."""
-
-
-def _reads(event: Event, state: pl.State) -> None:
-    if event is Event.BATCH_END:
-        assert len(of_tree((state.params, state.opt_state))) > 4
+# Parameters, two moments, gradients, and batches and activations, which are small beside them.
+BY_HAND = 4.05
 
 
 class _Steps:
     """A run, batch by batch, as the measurement of peaks asks for it."""
 
-    def __init__(self, consumer: str, body: Body, options: dict[str, Any]) -> None:
-        self.done = 0
-        algorithms = [make() for make in options.get("algorithms", ())]
-        stream = pl.fit(
-            nn.Linear(SIDE, SIDE),
-            BATCHES,
-            loss=functional.cross_entropy,
-            optimizer=pl.optim.adamw(lr=0.1),
-            max_duration="20ba",
-            strict=False,
-            **{**options, "algorithms": algorithms},
-        )
+    def __init__(self, consumer: str, reads: bool, options: dict[str, Any]) -> None:
+        self.done, self.reads = 0, reads
+        defaults = {"loss": functional.cross_entropy, "optimizer": pl.optim.adamw(lr=0.1), "strict": False}
+        stream = pl.fit(nn.Linear(SIDE, SIDE), BATCHES, max_duration="20ba", **{**defaults, **options})
+        self.consumer: Iterator[None] = CONSUMERS[consumer](stream, self.body)
 
-        def counting(event: Event, state: pl.State) -> None:
-            self.done += event is Event.BATCH_END
-            body(event, state)
-
-        self.consumer: Iterator[None] = CONSUMERS[consumer](stream, counting)
+    def body(self, event: Event, state: pl.State) -> None:
+        self.done += event is Event.BATCH_END
+        if self.reads and event is Event.BATCH_END:
+            assert len(of_tree((state.params, state.opt_state))) > 4
 
     def run(self, steps: int) -> None:
         end = self.done + steps
@@ -214,124 +161,255 @@ class _Steps:
         del self.consumer
 
 
-def most(consumer: str = "for event, state", body: Body = _nothing, **options: Any) -> float:
+def most(consumer: str = "for event, state", reads: bool = False, **options: Any) -> float:
     """The memory that steps need at most, from the third on, in sizes of the parameters."""
-    _, later = peaks(partial(_Steps, consumer, body, options))  # type: ignore[arg-type]
+    _, later = peaks(partial(_Steps, consumer, reads, options))
     return later / SIZE
 
 
-# Parameters, two moments, gradients, and batches and activations, which are small beside them.
-BY_HAND = 4.05
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize("consumer", IN_PLACE)
-def test_a_step_needs_the_memory_of_a_loop_by_hand(consumer: str, watch: str) -> None:
-    assert most(consumer, watch=WATCHES[watch]) < BY_HAND
-
-
-@pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize(
-    ("extra", "body", "options"),
+    ("extra", "options"),
     [
-        (0, _reads, {}),
-        (1, _nothing, {"microbatch_size": 1}),
-        (0, _nothing, {"clip_grad": 1.0}),
-        (0, _nothing, {"nonfinite": "skip"}),
-        (2, _nothing, {"algorithms": (partial(pl.algorithms.ema, half_life="3ba"),)}),
-        (0, _nothing, {"callbacks": (pl.callbacks.GradMonitor(),)}),
+        (0, {"consumer": "map"}),
+        (0, {"reads": True}),
+        (1, {"microbatch_size": 1}),
+        (0, {"clip_grad": 1.0}),
+        (0, {"nonfinite": "skip"}),
+        (0.5, {"precision": "amp_fp16"}),  # of the weight that autocast makes
+        (2, {"algorithms": [pl.algorithms.ema(half_life="3ba")]}),
     ],
-    ids=["a body that reads", "microbatches", "clip_grad", "nonfinite", "ema", "GradMonitor"],
+    ids=lambda options: next(iter(options)) if isinstance(options, dict) else str(options),
 )
-def test_so_do_these(extra: int, body: Body, options: dict[str, Any], watch: str) -> None:
+def test_a_step_needs_the_memory_of_a_loop_by_hand(extra: int, options: dict[str, Any]) -> None:
     """Autograd's gradient of a microbatch is there beside the sum, as by hand, and the next average beside the last."""
-    assert most(body=body, watch=WATCHES[watch], **options) < BY_HAND + extra
+    for watch in WATCHES.values():
+        assert most(watch=watch, **options) < BY_HAND + extra
 
 
 def test_copies_show_in_that_memory() -> None:
     assert most(donate=False) > BY_HAND + 2
-    assert most("for pair", donate=False) > BY_HAND + 2
 
 
-def test_the_judge_of_donate_true_still_finds_other_numbers() -> None:
-    twin = Judge()
-    twin.keep("a", "a tensor", _itself(), torch.ones(2), 0)
-    judged = Judge(twin, lenient=True)
-    judged.keep("a", "a tensor", _itself(), torch.zeros(2), 0)
-    with pytest.raises(AssertionError, match="a tensor changed"):
-        judged.finish()
+# By force. ------------------------------------------------------------------------------------------------------------
 
 
-def _itself() -> Any:
-    from tests.ownership.ways import Way
+def _uses(mapping: Any, name: str) -> list[Callable[[], Any]]:
+    """What is kept of a mapping, and a later use of it, or of what it has by this name."""
+    values, items, get, copied = mapping.values(), mapping.items(), mapping.get, mapping.copy
+    iterator = iter(items)
+    return [
+        lambda: [value + 1 for value in values],
+        lambda: [value + 1 for _, value in items],
+        lambda: [value + 1 for _, value in iterator],
+        lambda: get(name) + 1,
+        lambda: copied()[name] + 1,
+        lambda: dict.get(mapping, name) + 1,
+        lambda: [value + 1 for value in dict.values(mapping)],
+        lambda: of_tree(mapping),
+        lambda: torch.utils._pytree.tree_leaves(mapping),
+        lambda: mapping[name],
+    ]
 
-    return Way(lambda given, which: given, of_tree)
+
+@pytest.mark.usefixtures("gradients_of_each_size")
+def test_with_donate_true_what_is_kept_says_that_it_was_overwritten() -> None:
+    kept, uses, memory, tensors = {}, [], [], []
+    for event, state in fit(donate=True):
+        if event is Event.BATCH_END:
+            kept[state.timestamp.batch] = state
+            if state.timestamp.batch in (4, 5):
+                uses += _uses(*[(state.params, "0.weight"), (state.opt_state, "exp_avg")][state.timestamp.batch - 4])
+            if state.timestamp.batch == 6:
+                tensors += [(each, each.clone()) for each in of_tree((state.params, state.opt_state))]
+            if state.timestamp.batch == 9:
+                memory += [ref(each) for each in of_tree(raw_opt_state(state))]
+    assert_same(state, pl.run(fit(donate=False)))
+    touches = [lambda state: state.module(), lambda state: state.device, copy.deepcopy, fit, lambda s: len(s.opt_state)]
+    touches += [lambda s: {**s.params}, lambda s: list(s.params), lambda s: s.params | {}, lambda s: s.params == {}]
+    uses += [partial(touch, kept[3]) for touch in touches]
+    uses.append(lambda: pl.run(pl.evaluate(kept[3], DATA, loss=functional.cross_entropy)))
+    for use in uses:
+        with pytest.raises(Donated, match=r"overwritten by the step of batch \d+"):
+            use()
+    with pytest.raises(Donated, match=r"state\.params .* overwritten by the step of batch 1.* donate=") as caught:
+        kept[1].params["0.weight"]
+    assert isinstance(caught.value, RuntimeError)
+    with pytest.raises(Donated, match=r"state\.opt_state .* overwritten by the step of batch 3"):
+        of_tree(kept[3].opt_state)
+    assert "overwritten" in repr(kept[3])
+    assert kept[3].loss.item() > 0
+    assert kept[3].timestamp.batch == 3
+    assert all(torch.equal(one, other) for one, other in tensors), "a tensor that was kept by itself changed"
+    del state, kept[15]
+    assert not any(each() is not None for each in memory), "a State whose memory was taken keeps it"
 
 
-def _fit(start: Any, duration: str, **settings: Any) -> Any:
-    optimizer = pl.optim.adamw(lr=0.1)
-    loss = functional.cross_entropy
-    return pl.fit(start, DATA, loss=loss, optimizer=optimizer, max_duration=duration, **settings)
+def test_mappings_that_were_overwritten_are_frozen_dicts_still() -> None:
+    assert isinstance(Overwritten.by("params", "overwritten"), FrozenDict)
+    assert "overwritten" in repr(Overwritten.by("params", "overwritten"))
 
 
 def test_donate_true_takes_nothing_of_the_state_that_training_starts_from() -> None:
     """Nor of a stream that copies, and began with that State, too: numbers on the host are in both."""
-    start = pl.run(_fit(nn.Linear(4, 3), "2ba"))
-    other = _fit(start, "6ba", donate=False)
-    for event, _ in other:
-        if event is Event.BATCH_END:
-            break
-    kept = [state for event, state in _fit(start, "6ba", donate=True) if event is Event.BATCH_END]
-    with pytest.raises(pl.errors.DonatedStateError):
-        _ = kept[0].params["weight"]
-    assert start.opt_state["skipped"] == {"weight": 0, "bias": 0}
-    assert pl.run(other).timestamp.batch == 6
-    assert pl.run(_fit(start, "6ba")).timestamp.batch == 6
+    start = pl.run(fit(max_duration="5ba", donate=False))
+    wanted = pl.run(fit(start, donate=False))
+    other = fit(start, donate=False)
+    next(event for event, _ in other if event is Event.BATCH_END)
+    for _ in range(2):
+        assert_same(pl.run(fit(start, donate=True)), wanted)
+    assert set(start.opt_state["skipped"].values()) == {0}
+    assert_same(pl.run(other), wanted)
 
 
-def _uses(mapping: Any, name: str = "") -> dict[str, Callable[[], Any]]:
-    """What was kept of a mapping, and a later use of it, or of what it has by this name."""
-    values, items, get, copy = mapping.values(), mapping.items(), mapping.get, mapping.copy
-    iterator = iter(items)
-    return {
-        "values()": lambda: [value + 1 for value in values],
-        "items()": lambda: [value + 1 for _, value in items],
-        "an iterator": lambda: [value + 1 for _, value in iterator],
-        "get": lambda: get(name) + 1,
-        "copy": lambda: copy()[name] + 1,
-        "dict.get": lambda: dict.get(mapping, name) + 1,
-        "dict.values": lambda: [value + 1 for value in dict.values(mapping)],
-        "optree": lambda: of_tree(mapping),
-        "torch's pytree": lambda: torch.utils._pytree.tree_leaves(mapping),
-        "the mapping": lambda: mapping[name],
-    }
+def test_other_values_are_refused() -> None:
+    for donate in ("yes", None, 1, "True"):
+        with pytest.raises(pl.ArgumentError, match="donate="):
+            fit(donate=donate)
 
 
-@pytest.mark.parametrize(("field", "name"), [("params", "weight"), ("opt_state", "exp_avg")])
-@pytest.mark.parametrize("use", _uses(pl.FrozenDict()))
-def test_what_is_kept_of_a_mapping_says_that_it_was_overwritten(field: str, name: str, use: str) -> None:
-    uses = []
-    for event, state in _fit(nn.Linear(4, 3), "4ba", donate=True):
-        if event is Event.BATCH_END and state.timestamp.batch < 4:
-            uses.append(_uses(getattr(state, field), name)[use])
-    for later in uses:
-        with pytest.raises(pl.errors.DonatedStateError, match="overwritten by the step of batch"):
-            later()
+# What an optimizer does with what it is given. ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("event", [Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END])
-def test_an_update_that_an_algorithm_tries_takes_nothing(event: Event) -> None:
-    """It is a function of States, also where the loop's own step takes what is kept."""
+def _twice() -> pl.Optimizer:
+    """The new parameters are its memory, too, as the same tensors."""
 
-    @pl.algorithm(event)
-    def ahead(state: pl.State, stages: pl.Stages) -> pl.State:
-        new = stages.update(state)
-        steps = [(new.params[name] - tensor).norm() for name, tensor in state.params.items()]
-        return state.remember("ahead", sum(steps, torch.zeros(())))
+    def update(grads: Any, memory: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        new = FrozenDict({name: tensor - 0.1 * grads[name].to(tensor) for name, tensor in params.items()})
+        return new, FrozenDict(slow=new)
 
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    lasts = [pl.run(_fit(model, "6ba", algorithms=[ahead], donate=donate)) for donate in (False, "auto", True)]
-    for last in lasts[1:]:
-        assert torch.equal(last.algorithm_state["ahead"], lasts[0].algorithm_state["ahead"])
-        assert torch.equal(last.params["weight"], lasts[0].params["weight"])
+    def overwrite(grads: Any, memory: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        for name, tensor in params.items():
+            tensor.sub_(0.1 * grads[name].to(tensor))
+            memory["slow"][name].copy_(tensor)
+        return params, memory
+
+    init = lambda params: FrozenDict(slow=FrozenDict({name: each.clone() for name, each in params.items()}))  # noqa: E731
+    return pl.Optimizer(name="twice", init=init, update=update, overwrite=overwrite, lr=lambda timestamp: 0.1)
+
+
+def test_an_optimizer_of_ones_own_may_return_one_tensor_twice() -> None:
+    for wrapper in WRAPPERS.values():
+        finals = []
+        for donate in ("auto", False):
+            for event, state in fit(optimizer=wrapper(_twice()), donate=donate):
+                if event is Event.BATCH_END and state.timestamp.batch == 2:
+                    kept = state  # noqa: F841 - so that the step after it copies
+            finals.append(state)
+        for field in ("params", "opt_state"):
+            assert_same(getattr(finals[0], field), getattr(finals[1], field))
+
+
+MEMORIES: dict[str, Callable[[Any], Any]] = {
+    "flat": lambda params: FrozenDict(params),
+    "a list": lambda params: FrozenDict(all=list(params.values())),
+    "a number of steps": lambda params: FrozenDict(step=torch.zeros(()), m=FrozenDict(params)),
+    "mixed": lambda params: FrozenDict(m=FrozenDict({"count": 0, **params})),
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_memory_of_an_optimizer_of_ones_own_stays_what_it_was_when_it_was_kept(name: str) -> None:
+    def init(params: Any) -> Any:
+        return MEMORIES[name]({key: torch.zeros_like(each) for key, each in params.items()})
+
+    def in_place(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+        for tensor in of_tree(memory):
+            tensor.add_(1)
+        for key, tensor in params.items():
+            tensor.sub_(grads[key], alpha=0.1)
+        return params, memory
+
+    def update(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+        return in_place(grads, *copy.deepcopy((memory, params)), timestamp)
+
+    own = pl.Optimizer(name="own", init=init, update=update, lr=lambda t: 0.1, overwrite=in_place)
+    kept = [of_tree(state.opt_state)[0] for event, state in fit(optimizer=own) if event is Event.BATCH_END]
+    assert [float(each.flatten()[0]) for each in kept] == list(range(1, 16))
+
+
+def test_what_a_label_of_a_partition_keeps_stays(count: Count) -> None:
+    """It is given the parameters before a step writes to them."""
+    for kept_from, donate in itertools.product((0, 2, 4), ("auto", True)):
+        kept, asked = [], itertools.count()
+
+        def label(name: str, tensor: Tensor, kept: Any = kept, asked: Any = asked, begin: int = kept_from) -> str:
+            if next(asked) >= begin:
+                kept.append((tensor, tensor.clone()))
+            return "all"
+
+        optimizer = pl.optim.partition({"all": pl.optim.adamw(lr=0.1)}, label=label)
+        count.copied = 0
+        last = pl.run(fit(optimizer=optimizer, donate=donate))
+        assert all(torch.equal(*pair) for pair in kept)
+        assert count.copied <= 1
+        assert_same(last, pl.run(fit(optimizer=optimizer, donate=False)))
+
+
+# Steps that fail half-way. --------------------------------------------------------------------------------------------
+
+
+def poisoned() -> dict[str, Any]:
+    """Gradients of one batch are NaN, and so are the parameters that the kernel has written; its loss isn't."""
+    calls = itertools.count()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        poison = (0 * outputs.sum()).sqrt() if next(calls) == 6 else 0
+        return functional.cross_entropy(outputs, targets) + poison
+
+    return {"loss": loss, "strict": False}
+
+
+def failing() -> dict[str, Any]:
+    """An optimizer of one's own raises after it has written to the first parameter."""
+    inner: Any = pl.optim.sgd(lr=0.1, momentum=0.9)
+
+    def overwrite(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+        if timestamp.batch == 6:
+            params["0.weight"].zero_()
+            raise ArithmeticError("batch 6")
+        return inner.overwrite(grads, memory, params, timestamp)
+
+    return {"optimizer": attrs.evolve(inner, overwrite=overwrite)}
+
+
+@pytest.mark.usefixtures("gradients_of_each_size")
+@pytest.mark.parametrize("options", [poisoned, failing])
+def test_a_step_that_fails_half_way_leaves_no_wrong_numbers(options: Callable[[], dict[str, Any]]) -> None:
+    """The State in the loop variable says that it has none; one that was kept has its own."""
+    for watch in WATCHES.values():
+        kept: Any = None
+        with pytest.raises((pl.NonFiniteError, ArithmeticError), match="batch 6"):  # noqa: PT012 - the loop fails
+            for event, state in fit(watch=watch, **options()):
+                if event is Event.BATCH_END and state.timestamp.batch == 4:
+                    kept = state, [tensor.clone() for tensor in of_tree(state)]
+        assert all(map(torch.equal, of_tree(kept[0]), kept[1]))
+        with pytest.raises(Donated, match=r"state\.params .* the step of batch 6"):
+            state.params["0.weight"]
+        with pytest.raises(Donated, match=r"state\.opt_state .* the step of batch 6"):
+            len(state.opt_state)
+        assert "overwritten" in repr(state)
+
+
+@pytest.mark.parametrize("change", [Tensor.double, lambda each: each[None]], ids=["dtype", "shape"])
+@pytest.mark.parametrize("clips", [False, True], ids=["an algorithm", "clip_grad"])
+def test_gradients_that_do_not_fit_cost_no_state(clips: bool, change: Callable[[Tensor], Tensor]) -> None:
+    """They are refused before the optimizer has what it would have overwritten."""
+
+    def changed(grads: Any) -> FrozenDict[str, Tensor]:
+        return FrozenDict((name, change(grad)) for name, grad in grads.items())
+
+    def clip(grads: Any, _: Any) -> Any:
+        return changed(grads) if state.timestamp.batch == 6 else grads
+
+    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
+    def put_in(state: pl.State) -> pl.State:
+        return state.replace(grads=changed(state.grads)) if state.timestamp.batch == 6 else state
+
+    options: dict[str, Any] = {"clip_grad": clip} if clips else {"algorithms": [put_in]}
+    before: list[Tensor] = []
+    with pytest.raises((pl.ArgumentError, pl.errors.AlgorithmStructureError), match=r"0\.weight"):  # noqa: PT012
+        for event, state in fit(**options):
+            if event is Event.BATCH_START:
+                before = [tensor.clone() for tensor in of_tree((state.params, state.opt_state))]
+    assert state.timestamp.batch == 6
+    assert all(map(torch.equal, of_tree((state.params, state.opt_state)), before))

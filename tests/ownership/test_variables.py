@@ -1,11 +1,14 @@
-"""The variable of the loop keeps its State as well: after an error, and for whoever reads it while a step runs."""
+"""The variable of the loop keeps its State as well: after an error, and for whoever reads it while a step runs.
+
+A State in it is whole, or says that it has no numbers; where the next State never takes its place, it is whole.
+"""
 
 from __future__ import annotations
 
 import itertools
 import sys
-import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,60 +18,43 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop._internal.frames import rebinds_loop_variable
 from tests.ownership.programs import DATA
 from tests.ownership.ways import of_tree, same
 
-TODAY = "the variable of the loop is not counted as a reference, if the next State takes its place"
-WATCHES = {"all": None, "one": frozenset({Event.BATCH_END})}
+ONE = frozenset({Event.BATCH_END})
+WATCHES: list[Any] = [None, ONE, {Event.BATCH_START}, {Event.AFTER_TRAIN_BATCH}, {Event.EPOCH_END}]
 
 
-def _today(names: Iterable[str], *failing: tuple[str, str | None]) -> list[Any]:
-    """Each name with each set of watched events; those in ``failing`` lose the State today, documented in memory.md."""
-    mark = pytest.mark.xfail(strict=False, raises=pl.errors.DonatedStateError, reason=TODAY)
-    lost = set(failing)
-    return [
-        pytest.param(name, watch, marks=[mark] if {(name, watch), (name, None)} & lost else [])
-        for name in names
-        for watch in WATCHES
-    ]
+class Exploding(torch.autograd.Function):
+    """A forward or a backward that raises in the fifth batch."""
 
-
-class Failing(nn.Linear):
-    """Its forward raises in the fifth batch."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).calls += 1
-        if type(self).calls == 5:
-            raise ArithmeticError
-        return super().forward(x)
-
-
-class _Exploding(torch.autograd.Function):
-    """A backward that raises in the fifth batch."""
-
-    calls = 0
+    calls, fails = 0, ""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        Exploding.calls += 1
+        if Exploding.calls == 5 and Exploding.fails == "a forward":
+            raise ArithmeticError
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        _Exploding.calls += 1
-        if _Exploding.calls == 5:
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if Exploding.calls == 5 and Exploding.fails == "a backward":
             raise ArithmeticError
-        return grad
+        return grads[0]
 
 
-class FailingBackward(nn.Linear):
-    """Its backward raises in the fifth batch."""
-
+class Model(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        apply: Any = _Exploding.apply
-        out: Tensor = apply(super().forward(x))
-        return out
+        return Exploding.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _fit(watch: Any, donate: Any = "auto", fails: str = "", **options: Any) -> Any:
+    torch.manual_seed(0)
+    Exploding.calls, Exploding.fails = 0, fails
+    settings = {"loss": functional.cross_entropy, "optimizer": pl.optim.adamw(lr=0.1), "max_duration": "8ba"}
+    return pl.fit(Model(4, 3), DATA, watch=watch, donate=donate, **settings, **options)
 
 
 def _infinite(state: pl.State) -> pl.State:
@@ -88,174 +74,40 @@ def _interrupts(event: Event, state: pl.State) -> None:
         raise KeyboardInterrupt
 
 
-ENDS: dict[str, Callable[[], tuple[type[nn.Linear], dict[str, Any]]]] = {
-    "a forward": lambda: (Failing, {}),
-    "a backward": lambda: (FailingBackward, {}),
-    "gradients that are infinite": lambda: (
-        nn.Linear,
-        {"algorithms": [pl.algorithm(Event.AFTER_TRAIN_BATCH, name="infinite")(_infinite)]},
-    ),
-    "an algorithm before the step": lambda: (
-        nn.Linear,
-        {"algorithms": [pl.algorithm(Event.AFTER_TRAIN_BATCH, name="raises")(_raises)]},
-    ),
-    "an algorithm after the step": lambda: (
-        nn.Linear,
-        {"algorithms": [pl.algorithm(Event.BATCH_END, name="raises")(_raises)]},
-    ),
-    "an interrupt in a callback": lambda: (nn.Linear, {"callbacks": [_interrupts]}),
+# What ends a run, and whether the variable may have lost its State where the end of a batch is watched.
+ENDS: dict[str, tuple[dict[str, Any], bool]] = {
+    "a forward": ({"fails": "a forward"}, False),
+    "a backward": ({"fails": "a backward"}, False),
+    "infinite": ({"algorithms": [pl.algorithm(Event.AFTER_TRAIN_BATCH, name="infinite")(_infinite)]}, True),
+    "before the step": ({"algorithms": [pl.algorithm(Event.AFTER_TRAIN_BATCH, name="raises")(_raises)]}, False),
+    "after the step": ({"algorithms": [pl.algorithm(Event.BATCH_END, name="raises")(_raises)]}, True),
+    "an interrupt": ({"callbacks": [_interrupts]}, True),
 }
 
 
-def _fit(model: type[nn.Linear], watch: Any, donate: Any, **options: Any) -> Any:
-    torch.manual_seed(0)
-    Failing.calls = _Exploding.calls = 0
-    return pl.fit(
-        model(4, 3),
-        DATA,
-        loss=functional.cross_entropy,
-        optimizer=pl.optim.adamw(lr=0.1),
-        max_duration="8ba",
-        watch=watch,
-        donate=donate,
-        **options,
-    )
-
-
-def _last(end: str, watch: str, donate: Any, keep: bool) -> tuple[list[Any], bool]:
-    """What the variable has after the error."""
-    model, options = ENDS[end]()
-    state: Any = None
-    kept: Any = None
-    raised = False
+def _whole(one: Any, other: Any, lost: bool = False) -> bool:
+    """Whether two States have the same numbers; ``lost``: or the first says that it has none."""
     try:
-        for event, state in _fit(model, WATCHES[watch], donate, **options):  # noqa: B007
-            if keep:
-                kept = state
-    except (ArithmeticError, pl.errors.NonFiniteError, KeyboardInterrupt):
-        raised = True
-    return [kept if keep else state], raised
-
-
-def _whole(one: Any, other: Any) -> bool:
-    found, expected = of_tree(one), of_tree(other)
+        found, expected = of_tree(one), of_tree(other)
+    except pl.errors.DonatedStateError:
+        return lost
     return len(found) == len(expected) and all(map(same, found, expected))
 
 
-@pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize("end", ENDS)
-def test_what_another_variable_has_is_whole_after_an_error(end: str, watch: str) -> None:
-    (judged,), raised = _last(end, watch, "auto", True)
-    (twin,), _ = _last(end, watch, False, True)
-    assert raised
-    assert _whole(judged, twin)
-
-
-@pytest.mark.parametrize(
-    ("end", "watch"),
-    _today(
-        ENDS,
-        ("gradients that are infinite", None),
-        ("an algorithm after the step", None),
-        ("an interrupt in a callback", None),
-    ),
-)
-def test_the_variable_of_the_loop_is_whole_after_an_error(end: str, watch: str) -> None:
-    (judged,), raised = _last(end, watch, "auto", False)
-    (twin,), _ = _last(end, watch, False, False)
-    assert raised
-    assert _whole(judged, twin)
-
-
-@pytest.mark.xfail(strict=False, raises=pl.errors.DonatedStateError, reason=TODAY)
-@pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize("read_by", ["a callback", "an algorithm", "a thread"])
-def test_a_global_variable_is_whole_while_a_step_runs(read_by: str, watch: str) -> None:
-    names: dict[str, Any] = {}
-    errors: list[BaseException] = []
-    read = 0
-
-    def look() -> None:
-        nonlocal read
-        state = names.get("state")
-        if state is None:
-            return
-        try:
-            of_tree(state)
-            read += 1
-        except pl.errors.DonatedStateError as error:
-            errors.append(error)
-
-    def callback(event: Event, state: pl.State) -> None:
-        if event is not Event.BATCH_END:
-            return
-        if read_by == "a thread":
-            thread = threading.Thread(target=look)
-            thread.start()
-            thread.join()
-        else:
-            look()
-
-    def handler(state: pl.State) -> pl.State:
-        look()
-        return state
-
-    options: dict[str, Any] = {"callbacks": [callback]}
-    if read_by == "an algorithm":
-        options = {"algorithms": [pl.algorithm(Event.BATCH_END, name="reads")(handler)]}
-    names["stream"] = _fit(nn.Linear, WATCHES[watch], "auto", **options)
-    exec("for event, state in stream:\n    pass\n", names)
-    if errors:
-        raise errors[0]
-    assert read >= 6
-
-
-def _next_of(stream: Any, event: Any, state: Any) -> Any:
-    event, state = next(stream)
-    return event, state
-
-
-def _until_end_of_batch(stream: Any, event: Any, *, state: Any) -> Any:
-    for event, state in stream:
-        if event is Event.BATCH_END:
-            return event, state
-    return None, None
-
-
-ADVANCES: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "next": lambda stream, event, state: _next_of(stream, event, state),
-    "for": lambda stream, event, state: _until_end_of_batch(stream, event, state=state),
-}
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize("how", ADVANCES)
-def test_what_a_caller_has_is_whole_while_a_parameter_is_rebound(how: str, watch: str) -> None:
-    """From Python 3.14 on an argument has no reference of its own, and so that of the caller alone is counted."""
-    stream, twin = _fit(nn.Linear, WATCHES[watch], "auto"), _fit(nn.Linear, WATCHES[watch], False)
-    event, state = _until_end_of_batch(stream, None, state=None)
-    _, other = _until_end_of_batch(twin, None, state=None)
-    for _ in range(5):
-        later = ADVANCES[how](stream, event, state)
-        assert _whole(state, other)
-        event, state = later
-        _, other = ADVANCES[how](twin, None, None)
-
-
-PICKS: dict[str, Callable[[Any], Any]] = {
-    "takewhile": lambda stream: itertools.takewhile(lambda pair: pair[1].timestamp.batch < 5, stream),
-    "takewhile steps": lambda stream: itertools.takewhile(
-        lambda pair: pair[0] is not Event.BATCH_END or pair[1].timestamp.batch < 5, stream
-    ),
-    "islice": lambda stream: itertools.islice(stream, 30),
-    "filter from the first on": lambda stream: filter(lambda pair: pair[0] is Event.BATCH_END, stream),
-    "filter later": lambda stream: filter(lambda pair: pair[1].timestamp.batch < 5, stream),
-    "a generator expression": lambda stream: (pair for pair in stream if pair[1].timestamp.batch < 5),
-    "a generator expression of two": lambda stream: (
-        (event, state) for event, state in stream if state.timestamp.batch < 5
-    ),
-    "a generator that ends": lambda stream: _until(stream),
-}
+def test_after_an_error_what_variables_have_is_whole(end: str) -> None:
+    options, lost = ENDS[end]
+    for watch in WATCHES:
+        last: list[tuple[Any, Any]] = []
+        for donate in ("auto", False):
+            for keeps in (True, False):
+                kept = state = None
+                with pytest.raises((ArithmeticError, pl.NonFiniteError, KeyboardInterrupt)):  # noqa: PT012
+                    for _, state in _fit(watch, donate, **options):
+                        kept = state if keeps else None
+                last.append((kept, state))
+        assert _whole(last[0], last[2])
+        assert _whole(last[1][1], last[3][1], lost=lost and (watch is None or Event.BATCH_END in watch))
 
 
 def _until(stream: Any) -> Any:
@@ -265,43 +117,105 @@ def _until(stream: Any) -> Any:
         yield event, state
 
 
-@pytest.mark.parametrize(
-    ("pick", "watch"), _today(PICKS, ("takewhile", None), ("takewhile steps", None), ("filter later", None))
-)
-def test_the_last_state_that_is_passed_on_is_whole(pick: str, watch: str) -> None:
-    last: list[Any] = []
-    for donate in ("auto", False):
+# What passes some of the pairs on, and whether the last State may be lost so.
+PICKS: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "all": (lambda stream: stream, False),
+    "takewhile": (lambda stream: itertools.takewhile(lambda pair: pair[1].timestamp.batch < 5, stream), True),
+    "islice in steps": (lambda stream: itertools.islice(stream, 6, None, 5), False),
+    "filter before steps": (lambda stream: filter(lambda pair: pair[0] is Event.AFTER_TRAIN_BATCH, stream), False),
+    "filter no ends": (
+        lambda s: filter(lambda pair: pair[0] in (Event.BATCH_START, Event.AFTER_TRAIN_BATCH), s), False
+    ),
+    "filter later": (lambda stream: filter(lambda pair: pair[1].timestamp.batch < 5, stream), True),
+    "one of two": (lambda stream: ((event, state) for event, state in stream if state.timestamp.batch < 5), False),
+    "a generator that ends": (lambda stream: _until(stream), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pick", PICKS)
+def test_the_last_state_that_is_passed_on_is_whole(pick: str) -> None:
+    passes, lost = PICKS[pick]
+    for watch in (*WATCHES, {Event.AFTER_TRAIN_BATCH, Event.BATCH_END}):
+        last: list[Any] = []
+        for donate in ("auto", False):
+            state: Any = None
+            for _, state in passes(_fit(watch, donate, strict=False)):  # noqa: B007
+                pass
+            last.append(state)
+        assert _whole(*last, lost=lost and (watch is None or Event.BATCH_END in watch)), watch
+
+
+@pytest.mark.parametrize("read_by", ["a callback", "an algorithm"])
+def test_a_function_that_reads_the_variable_while_a_step_runs_finds_it_whole(read_by: str) -> None:
+    """One that closes over it; of a global variable it may find that its State has no numbers."""
+    scope: dict[str, Any] = {}
+    read: list[bool] = []
+
+    def look(now: pl.State) -> pl.State:
+        for held, lost in ((state, False), (scope.get("state"), True)):
+            if held is not None:
+                read.append(_whole(held, held, lost))
+        return now
+
+    callbacks = [lambda event, now: look(now) and None]
+    algorithms = [pl.algorithm(Event.AFTER_LOSS, Event.BATCH_END, name="look")(look)]
+    options: dict[str, Any] = {"callbacks": callbacks} if read_by == "a callback" else {"algorithms": algorithms}
+    for watch in (None, ONE):
         state: Any = None
-        for event, state in PICKS[pick](_fit(nn.Linear, WATCHES[watch], donate, strict=False)):  # noqa: B007
+        for _, state in _fit(watch, **options):  # noqa: B007
             pass
-        last.append(state)
-    assert _whole(*last)
+        state = None
+        scope["stream"] = _fit(watch, **options)
+        exec("for event, state in stream:\n    pass\n", scope)
+        scope.clear()
+    assert len(read) > 20
+    assert all(read)
 
 
-@pytest.mark.parametrize("watch", WATCHES)
-def test_frames_that_are_kept_keep_the_variable(watch: str) -> None:
-    """A frame of the loop, as a traceback or a debugger has it, shows the State that its variable has."""
+def _advance(stream: Any, event: Any, *, state: Any) -> Any:
+    for event, state in stream:
+        if event is Event.BATCH_END:
+            return event, state
+    return None, None
+
+
+@pytest.mark.parametrize("watch", [None, ONE], ids=["all", "one"])
+def test_what_a_caller_has_is_whole_while_a_parameter_is_rebound(watch: Any) -> None:
+    """From Python 3.14 on an argument has no reference of its own, and so that of the caller alone is counted."""
+    stream, twin = _fit(watch), _fit(watch, False)
+    (event, state), (_, other) = _advance(stream, None, state=None), _advance(twin, None, state=None)
+    for _ in range(5):
+        later = _advance(stream, event, state=state)
+        assert _whole(state, other)
+        (event, state), (_, other) = later, _advance(twin, None, state=None)
+
+
+@pytest.mark.parametrize("watch", [None, ONE], ids=["all", "one"])
+def test_frames_and_snapshots_of_the_variables_keep_the_state(watch: Any) -> None:
+    """As a traceback or a debugger has them."""
+    kept: list[Any] = []
 
     def loop() -> Any:
         frame = sys._getframe()
-        for event, state in _fit(nn.Linear, WATCHES[watch], "auto", strict=False):  # noqa: B007
+        for event, state in _fit(watch, strict=False):
+            if event is Event.BATCH_END:
+                kept.append((dict(sys._getframe().f_locals)["state"], [each.clone() for each in of_tree(state)]))
             yield frame
 
     for frame in loop():
         assert len(of_tree(frame.f_locals["state"])) > 2
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-def test_a_snapshot_of_the_variables_keeps_the_state(watch: str) -> None:
-    kept: list[tuple[Any, list[Tensor]]] = []
-
-    def look(variables: dict[str, Any]) -> None:
-        state = variables["state"]
-        if state.event is Event.BATCH_END:
-            kept.append((dict(variables), [each.clone() for each in of_tree(state.params)]))
-
-    for event, state in _fit(nn.Linear, WATCHES[watch], "auto", strict=False):  # noqa: B007
-        look(sys._getframe().f_locals)
     assert len(kept) == 8
-    for variables, numbers in kept:
-        assert all(map(same, of_tree(variables["state"].params), numbers))
+    assert all(all(map(same, of_tree(state), numbers)) for state, numbers in kept)
+
+
+def test_the_variables_of_the_loop_are_neither_lost_nor_kept_by_looking_at_them() -> None:
+    """Reading a frame's variables makes a copy of them, which must not outlive the look."""
+    rate, big = 0.1, [torch.zeros(10)]
+    settings, alive = locals(), weakref.ref(big[0])
+    for event, state in _fit(None):
+        if event is Event.AFTER_TRAIN_BATCH and state.timestamp.batch == 3:
+            big.clear()
+        if state.timestamp.batch == 4:
+            assert alive() is None
+    assert settings["rate"] == rate
+    assert rebinds_loop_variable(None, 1) is False

@@ -7,19 +7,16 @@ same program with ``donate=False``, says that.
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import ctypes
-import functools
 import gc
 import operator
 import pickle
 import threading
-import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -29,14 +26,13 @@ from torch import Tensor, nn
 from torch.utils import dlpack, hooks
 
 import pure_loop as pl
+from pure_loop._internal.bits import same
 
-__all__ = [
-    *("GONE", "GRAPHS", "HOLDERS", "MAPPINGS", "OF_OTHERS", "OF_TENSORS", "STATES", "WAYS", "WEAK"),
-    *("Impossible", "Way", "of_tree", "outcome", "same"),
-]
+__all__ = ["GONE", "HOLDERS", "OF_OTHERS", "STATES", "WAYS", "WEAK", "Impossible", "Way", "of_tree", "outcome", "same"]
 
 NAMESPACE = "pure_loop"
-Taken: TypeAlias = Any
+_FIELDS = ("params", "buffers", "opt_state", "algorithm_state", "metrics", "lr_scale", "loss_scale", "skipped")
+_FIELDS += ("nonfinite", "batch", "microbatch", "outputs", "loss", "grad_norm")
 # Torch declares no types for these.
 _unserializable: Any = hooks.unserializable_hook
 to_dlpack: Any = vars(dlpack)["to_dlpack"]
@@ -45,6 +41,27 @@ from_dlpack = dlpack.from_dlpack
 
 class Impossible(Exception):  # noqa: N818
     """This way takes something that a State at this event does not have."""
+
+
+def gradients_of(state: pl.State) -> Any:
+    """The gradients; an empty mapping where there are none, also where an algorithm runs at an event without."""
+    try:
+        return {} if state.grads is None else state.grads
+    except pl.errors.GradientsNotReadyError:
+        return {}
+
+
+def of_tree(tree: Any) -> list[Tensor]:
+    """The tensors of a tree; those of a State by its fields, so that reading one that is gone is an error."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, pl.State):
+        tree = [gradients_of(tree), *(getattr(tree, name) for name in _FIELDS)]
+    if isinstance(tree, dict):
+        tree = [tree[key] for key in list(tree)]
+    if isinstance(tree, (list, tuple)):
+        return [each for value in tree for each in of_tree(value)]
+    return [each for each in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(each, Tensor)]
 
 
 class Way(NamedTuple):
@@ -56,20 +73,12 @@ class Way(NamedTuple):
         late: reading changes the thing, or what it gives depends on what ran since: it is read once, at the end.
     """
 
-    take: Callable[[Any, int], Taken]
-    read: Callable[[Taken], list[Tensor]]
+    take: Callable[[Any, int], Any]
+    read: Callable[[Any], list[Tensor]] = of_tree
     late: bool = False
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; NaN is NaN."""
-    if one.dtype is not other.dtype or one.shape != other.shape:
-        return False
-    bits = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-    return torch.equal(*bits)
-
-
-def outcome(read: Callable[[Taken], list[Tensor]], thing: Taken) -> list[Tensor] | str:
+def outcome(read: Callable[[Any], list[Tensor]], thing: Any) -> list[Tensor] | str:
     """Copies of the numbers, or what raised. A DonatedStateError is raised."""
     try:
         return [each.detach().clone() for each in read(thing)]
@@ -80,94 +89,37 @@ def outcome(read: Callable[[Taken], list[Tensor]], thing: Taken) -> list[Tensor]
         return f"{type(error).__name__}: {str(error)[:60]}"
 
 
-def gradients_of(state: pl.State) -> Any:
-    """The gradients; None where an algorithm runs at an event without."""
-    try:
-        return state.grads
-    except pl.errors.GradientsNotReadyError:
-        return None
-
-
-def of_tree(tree: Any) -> list[Tensor]:
-    """The tensors of a tree; those of a State by its fields, so that reading one that is gone is an error."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, pl.State):
-        fields = (tree.params, tree.buffers, tree.opt_state, gradients_of(tree))
-        durable = (tree.algorithm_state, tree.metrics, tree.lr_scale, tree.loss_scale, tree.skipped, tree.nonfinite)
-        batch = (tree.batch, tree.microbatch, tree.outputs, tree.loss, tree.grad_norm)
-        return [each for field in (*fields, *durable, *batch) for each in of_tree(field)]
-    if isinstance(tree, dict):
-        return [each for key in list(tree) for each in of_tree(tree[key])]
-    if isinstance(tree, (list, tuple)):
-        return [each for value in tree for each in of_tree(value)]
-    return [each for each in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(each, Tensor)]
-
-
-def _weight(state: pl.State, which: int) -> Tensor:
-    tensors = of_tree(state.params)
-    return tensors[which % len(tensors)]
-
-
-def _moment(state: pl.State, which: int) -> Tensor:
-    tensors = of_tree(state.opt_state)
-    if not tensors:
+def _nth(values: Any, which: int) -> Any:
+    values = list(values)
+    if not values:
         raise Impossible
-    return tensors[which % len(tensors)]
+    return values[which % len(values)]
 
 
-def _moments(state: pl.State, which: int) -> Any:
-    mappings = [value for value in state.opt_state.values() if isinstance(value, dict)]
-    if not mappings:
+def _has(value: Any, condition: object) -> Any:
+    if not condition:
         raise Impossible
-    return mappings[which % len(mappings)]
-
-
-def _gradient(state: pl.State, which: int) -> Tensor:
-    tensors = of_tree(gradients_of(state) or {})
-    if not tensors:
-        raise Impossible
-    return tensors[which % len(tensors)]
-
-
-def _gradients(state: pl.State, which: int) -> Any:
-    if not of_tree(gradients_of(state) or {}):
-        raise Impossible
-    return state.grads
+    return value
 
 
 def _leaf(state: pl.State, which: int) -> Tensor:
-    weight = _weight(state, which)
-    if not (weight.requires_grad and weight.is_leaf):
-        raise Impossible
-    return weight
+    weight: Tensor = _nth(of_tree(state.params), which)
+    return _has(weight, weight.requires_grad and weight.is_leaf)  # type: ignore[no-any-return]
+
+
+def _gradients(state: pl.State, which: int = 0) -> Any:
+    return _has(gradients_of(state), of_tree(gradients_of(state)))
 
 
 TENSORS: dict[str, Callable[[pl.State, int], Tensor]] = {
-    "parameter": _weight,
-    "moment": _moment,
-    "gradient": _gradient,
+    "parameter": lambda state, i: _nth(of_tree(state.params), i),
+    "moment": lambda state, i: _nth(of_tree(state.opt_state), i),
+    "gradient": lambda state, i: _nth(of_tree(gradients_of(state)), i),
 }
-
-
-def _array(tensor: Tensor) -> Any:
-    return tensor.detach().numpy()
 
 
 def _of_array(array: Any) -> list[Tensor]:
     return [torch.from_numpy(np.array(array))]
-
-
-def _of_memoryview(view: memoryview) -> list[Tensor]:
-    return _of_array(np.asarray(view))
-
-
-def _of_storage(storage: Any) -> list[Tensor]:
-    return [torch.empty(0, dtype=torch.uint8).set_(storage)]
-
-
-def _of_typed_storage(tensor: Tensor) -> Any:
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage())
 
 
 def _of_capsule(capsule: Any) -> list[Tensor]:
@@ -175,150 +127,131 @@ def _of_capsule(capsule: Any) -> list[Tensor]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1) if not tensor.is_contiguous() else tensor.view(-1)
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
 
 
-def _differentiable(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        raise Impossible
-    return tensor
-
-
-def _hookable(tensor: Tensor) -> Any:
-    return tensor
+def _float(tensor: Tensor) -> Tensor:
+    return _has(tensor, tensor.is_floating_point())  # type: ignore[no-any-return]
 
 
 def _hooked(tensor: Tensor) -> Tensor:
-    tensor = _differentiable(tensor).detach()
-    tensor.requires_grad_()
-    _hookable(tensor).register_hook(_unserializable(lambda grad: None))
+    tensor = _float(tensor).detach().requires_grad_()
+    tensor.register_hook(_unserializable(lambda grad: None))  # type: ignore[no-untyped-call]
     return tensor
-
-
-def _dead_iterator(tensor: Tensor) -> Iterator[Tensor]:
-    return iter(tensor.reshape(1, -1) if tensor.ndim == 0 else tensor)
-
-
-# What is taken of one tensor, be it a parameter, a moment or a gradient.
-OF_A_TENSOR: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], list[Tensor]], bool]] = {
-    "itself": (lambda tensor: tensor, of_tree, False),
-    "a view": (lambda tensor: _flat(tensor)[:1], of_tree, False),
-    "a view of a view": (lambda tensor: _flat(tensor)[:].unsqueeze(0).expand(2, -1), of_tree, False),
-    "detach()": (lambda tensor: tensor.detach(), of_tree, False),
-    "data": (lambda tensor: tensor.data, of_tree, False),
-    "an array": (_array, _of_array, False),
-    "a view of an array": (lambda tensor: _array(tensor)[..., None], _of_array, False),
-    "a memoryview": (lambda tensor: memoryview(_array(tensor)), _of_memoryview, False),
-    "a capsule": (lambda tensor: to_dlpack(tensor.detach()), _of_capsule, True),
-    "__dlpack__()": (lambda tensor: tensor.detach().__dlpack__(), _of_capsule, True),
-    "from_dlpack": (lambda tensor: from_dlpack(tensor.detach()), of_tree, False),
-    "numpy.from_dlpack": (lambda tensor: np.from_dlpack(tensor.detach()), _of_array, False),
-    "untyped_storage()": (lambda tensor: tensor.untyped_storage(), _of_storage, False),
-    "set_ to its storage": (_of_typed_storage, of_tree, False),
-    "nn.Parameter": (lambda tensor: nn.Parameter(_differentiable(tensor).detach()), of_tree, False),
-    "copy.copy": (copy.copy, of_tree, False),
-    "as_subclass": (lambda tensor: tensor.detach().as_subclass(Marked), of_tree, False),
-    "a hooked leaf": (_hooked, of_tree, False),
-    "an iterator": (_dead_iterator, lambda iterator: list(iterator), True),
-    "a graph of one's own": (
-        lambda tensor: _graph(tensor.detach()),
-        lambda pair: list(torch.autograd.grad(pair[1], [pair[0]], retain_graph=True)),
-        False,
-    ),
-    "a graph through the tensor itself": (
-        lambda tensor: _graph(tensor),
-        lambda pair: list(torch.autograd.grad(pair[1], [pair[0]], retain_graph=True)),
-        False,
-    ),
-}
-
-
-class Marked(Tensor):
-    """A subclass of a tensor that changes nothing."""
 
 
 def _graph(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """A graph that has saved the tensor, and refers to it in no other way."""
     with torch.enable_grad():
-        factor = torch.ones_like(_differentiable(tensor)).detach().requires_grad_()
+        factor = torch.ones_like(_float(tensor)).detach().requires_grad_()
         return factor, (factor * tensor).sum()
 
 
-def _user_penalty(state: pl.State, which: int) -> Any:
-    """A graph of the user's through the leaves, which no backward of the loop frees."""
-    leaf = _leaf(state, which)
-    with torch.enable_grad():
-        return leaf.square().sum(), leaf
+def _of_graph(pair: tuple[Tensor, Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(pair[1], [pair[0]], retain_graph=True))
 
 
-def _penalty_alone(state: pl.State, which: int) -> Any:
-    """The same, with nothing but the graph that refers to the leaf."""
-    return _user_penalty(state, which)[0]
+# What is taken of one tensor, be it a parameter, a moment or a gradient.
+OF_A_TENSOR: dict[str, tuple[Any, ...]] = {
+    "itself": (lambda tensor: tensor,),
+    "a view": (lambda tensor: _flat(tensor)[:1],),
+    "detach()": (lambda tensor: tensor.detach(),),
+    "an array": (lambda tensor: tensor.detach().numpy(), _of_array),
+    "a capsule": (lambda tensor: to_dlpack(tensor.detach()), _of_capsule, True),
+    "numpy.from_dlpack": (lambda tensor: np.from_dlpack(tensor.detach()), _of_array),
+    "untyped_storage()": (
+        lambda tensor: tensor.untyped_storage(),
+        lambda storage: [torch.empty(0, dtype=torch.uint8).set_(storage)],
+    ),
+    "set_ to its storage": (lambda tensor: torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage()),),
+    "nn.Parameter": (lambda tensor: nn.Parameter(_float(tensor).detach()),),
+    "copy.copy": (copy.copy,),
+    "a hooked leaf": (_hooked,),
+    "an iterator": (lambda tensor: iter(tensor if tensor.ndim else tensor.reshape(1, -1)), list, True),
+    "a graph of one's own": (lambda tensor: _graph(tensor.detach()), _of_graph),
+    "a graph through the tensor itself": (_graph, _of_graph),
+}
 
 
-def _leaves_of_graph(loss: Tensor) -> list[Tensor]:
-    found: list[Tensor] = []
-    seen: set[Any] = set()
-    waiting = [loss.grad_fn]
+def _nodes(loss: Tensor) -> list[Any]:
+    """The nodes of the graph of a tensor."""
+    found: list[Any] = []
+    waiting: list[Any] = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        waiting += [each for each, _ in node.next_functions]
+        if node is not None and node not in found:
+            found.append(node)
+            waiting += [each for each, _ in node.next_functions]
     return found
+
+
+def leaves_behind(value: Tensor) -> list[Tensor]:
+    """The leaves in the graph of a tensor."""
+    return [node.variable for node in _nodes(value) if hasattr(node, "variable")]
 
 
 def _differentiate(loss: Any) -> list[Tensor]:
     total = loss["total"] if isinstance(loss, dict) else loss
     if total.grad_fn is None:
         return [total]
-    leaves = _leaves_of_graph(total)
+    leaves = leaves_behind(total)
     with torch.enable_grad():
         gradients = torch.autograd.grad(total.sum(), leaves, retain_graph=True, allow_unused=True)
     return [total, *leaves, *[each for each in gradients if each is not None]]
 
 
-def _loss(state: pl.State, which: int) -> Any:
-    if state.loss is None:
-        raise Impossible
-    return state.loss
+def _loss(state: pl.State, which: int = 0) -> Any:
+    return _has(state.loss, state.loss is not None)
 
 
-def _outputs(state: pl.State, which: int) -> Any:
-    if not isinstance(state.outputs, Tensor):
-        raise Impossible
-    return state.outputs
-
-
-def _found_leaf(state: pl.State, which: int) -> Tensor:
-    """A parameter that is found in the graph, and not read of the State."""
-    loss = _loss(state, which)
-    if loss.grad_fn is None:
-        raise Impossible
-    leaves = _leaves_of_graph(loss)
-    return leaves[which % len(leaves)]
+def _outputs(state: pl.State, which: int = 0) -> Any:
+    return _has(state.outputs, isinstance(state.outputs, Tensor))
 
 
 def _saved(state: pl.State, which: int) -> Tensor:
     """What a node of the graph has saved."""
-    loss = _loss(state, which)
-    nodes, found = [loss.grad_fn], list[Tensor]()
-    while nodes:
-        node = nodes.pop()
-        if node is None:
-            continue
-        names = [name for name in dir(node) if name.startswith("_saved_")]
-        try:
-            found += [each for name in names if isinstance(each := getattr(node, name), Tensor)]
-        except RuntimeError:  # they are freed
-            raise Impossible from None
-        nodes += [each for each, _ in node.next_functions]
-    if not found:
-        raise Impossible
-    return found[which % len(found)]
+    nodes = _nodes(_loss(state))
+    names = [(node, name) for node in nodes for name in dir(node) if name.startswith("_saved_")]
+    try:
+        return _nth([each for pair in names if isinstance(each := getattr(*pair), Tensor)], which)  # type: ignore[no-any-return]
+    except RuntimeError:  # they are freed
+        raise Impossible from None
+
+
+@torch.enable_grad()
+def _own_loss(state: pl.State, which: int) -> Any:
+    """A loss of one's own from the outputs: its graph shares what the loop's has saved."""
+    return _has(_outputs(state), _outputs(state).grad_fn is not None).square().mean()
+
+
+@torch.enable_grad()
+def _penalty(state: pl.State, which: int) -> Any:
+    """A graph of the user's through the leaves, which no backward of the loop frees."""
+    leaf = _leaf(state, which)
+    return leaf.square().sum(), leaf
+
+
+def _with_hook(method: str) -> Callable[[pl.State, int], Any]:
+    def take(state: pl.State, which: int) -> Any:
+        leaf, seen = _leaf(state, which), list[Any]()
+        getattr(leaf, method)(_unserializable(lambda given: seen.append(given if given.grad is None else given.grad)))
+        return leaf, seen
+
+    return take
+
+
+def _one_tensor_in_another_state(state: pl.State, which: int) -> Any:
+    """A State that shares one parameter with this one."""
+    kept = _nth(state.params, which)
+    return state.replace(params={name: t if name == kept else t.detach().clone() for name, t in state.params.items()})
+
+
+def _other_params(state: pl.State, which: int) -> Any:
+    return state.replace(params={name: torch.zeros_like(each).detach() for name, each in state.params.items()})
+
+
+def _merged(state: pl.State, which: int) -> Any:
+    return {**state.params}, state.params | {}, dict(state.params), state.params.copy(), copy.copy(state.params)
 
 
 def _referents(state: pl.State, which: int) -> list[Any]:
@@ -326,154 +259,70 @@ def _referents(state: pl.State, which: int) -> list[Any]:
     return [each for each in gc.get_referents(state) if isinstance(each, pl.FrozenDict)]
 
 
-def _own_loss(state: pl.State, which: int) -> Any:
-    """A loss of one's own from the outputs: its graph shares what the loop's has saved."""
-    outputs = _outputs(state, which)
-    if outputs.grad_fn is None:
-        raise Impossible
-    with torch.enable_grad():
-        return outputs.square().mean()
+def _flattened(state: Any) -> Any:
+    return optree.tree_leaves(state, namespace=NAMESPACE), torch.utils._pytree.tree_leaves(state)
 
 
-def _with_hook(state: pl.State, which: int) -> Any:
-    leaf, seen = _leaf(state, which), list[Tensor]()
-    _hookable(leaf).register_hook(_unserializable(lambda grad: seen.append(grad)))
-    return leaf, seen
+def _mapped(state: Any) -> Any:
+    same_leaf = partial(optree.tree_map, lambda leaf: leaf, namespace=NAMESPACE)
+    return same_leaf(state), torch.utils._pytree.tree_map(lambda leaf: leaf, state)
 
-
-def _with_late_hook(state: pl.State, which: int) -> Any:
-    leaf, seen = _leaf(state, which), list[Tensor]()
-    _hookable(leaf).register_post_accumulate_grad_hook(_unserializable(lambda tensor: seen.append(tensor.grad)))
-    return leaf, seen
-
-
-def _other_params(state: pl.State, which: int) -> Any:
-    others = {name: torch.zeros_like(tensor).detach() for name, tensor in state.params.items()}
-    return state.replace(params=others)
-
-
-def _other_memory(state: pl.State, which: int) -> Any:
-    return state.replace(opt_state=None)
-
-
-def _one_tensor_in_another_state(state: pl.State, which: int) -> Any:
-    """A State that shares one parameter with this one."""
-    names = list(state.params)
-    name = names[which % len(names)]
-    others = {each: tensor if each == name else tensor.detach().clone() for each, tensor in state.params.items()}
-    return state.replace(params=others)
-
-
-def _matched(state: pl.State, which: int) -> Any:
-    match state:
-        case pl.State(params=params, opt_state=memory):
-            return params, memory
-    raise AssertionError
-
-
-def _module(state: pl.State, which: int) -> Any:
-    return state.module()
-
-
-def _of_module(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _merged(state: pl.State, which: int) -> Any:
-    return {**state.params}, state.params | {}, dict(state.params), state.params.copy(), copy.copy(state.params)
-
-
-def _tree(state: pl.State) -> Any:
-    return state
-
-
-_DESCRIPTOR: Any = vars(pl.State)["params"]
 
 STATES: dict[str, Way] = {
-    "the State": Way(lambda state, which: state, of_tree),
-    "the State and no look at it": Way(lambda state, which: state, of_tree, late=True),
-    "copy.copy": Way(lambda state, which: copy.copy(state), of_tree),
-    "copy.deepcopy": Way(lambda state, which: copy.deepcopy(state), of_tree),
-    "pickle": Way(lambda state, which: pickle.dumps(state.params), lambda data: of_tree(pickle.loads(data))),
-    "attrs.evolve": Way(lambda state, which: attrs.evolve(state, seed=1), of_tree),
-    "attrs.asdict": Way(lambda state, which: attrs.asdict(state, recurse=False), of_tree),
-    "attrs.astuple": Way(lambda state, which: attrs.astuple(state, recurse=False), of_tree),
-    "replace(seed)": Way(lambda state, which: state.replace(seed=1), of_tree),
-    "replace(seed) twice": Way(lambda state, which: state.replace(seed=1).replace(seed=2), of_tree),
-    "replace(params)": Way(_other_params, of_tree, late=True),
-    "replace(opt_state)": Way(_other_memory, of_tree, late=True),
-    "replace(a part of the params)": Way(_one_tensor_in_another_state, of_tree),
-    "replace(loss)": Way(lambda state, which: state.replace(loss=None, grads=None), of_tree, late=True),
-    "gc.get_referents": Way(_referents, of_tree),
-    "__reduce__": Way(lambda state, which: state.__reduce__(), of_tree),
-    "optree.tree_leaves": Way(lambda state, which: optree.tree_leaves(_tree(state), namespace=NAMESPACE), of_tree),
-    "optree.tree_map": Way(
-        lambda state, which: optree.tree_map(lambda leaf: leaf, _tree(state), namespace=NAMESPACE), of_tree, late=True
-    ),
-    "optree.tree_flatten_with_path": Way(
-        lambda state, which: optree.tree_flatten_with_path(_tree(state), namespace=NAMESPACE)[1], of_tree
-    ),
-    "torch's tree_leaves": Way(lambda state, which: torch.utils._pytree.tree_leaves(state), of_tree),
-    "torch's tree_map": Way(
-        lambda state, which: torch.utils._pytree.tree_map(lambda leaf: leaf, state), of_tree, late=True
-    ),
-    "a match statement": Way(_matched, of_tree),
-    "a module": Way(_module, _of_module),
+    "the State": Way(lambda state, i: state),
+    "the State and no look at it": Way(lambda state, i: state, late=True),
+    "copy.copy": Way(lambda state, i: copy.copy(state)),
+    "copy.deepcopy": Way(lambda state, i: copy.deepcopy(state)),
+    "pickle": Way(lambda state, i: pickle.dumps(state.params), lambda data: of_tree(pickle.loads(data))),
+    "attrs.evolve": Way(lambda state, i: attrs.evolve(state, seed=1)),
+    "attrs.asdict": Way(lambda state, i: attrs.asdict(state, recurse=False)),
+    "replace(seed)": Way(lambda state, i: state.replace(seed=1)),
+    "replace(params)": Way(_other_params, late=True),
+    "replace(opt_state)": Way(lambda state, i: state.replace(opt_state=None), late=True),
+    "replace(a part of the params)": Way(_one_tensor_in_another_state),
+    "replace(loss)": Way(lambda state, i: state.replace(loss=None, grads=None), late=True),
+    "gc.get_referents": Way(_referents),
+    "tree_leaves": Way(lambda state, i: _flattened(state)),
+    "tree_map": Way(lambda state, i: _mapped(state), late=True),
+    "a module": Way(lambda state, i: state.module(), lambda module: [*module.parameters(), *module.buffers()]),
 }
 
 MAPPINGS: dict[str, Way] = {
-    "params": Way(lambda state, which: state.params, of_tree),
-    "params, no look at them": Way(lambda state, which: state.params, of_tree, late=True),
-    "getattr": Way(lambda state, which: operator.attrgetter("params", "opt_state")(state), of_tree),
-    "the descriptor": Way(lambda state, which: _DESCRIPTOR.__get__(state), of_tree),
-    "object.__getattribute__": Way(lambda state, which: object.__getattribute__(state, "params"), of_tree),
-    "params.values()": Way(lambda state, which: state.params.values(), lambda values: list(values)),
-    "params.items()": Way(lambda state, which: state.params.items(), lambda items: [each for _, each in items]),
-    "iter(params.values())": Way(lambda state, which: iter(state.params.values()), list, late=True),
-    "iter(params.items())": Way(
-        lambda state, which: iter(state.params.items()), lambda items: [each for _, each in items], late=True
-    ),
-    "params.keys()": Way(lambda state, which: state.params.keys(), lambda keys: of_tree(dict(keys.mapping))),
-    "params.get": Way(lambda state, which: state.params.get, lambda get: [get(next(iter(get.__self__)))]),
-    "params.__getitem__": Way(
-        lambda state, which: functools.partial(state.params.__getitem__, next(iter(state.params))),
-        lambda get: [get()],
-        late=True,
-    ),
-    "copies of the mapping": Way(_merged, of_tree),
-    "a mapping proxy": Way(lambda state, which: types.MappingProxyType(state.params), lambda it: of_tree(dict(it))),
-    "opt_state": Way(lambda state, which: state.opt_state, of_tree),
-    "opt_state, no look at it": Way(lambda state, which: state.opt_state, of_tree, late=True),
-    "a mapping of moments": Way(_moments, of_tree),
-    "opt_state.values()": Way(lambda state, which: state.opt_state.values(), lambda values: of_tree(list(values))),
-    "iter(opt_state.items())": Way(
-        lambda state, which: iter(state.opt_state.items()), lambda items: of_tree(list(items)), late=True
-    ),
-    "grads": Way(_gradients, of_tree),
-    "grads, no look at them": Way(_gradients, of_tree, late=True),
+    "params": Way(lambda state, i: state.params),
+    "params, no look at them": Way(lambda state, i: state.params, late=True),
+    "getattr": Way(lambda state, i: operator.attrgetter("params", "opt_state")(state)),
+    "params.values()": Way(lambda state, i: state.params.values(), list),
+    "iter(params.values())": Way(lambda state, i: iter(state.params.values()), list, late=True),
+    "params.keys()": Way(lambda state, i: state.params.keys(), lambda keys: of_tree(dict(keys.mapping))),
+    "params.get": Way(lambda state, i: state.params.get, lambda get: [get(next(iter(get.__self__)))]),
+    "copies of the mapping": Way(_merged),
+    "opt_state": Way(lambda state, i: state.opt_state),
+    "opt_state, no look at it": Way(lambda state, i: state.opt_state, late=True),
+    "a mapping of moments": Way(lambda state, i: _nth([m for m in state.opt_state.values() if isinstance(m, dict)], i)),
+    "grads": Way(_gradients),
+    "grads, no look at them": Way(_gradients, late=True),
     "iter(grads.values())": Way(
-        lambda state, which: iter(_gradients(state, which).values()), lambda values: of_tree(list(values)), late=True
+        lambda state, i: iter(_gradients(state).values()), lambda values: of_tree(list(values)), late=True
     ),
-    "a buffer": Way(lambda state, which: _nth(of_tree(state.buffers), which), of_tree),
-    "buffers": Way(lambda state, which: state.buffers, of_tree),
-    "algorithm_state": Way(lambda state, which: state.algorithm_state, of_tree),
+    "a buffer": Way(lambda state, i: _nth(of_tree(state.buffers), i)),
+    "buffers": Way(lambda state, i: state.buffers),
+    "algorithm_state": Way(lambda state, i: state.algorithm_state),
 }
 
-GRAPHS: dict[str, Way] = {
-    "the loss": Way(_loss, lambda loss: of_tree(loss)),
+OF_GRAPHS: dict[str, Way] = {
+    "the loss": Way(_loss),
     "the graph of the loss": Way(_loss, _differentiate, late=True),
-    "the outputs": Way(_outputs, of_tree),
+    "the outputs": Way(_outputs),
     "the graph of the outputs": Way(_outputs, _differentiate, late=True),
-    "the outputs, no look at them": Way(_outputs, of_tree, late=True),
-    "a view of the outputs": Way(lambda state, which: _outputs(state, which)[:1], of_tree),
-    "a leaf found in the graph": Way(_found_leaf, of_tree),
-    "a tensor that the graph has saved": Way(_saved, of_tree),
+    "a view of the outputs": Way(lambda state, i: _outputs(state)[:1]),
+    "a leaf found in the graph": Way(lambda state, i: _nth(leaves_behind(_loss(state)), i)),
+    "a tensor that the graph has saved": Way(_saved),
     "a loss of one's own": Way(_own_loss, _differentiate, late=True),
-    "a penalty and its leaf": Way(_user_penalty, lambda pair: _differentiate(pair[0])),
-    "a penalty alone": Way(_penalty_alone, _differentiate),
-    "a leaf": Way(_leaf, of_tree),
-    "a leaf with a hook": Way(_with_hook, of_tree, late=True),
-    "a leaf with a post-accumulate hook": Way(_with_late_hook, of_tree, late=True),
+    "a penalty and its leaf": Way(_penalty, lambda pair: _differentiate(pair[0])),
+    "a penalty alone": Way(lambda state, i: _penalty(state, i)[0], _differentiate),
+    "a leaf": Way(_leaf),
+    "a leaf with a hook": Way(_with_hook("register_hook"), late=True),
+    "a leaf with a post-accumulate hook": Way(_with_hook("register_post_accumulate_grad_hook"), late=True),
 }
 
 
@@ -481,71 +330,53 @@ def _of_one(tensor: Callable[[pl.State, int], Tensor], take: Callable[[Tensor], 
     return take(tensor(state, which))
 
 
-OF_TENSORS: dict[str, Way] = {}
-for _what, _tensor in TENSORS.items():
-    for _name, (_take, _read, _late) in OF_A_TENSOR.items():
-        OF_TENSORS[f"{_what}: {_name}"] = Way(functools.partial(_of_one, _tensor, _take), _read, _late)
-
-WAYS: dict[str, Way] = {**STATES, **MAPPINGS, **GRAPHS, **OF_TENSORS}
-
-
-# What a model's forward, a loss, and a clip_grad can take: of themselves and of their arguments.
-OF_OTHERS: dict[str, dict[str, Way]] = {
-    "forward": {
-        "self.weight": Way(lambda given, which: _nth(list(given[0].parameters()), which), of_tree),
-        "self.weight.data": Way(lambda given, which: _nth(list(given[0].parameters()), which).data, of_tree),
-        "a view of self.weight": Way(lambda given, which: _flat(_nth(list(given[0].parameters()), which))[:1], of_tree),
-        "an array of self.weight": Way(
-            lambda given, which: _array(_nth(list(given[0].parameters()), which)), _of_array
-        ),
-        "all parameters": Way(lambda given, which: list(given[0].parameters()), of_tree),
-        "vars(layer)": Way(lambda given, which: dict(_layer(given[0])._parameters), lambda it: list(it.values())),
-        "activations": Way(lambda given, which: given[1], of_tree),
-        "the graph of activations": Way(lambda given, which: given[1], _differentiate, late=True),
-    },
-    "loss": {
-        "outputs": Way(lambda given, which: given[0], of_tree),
-        "targets": Way(lambda given, which: given[1], of_tree),
-        "the graph": Way(lambda given, which: given[0], _differentiate, late=True),
-    },
-    "clip": {
-        "grads": Way(lambda given, which: given[0], of_tree),
-        "a gradient": Way(lambda given, which: _nth(of_tree(given[0]), which), of_tree),
-        "params": Way(lambda given, which: given[1], of_tree),
-        "a parameter": Way(lambda given, which: _nth(of_tree(given[1]), which), of_tree),
-    },
-    "update": {
-        "opt_state": Way(lambda given, which: given[1], of_tree),
-        "a moment": Way(lambda given, which: _nth(of_tree(given[1]), which), of_tree),
-        "grads": Way(lambda given, which: given[0], of_tree),
-        "params": Way(lambda given, which: given[2], of_tree),
-    },
+OF_TENSORS: dict[str, Way] = {
+    f"{what}: {name}": Way(partial(_of_one, tensor, take), *more)
+    for what, tensor in TENSORS.items()
+    for name, (take, *more) in OF_A_TENSOR.items()
 }
-
-
-def _nth(values: list[Any], which: int) -> Any:
-    if not values:
-        raise Impossible
-    return values[which % len(values)]
+KINDS = (STATES, MAPPINGS, OF_GRAPHS, OF_TENSORS)
+WAYS: dict[str, Way] = {**STATES, **MAPPINGS, **OF_GRAPHS, **OF_TENSORS}
 
 
 def _own(given: tuple[nn.Module, Tensor], which: int) -> Any:
-    return _nth(list(given[0].parameters()), which)
+    return _nth(given[0].parameters(), which)
 
 
-def _layer(module: nn.Module) -> nn.Module:
-    return next(each for each in module.modules() if each._parameters)
-
+# What a model's forward, a loss, a clip_grad and an optimizer can take: of themselves and of their arguments.
+OF_OTHERS: dict[str, dict[str, Way]] = {
+    "forward": {
+        "self.weight": Way(_own),
+        "self.weight.data": Way(lambda given, i: _own(given, i).data),
+        "a view of self.weight": Way(lambda given, i: _flat(_own(given, i))[:1]),
+        "an array of self.weight": Way(lambda given, i: _own(given, i).detach().numpy(), _of_array),
+        "all parameters": Way(lambda given, i: list(given[0].parameters())),
+        "activations": Way(lambda given, i: given[1]),
+        "the graph of activations": Way(lambda given, i: given[1], _differentiate, late=True),
+    },
+    "loss": {
+        "outputs": Way(lambda given, i: given[0]),
+        "targets": Way(lambda given, i: given[1]),
+        "the graph": Way(lambda given, i: given[0], _differentiate, late=True),
+    },
+    "clip": {
+        "grads": Way(lambda given, i: given[0]),
+        "a gradient": Way(lambda given, i: _nth(of_tree(given[0]), i)),
+        "params": Way(lambda given, i: given[1]),
+        "a parameter": Way(lambda given, i: _nth(of_tree(given[1]), i)),
+    },
+    "update": {
+        "opt_state": Way(lambda given, i: given[1]),
+        "a moment": Way(lambda given, i: _nth(of_tree(given[1]), i)),
+        "grads": Way(lambda given, i: given[0]),
+        "params": Way(lambda given, i: given[2]),
+    },
+}
 
 GONE = object()
-Holder: TypeAlias = Callable[[], Any]
+WEAK = "a weak reference"
+Holder = Callable[[], Any]
 """What refers to a thing; called, it returns the thing, or GONE if it is not there any more."""
-
-
-class Attribute:
-    """An object with an attribute."""
-
-    thing: Any
 
 
 class Slotted:
@@ -555,33 +386,6 @@ class Slotted:
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
-
-
-_GLOBALS: dict[str, Any] = {}
-
-
-def _in_list(thing: Any) -> Holder:
-    held = [thing]
-    return lambda: held[0]
-
-
-def _in_tuple(thing: Any) -> Holder:
-    held = (1, (thing,))
-    return lambda: held[1][0]
-
-
-def _in_dict(thing: Any) -> Holder:
-    held = {id(thing): thing}
-    return lambda: next(iter(held.values()))
-
-
-def _in_set(thing: Any) -> Holder:
-    held = {Slotted(thing)}
-    return lambda: next(iter(held)).thing
-
-
-def _in_closure(thing: Any) -> Holder:
-    return lambda: thing
 
 
 def _in_generator(thing: Any) -> Holder:
@@ -594,68 +398,6 @@ def _in_generator(thing: Any) -> Holder:
     return lambda: next(held)
 
 
-def _in_coroutine(thing: Any) -> Holder:
-    async def waits(thing: Any) -> Any:
-        return thing
-
-    held = waits(thing)
-    results: list[Any] = []
-
-    def get() -> Any:
-        if not results:
-            try:
-                held.send(None)
-            except StopIteration as stop:
-                results.append(stop.value)
-        return results[0]
-
-    weakref.finalize(get, held.close)
-    return get
-
-
-def _in_partial(thing: Any) -> Holder:
-    return functools.partial(lambda thing: thing, thing)
-
-
-def _in_defaults(thing: Any) -> Holder:
-    def get(thing: Any = thing) -> Any:
-        return thing
-
-    return get
-
-
-def _in_attribute(thing: Any) -> Holder:
-    held = Attribute()
-    held.thing = thing
-    return lambda: held.thing
-
-
-def _in_slot(thing: Any) -> Holder:
-    held = Slotted(thing)
-    return lambda: held.thing
-
-
-def _in_global(thing: Any) -> Holder:
-    key = f"kept {len(_GLOBALS)}"
-    _GLOBALS[key] = thing
-
-    def get() -> Any:
-        return _GLOBALS[key]
-
-    weakref.finalize(get, _GLOBALS.pop, key, None)
-    return get
-
-
-def _in_class(thing: Any) -> Holder:
-    held = type("Held", (), {"thing": Slotted(thing)})
-    return lambda: held.thing.thing  # type: ignore[attr-defined]
-
-
-def _in_exception(thing: Any) -> Holder:
-    held = ValueError(thing)
-    return lambda: held.args[0]
-
-
 def _in_traceback(thing: Any) -> Holder:
     def fails(thing: Any) -> None:
         raise ValueError
@@ -663,17 +405,9 @@ def _in_traceback(thing: Any) -> Holder:
     try:
         fails(thing)
     except ValueError as error:
-        held = error
-    traceback = held.__traceback__
-    assert traceback is not None
-    assert traceback.tb_next is not None
-    frame = traceback.tb_next.tb_frame
+        held: Any = error
+    frame = held.__traceback__.tb_next.tb_frame
     return lambda: frame.f_locals["thing"]
-
-
-def _in_deque(thing: Any) -> Holder:
-    held = deque([thing], maxlen=2)
-    return lambda: held[0]
 
 
 def _in_cycle(thing: Any) -> Holder:
@@ -682,40 +416,12 @@ def _in_cycle(thing: Any) -> Holder:
     return lambda: held[1][0]
 
 
-def _in_context(thing: Any) -> Holder:
-    context, variable = contextvars.Context(), contextvars.ContextVar[Any]("variable")
-    context.run(variable.set, thing)
-    return lambda: context[variable]
-
-
-def _in_object_array(thing: Any) -> Holder:
-    held = np.empty(1, dtype=object)
-    held[0] = thing
-    return lambda: held[0]
-
-
-def _in_c(thing: Any) -> Holder:
-    held = ctypes.py_object(thing)
-    return lambda: held.value
-
-
-def _in_thread_local(thing: Any) -> Holder:
-    held = threading.local()
-    held.thing = thing
-    return lambda: getattr(held, "thing", GONE)  # in another thread, and after the end of this one
-
-
 def _behind_a_weak_reference(thing: Any) -> Holder:
     try:
         weak = weakref.ref(thing)
     except TypeError:
-        return _in_closure(thing)
-
-    def get() -> Any:
-        alive = weak()
-        return GONE if alive is None else alive
-
-    return get
+        return lambda: thing
+    return lambda: GONE if (alive := weak()) is None else alive
 
 
 def _in_thread(thing: Any) -> Holder:
@@ -743,28 +449,15 @@ def _in_thread(thing: Any) -> Holder:
 
 
 HOLDERS: dict[str, Callable[[Any], Holder]] = {
-    "a list": _in_list,
-    "a tuple": _in_tuple,
-    "a dict by its id": _in_dict,
-    "a set": _in_set,
-    "a closure": _in_closure,
+    "a list": lambda thing: partial([thing].__getitem__, 0),
+    "a dict by its id": lambda thing: partial({id(thing): thing}.get, id(thing)),
+    "a closure": lambda thing: lambda: thing,
     "a generator": _in_generator,
-    "a coroutine": _in_coroutine,
-    "a partial": _in_partial,
-    "a default argument": _in_defaults,
-    "an attribute": _in_attribute,
-    "a slot": _in_slot,
-    "a global": _in_global,
-    "a class": _in_class,
-    "an exception": _in_exception,
+    "a partial": lambda thing: partial(lambda given: given, thing),
+    "a slot": lambda thing: partial(getattr, Slotted(thing), "thing"),
     "a traceback": _in_traceback,
-    "a deque": _in_deque,
     "a cycle": _in_cycle,
-    "a context": _in_context,
-    "an array of objects": _in_object_array,
-    "a py_object": _in_c,
-    "a thread's locals": _in_thread_local,
+    "a py_object": lambda thing: partial(getattr, ctypes.py_object(thing), "value"),
     "a thread": _in_thread,
-    "a weak reference": _behind_a_weak_reference,
+    WEAK: _behind_a_weak_reference,
 }
-WEAK = "a weak reference"

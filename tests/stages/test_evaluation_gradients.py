@@ -1,7 +1,8 @@
-"""Forwards and losses that differentiate, in evaluation and prediction: forces, and equations as losses."""
+"""Forwards and losses that differentiate, in evaluation and prediction; and stages that are made by hand."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,32 +13,25 @@ from torch.nn.functional import mse_loss
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.distributed import Parallel
+from pure_loop.random import seeded
 from pure_loop.testing.ranks import shared_pool
+from tests.support.refused import Refusal, check, rows
 
 
-class Potential(nn.Module):
-    """Forces at positions: minus the gradient of an energy."""
+class Net(nn.Module):
+    """Minus the gradient of an energy at positions; or u(x), of which a loss wants the derivative."""
 
-    def __init__(self) -> None:
+    def __init__(self, waves: bool = False) -> None:
         super().__init__()
-        self.energy = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        with seeded(0):
+            self.layers = nn.Sequential(nn.Linear(1 if waves else 3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.waves = waves
 
-    def forward(self, positions: Tensor) -> Tensor:
-        positions = positions.detach().requires_grad_()
-        total = self.energy(positions).sum()
-        return -torch.autograd.grad(total, positions, create_graph=self.training)[0]
-
-
-class Wave(nn.Module):
-    """u(x), of which a loss wants the derivative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x: Tensor) -> Any:
         x = x.detach().requires_grad_()
-        return {"x": x, "u": self.layers(x)}
+        if self.waves:
+            return {"x": x, "u": self.layers(x)}
+        return -torch.autograd.grad(self.layers(x).sum(), x, create_graph=self.training)[0]
 
 
 def equation(outputs: dict[str, Tensor], batch: Any) -> Tensor:
@@ -46,129 +40,146 @@ def equation(outputs: dict[str, Tensor], batch: Any) -> Tensor:
     return (slope + outputs["u"]).square().mean()
 
 
-def model(cls: type[nn.Module] = Potential) -> Any:
-    torch.manual_seed(0)
-    return cls().double()
+_NUMBERS = torch.randn(2, 2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+FORCES = [(x, y) for x, y in _NUMBERS]
+POINTS = [(x[:, :1], None) for x, _ in FORCES]
 
 
-def forces() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    numbers = torch.randn(2, 2, 5, 3, dtype=torch.float64, generator=generator)
-    return [(x, y) for x, y in numbers]
-
-
-def points() -> list[tuple[Tensor, None]]:
-    return [(x[:, :1], None) for x, _ in forces()]
-
-
-def by_hand(module: nn.Module, x: Tensor) -> Tensor:
+def by_hand(x: Tensor) -> Tensor:
     """The gradient of w2 tanh(w1 x + b1) + b2, written out."""
-    first, _, last = module.energy  # type: ignore[union-attr, misc]
-    inner = torch.tanh(first(x))
-    return (-((1 - inner.square()) * last.weight) @ first.weight).detach()
+    first, _, last = Net().layers
+    return (-((1 - torch.tanh(first(x)).square()) * last.weight) @ first.weight).detach()
 
 
-WANTED = torch.stack([mse_loss(by_hand(model(), x), y) for x, y in forces()]).mean()
-COMPILED = [False, True]
+OUTPUTS = [by_hand(x) for x, _ in FORCES]
+WANTED = torch.stack([mse_loss(out, y) for out, (_, y) in zip(OUTPUTS, FORCES, strict=True)]).mean()
+TASK = pl.Task(loss=equation)
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
-@pytest.mark.parametrize("compile", COMPILED)
-@pytest.mark.parametrize("size", [None, 2])
-def test_an_evaluator_may_ask_for_gradients(size: int | None, compile: bool) -> None:
-    evaluator = pl.Evaluator(forces(), microbatch_size=size, gradients=True)
-    seen = list(pl.evaluate(model(), {"test": evaluator}, loss=mse_loss, compile=compile))
-    torch.testing.assert_close(seen[-1][1].metrics["test"]["loss"], WANTED)
-    outputs = [state.outputs for event, state in seen if event is Event.EVAL_BATCH_END]
-    assert not any(each.requires_grad for each in outputs)
-
-
-@pytest.mark.parametrize("compile", COMPILED)
-@pytest.mark.parametrize("options", [{}, {"strict": True}, {"watch": {Event.EVAL_END}}], ids=["", "strict", "watched"])
-def test_an_evaluator_of_fit_may(options: Any, compile: bool) -> None:
-    measured = [
-        state.metrics["val"]["loss"]
-        for event, state in pl.fit(
-            model(), forces(), loss=mse_loss, optimizer=pl.optim.sgd(lr=0.0), max_duration="1ep", compile=compile,
-            evaluators={"val": pl.Evaluator(forces(), gradients=True)}, **options,
-        )
-        if event is Event.EVAL_END
-    ]  # fmt: skip
-    torch.testing.assert_close(measured, [WANTED])
-
-
-@pytest.mark.parametrize("compile", COMPILED)
-def test_the_loss_may_differentiate(compile: bool) -> None:
-    task = pl.Task(loss=equation)
-    wanted = torch.stack([equation(model(Wave)(x), None) for x, _ in points()]).mean().detach()
-    evaluator = pl.Evaluator(points(), gradients=True)
-    state = pl.run(pl.evaluate(model(Wave), evaluator, task=task, compile=compile))
+@pytest.mark.parametrize("compile", [False, True])
+def test_evaluations_and_predictions_may_ask_for_gradients(compile: bool) -> None:
+    """Their results have none."""
+    for size in (None, 2):
+        evaluator = pl.Evaluator(FORCES, microbatch_size=size, gradients=True)
+        seen = list(pl.evaluate(Net(), {"test": evaluator}, loss=mse_loss, compile=compile))
+        torch.testing.assert_close(seen[-1][1].metrics["test"]["loss"], WANTED)
+        assert not any(state.outputs.requires_grad for event, state in seen if event is Event.EVAL_BATCH_END)
+    wanted = torch.stack([equation(Net(waves=True)(x), None) for x, _ in POINTS]).mean().detach()
+    state = pl.run(pl.evaluate(Net(waves=True), pl.Evaluator(POINTS, gradients=True), task=TASK, compile=compile))
     torch.testing.assert_close(state.metrics["eval"]["loss"], wanted)
     assert not state.metrics["eval"]["loss"].requires_grad
-
-
-@pytest.mark.parametrize("compile", COMPILED)
-def test_a_prediction_may_ask_for_gradients(compile: bool) -> None:
-    stream = pl.predict(model(), forces(), gradients=True, compile=compile)
+    pairs = list(pl.predict(Net(), FORCES, gradients=True, compile=compile))
     for event in (Event.PREDICT_AFTER_FORWARD, Event.PREDICT_BATCH_END):
-        outputs = [state.outputs for at, state in pl.predict(model(), forces(), gradients=True) if at is event]
-        torch.testing.assert_close(outputs, [by_hand(model(), x) for x, _ in forces()])
+        outputs = [state.outputs for at, state in pairs if at is event]
+        assert len(outputs) in ((0, 2) if compile else (2,))
+        torch.testing.assert_close(outputs, OUTPUTS[: len(outputs)])
         assert not any(each.requires_grad for each in outputs)
-    assert len(list(stream)) == 10
 
 
-@pytest.mark.parametrize("compile", COMPILED)
-@pytest.mark.parametrize("which", ["evaluate", "fit", "predict", "loss"])
-def test_without_the_error_says_what_to_write(which: str, compile: bool) -> None:
-    """Torch's own is about an element of tensors."""
-    stream: Any
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_evaluator_of_fit_may(compile: bool) -> None:
+    sgd = pl.optim.sgd(lr=0.0)
+    for options in ({}, {"strict": True}, {"watch": {Event.EVAL_END}}):
+        evaluators = {"val": pl.Evaluator(FORCES, gradients=True)}
+        settings = {"loss": mse_loss, "optimizer": sgd, "max_duration": "1ep", "compile": compile, **options}
+        pairs = pl.fit(Net(), FORCES, evaluators=evaluators, **settings)
+        measured = [state.metrics["val"]["loss"] for event, state in pairs if event is Event.EVAL_END]
+        torch.testing.assert_close(measured, [WANTED])
+
+
+def _differentiating(which: str, compile: bool) -> Any:
+    if which == "loss":
+        return pl.evaluate(Net(waves=True), POINTS, task=TASK, compile=compile)
+    if which == "predict":
+        return pl.predict(Net(), FORCES, compile=compile)
     if which == "evaluate":
-        stream = pl.evaluate(model(), forces(), loss=mse_loss, compile=compile)
-    elif which == "loss":
-        stream = pl.evaluate(model(Wave), points(), task=pl.Task(loss=equation), compile=compile)
-    elif which == "predict":
-        stream = pl.predict(model(), forces(), compile=compile)
-    else:
-        stream = pl.fit(
-            model(), forces(), loss=mse_loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep", compile=compile,
-            evaluators=forces(),
-        )  # fmt: skip
+        return pl.evaluate(Net(), FORCES, loss=mse_loss, compile=compile)
+    settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep", "compile": compile}
+    return pl.fit(Net(), FORCES, loss=mse_loss, evaluators=FORCES, **settings)
+
+
+@pytest.mark.parametrize("which", ["evaluate", "fit", "predict", "loss"])
+def test_without_the_error_says_what_to_write(which: str) -> None:
+    """Torch's own is about an element of tensors."""
     what = "loss" if which == "loss" else "forward"
-    with pytest.raises(pl.ModelError, match=rf"the {what} differentiates .*pl\.Evaluator\(data, gradients=True\)"):
-        pl.run(stream)
+    for traced in (False, True):
+        with pytest.raises(pl.ModelError, match=rf"the {what} differentiates .*pl\.Evaluator\(data, gradients=True\)"):
+            pl.run(_differentiating(which, traced))
 
 
-def test_in_inference_mode_the_error_names_that() -> None:
-    with torch.inference_mode(), pytest.raises(pl.ModelError, match=r"outside of torch\.inference_mode"):
-        pl.run(pl.evaluate(model(), pl.Evaluator(forces(), gradients=True), loss=mse_loss))
+def made(**changes: Any) -> pl.Stages:
+    task = pl.Task(loss=lambda outputs, batch: mse_loss(outputs, batch[1]))
+    return pl.Stages(**{"task": task, "optimizer": pl.optim.sgd(lr=0.1), **changes})
 
 
-def test_other_errors_of_a_forward_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        pl.run(pl.predict(model(), points()))
+def updated(**fields: Any) -> Any:
+    state = pl.State.create(nn.Linear(4, 1))
+    return made().update(state.replace(opt_state=pl.optim.sgd(lr=0.1).init(state.params), **fields))
 
 
-def test_gradients_is_a_bool() -> None:
-    with pytest.raises(pl.ArgumentTypeError, match=r"Evaluator: gradients must be True or False, got 'yes'"):
-        pl.Evaluator(forces(), gradients="yes")  # type: ignore[arg-type]
-    with pytest.raises(pl.ArgumentTypeError, match=r"pl.predict: gradients must be True or False, got 1"):
-        pl.predict(model(), forces(), gradients=1)  # type: ignore[arg-type]
+@torch.inference_mode()
+def in_inference_mode() -> Any:
+    return pl.run(pl.evaluate(Net(), pl.Evaluator(FORCES, gradients=True), loss=mse_loss))
+
+
+_MADE: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "task": (mse_loss, ("pl.Task(loss=...)", "function")),
+    "optimizer": (torch.optim.SGD([torch.ones(1)], lr=0.1), ("pl.optim.adamw(lr=1e-3)", "SGD")),
+    "clip_grad": (-1.0, ("above 0", "-1.0")),
+    "clip_grad ": ("x", ("'x'",)),
+    "nonfinite": ("ignore", ("skip", "'ignore'")),
+    "microbatch_size": ("auto", ("at least 1", "'auto'")),
+    "microbatch_size ": (0, ("at least 1", "0")),
+    "precision": ("fp4", ("amp_bf16", "'fp4'")),
+}
+_BOTH: Any = (pl.ArgumentError, pl.ArgumentTypeError)
+_BOOL = "gradients must be True or False, got"
+
+
+@rows(
+    [
+        *[
+            Refusal(f"{name}={value!r:.9}", partial(made, **{name.strip(): value}), _BOTH, (name.strip(), *says))
+            for name, (value, says) in _MADE.items()
+        ],
+        Refusal("no loss", updated, pl.ArgumentError, ("state.loss is None", "stages.backward")),
+        Refusal(
+            "no grads", partial(updated, loss=torch.tensor(1.0)), pl.ArgumentError, ("state.grads is", "s.backward")
+        ),
+        Refusal("an Evaluator", lambda: pl.Evaluator(FORCES, gradients="yes"), TypeError, (f"Evaluator: {_BOOL} 'y",)),  # type: ignore[arg-type]
+        Refusal("pl.predict", lambda: pl.predict(Net(), FORCES, gradients=1), TypeError, (f"predict: {_BOOL} 1",)),  # type: ignore[arg-type]
+        Refusal("inference mode", in_inference_mode, pl.ModelError, ("outside of torch.inference_mode",)),
+        # Other errors of a forward stay what they are.
+        Refusal("shapes", lambda: pl.run(pl.predict(Net(), POINTS)), RuntimeError, ("shapes cannot be multiplied",)),
+    ]
+)
+def test_what_is_refused(refusal: Refusal) -> None:
+    check(refusal)
+
+
+def test_a_precision_is_given_by_its_name() -> None:
+    batch = torch.ones(2, 4), torch.zeros(2, 1)
+    state = pl.State.create(nn.Linear(4, 1)).replace(batch=batch, microbatch=batch)
+    assert made(precision="amp_bf16").forward(state).outputs.dtype is torch.bfloat16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
 def test_ranks_may(kind: Any) -> None:
+    """Two processes."""
+
     def program(rank: int) -> tuple[Tensor, list[Tensor]]:
         parallel = Parallel(kind=kind)
-        evaluator = pl.Evaluator(forces(), gradients=True)
-        state = pl.run(pl.evaluate(model(), evaluator, loss=mse_loss, parallel=parallel))
-        stream = pl.predict(model(), forces(), gradients=True, parallel=parallel)
+        evaluator = pl.Evaluator(FORCES, gradients=True)
+        state = pl.run(pl.evaluate(Net(), evaluator, loss=mse_loss, parallel=parallel))
+        stream = pl.predict(Net(), FORCES, gradients=True, parallel=parallel)
         outputs = [state.outputs for event, state in stream if event is Event.PREDICT_BATCH_END]
         return state.metrics["eval"]["loss"], outputs
 
-    first, second = shared_pool(2, checked=False).run(program)
-    for loss, _ in (first, second):
+    results = shared_pool(2, checked=False).run(program)
+    for loss, _ in results:
         torch.testing.assert_close(loss, WANTED)
-    outputs = [torch.cat(both) for both in zip(first[1], second[1], strict=True)]
-    torch.testing.assert_close(outputs, [by_hand(model(), x) for x, _ in forces()])
+    parts = zip(*[outputs for _, outputs in results], strict=True)
+    torch.testing.assert_close([torch.cat(both) for both in parts], OUTPUTS)

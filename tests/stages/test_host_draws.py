@@ -8,6 +8,7 @@ import random
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.random import seeded
 from tests.support.tiers import examples
 
 DATA = [(torch.full((4, 3), 0.1 * i), torch.full((4, 2), 0.2 * i)) for i in range(1, 5)]
@@ -63,17 +65,6 @@ DRAWS: dict[str, Factor] = {
     "both": lambda: random.random() + float(numpy.random.rand()),
     "torch": lambda: float(torch.rand(())),
 }
-PLACES = (
-    "forward",
-    "hook",
-    "loss",
-    "task forward",
-    "task loss",
-    "submodule",
-    "own loss",
-    "attribute",
-    "hook of a loss",
-)
 MODES: dict[str, dict[str, Any]] = {
     "every event": {},
     "watch": {"watch": {Event.BATCH_END}},
@@ -85,70 +76,138 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    def __init__(self, factor: Factor | None, hidden: Factor | None = None) -> None:
+    def __init__(self, factor: Factor | None = None, hidden: Factor | None = None, segments: bool = False) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.factor = factor
+        self.layer, self.factor, self.segments = nn.Linear(3, 2), factor, segments
         self.inner = None if hidden is None else Net(hidden)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
+        return checkpoint(self.compute, inputs, use_reentrant=False) if self.segments else self.compute(inputs)
+
+    def compute(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.layer(inputs)
         if self.inner is not None:
             outputs = outputs + self.inner(inputs)
         return outputs if self.factor is None else outputs * self.factor()
 
 
-def of_torch() -> nn.Module:
+class WithLoss(Net):
+    drawn: Any = None
+
+    def forward(self, inputs: Any) -> Any:
+        return super().forward(inputs[0])
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return functional.mse_loss(outputs, batch[1]) * self.drawn()  # type: ignore[no-any-return]
+
+
+class Backward(torch.autograd.Function):
+    """The identity, with a gradient that draws."""
+
+    @staticmethod
+    def forward(context: Any, inputs: Tensor, factor: Factor) -> Tensor:
+        context.factor = factor
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * context.factor(), None
+
+
+def of_torch() -> Any:
     """A model without code of the user's, for a hook."""
     return nn.Sequential(nn.Linear(3, 2), nn.Tanh())
 
 
-class WithLoss(Net):
-    def forward(self, inputs: Any) -> Tensor:
-        return super().forward(inputs[0])
+mse = functional.mse_loss
+Place = Callable[[Factor], tuple[nn.Module, dict[str, Any]]]
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        assert self.drawn is not None
-        return functional.mse_loss(outputs, batch[1]) * self.drawn()
 
-    drawn: Factor | None = None
+def _own_loss(factor: Factor) -> tuple[nn.Module, dict[str, Any]]:
+    own = WithLoss()
+    own.drawn = factor
+    return own, {"loss": None}
+
+
+def _attribute(factor: Factor) -> tuple[nn.Module, dict[str, Any]]:
+    module: Any = nn.TransformerEncoderLayer(3, 1, 4, 0.0, activation=lambda inputs: inputs * factor())
+    return nn.Sequential(module, nn.Linear(3, 2)), {}
+
+
+def _hook(factor: Factor) -> tuple[nn.Module, dict[str, Any]]:
+    model = of_torch()
+    model.register_forward_hook(lambda module, inputs, output: output * factor())
+    return model, {}
+
+
+def _hook_of_a_backward(factor: Factor) -> tuple[nn.Module, dict[str, Any]]:
+    model = of_torch()
+    model[1].register_full_backward_hook(lambda module, before, after: (before[0] * factor(),))
+    return model, {}
+
+
+def _hook_of_a_loss(factor: Factor) -> tuple[nn.Module, dict[str, Any]]:
+    loss = nn.MSELoss()
+    loss.register_forward_hook(lambda module, inputs, output: output * factor())
+    return of_torch(), {"loss": loss}
+
+
+def _at_loss(change: Callable[[Any, Factor], Any]) -> Place:
+    """An algorithm that puts a draw into the backward."""
+
+    def place(factor: Factor) -> tuple[nn.Module, dict[str, Any]]:
+        handler = lambda state: change(state, factor) or state  # noqa: E731
+        return of_torch(), {"algorithms": [pl.algorithm(Event.AFTER_LOSS, name="change")(handler)]}
+
+    return place
+
+
+def _init_of_an_optimizer(factor: Factor) -> tuple[nn.Module, dict[str, Any]]:
+    def update(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+        return {name: tensor - 0.1 * (grads[name] + memory["drawn"]) for name, tensor in params.items()}, memory
+
+    init = lambda params: pl.FrozenDict(drawn=torch.tensor(factor()))  # noqa: E731
+    return of_torch(), {"optimizer": pl.Optimizer(name="own", init=init, update=update, lr=lambda timestamp: 0.1)}
+
+
+PLACES: dict[str, Place] = {
+    "forward": lambda factor: (Net(factor), {}),
+    "submodule": lambda factor: (Net(hidden=factor), {}),
+    "segment": lambda factor: (Net(factor, segments=True), {}),
+    "hook": _hook,
+    "attribute": _attribute,
+    "loss": lambda factor: (Net(), {"loss": lambda outputs, targets: mse(outputs, targets) * factor()}),
+    "hook of a loss": _hook_of_a_loss,
+    "own loss": _own_loss,
+    "task forward": lambda factor: (
+        Net(),
+        {"task": pl.Task(forward=lambda module, batch: module(batch[0]) * factor())},
+    ),
+    "task loss": lambda factor: (
+        Net(),
+        {"task": pl.Task(loss=lambda outputs, batch: mse(outputs, batch[1]) * factor()), "loss": None},
+    ),
+    "backward": lambda factor: (
+        of_torch(),
+        {"loss": lambda outputs, targets: mse(Backward.apply(outputs, factor), targets)},  # type: ignore[no-untyped-call]
+    ),
+    "hook of a backward": _hook_of_a_backward,
+    "an algorithm's function": _at_loss(lambda state, f: state.replace(loss=Backward.apply(state.loss, f))),  # type: ignore[no-untyped-call]
+    "an algorithm's hook": _at_loss(lambda state, f: state.outputs.register_hook(lambda grad: grad * f()) and None),
+    "init": _init_of_an_optimizer,
+}
 
 
 def stream(factor: Factor, place: str, start: Any = None, **options: Any) -> Any:
-    """A run whose forward or loss draws."""
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {"optimizer": pl.optim.adamw(lr=0.1), "max_duration": "2ep", **options}
-    model: nn.Module = Net(factor if place == "forward" else None, hidden=factor if place == "submodule" else None)
-    settings["loss"] = functional.mse_loss
-    if place == "attribute":
-        module: Any = nn.TransformerEncoderLayer(3, 1, 4, 0.0, activation=lambda inputs: inputs * factor())
-        model = nn.Sequential(module, nn.Linear(3, 2))
-    elif place == "hook of a loss":
-        model, settings["loss"] = of_torch(), nn.MSELoss()
-        settings["loss"].register_forward_hook(lambda module, inputs, output: output * factor())
-    elif place == "hook":
-        model = of_torch()
-        model.register_forward_hook(lambda module, inputs, output: output * factor())
-    elif place == "loss":
-        settings["loss"] = lambda outputs, targets: functional.mse_loss(outputs, targets) * factor()
-    elif place == "task forward":
-        settings["task"] = pl.Task(forward=lambda module, batch: module(batch[0]) * factor())
-    elif place == "task loss":
-        settings["loss"] = None
-        settings["task"] = pl.Task(loss=lambda outputs, batch: functional.mse_loss(outputs, batch[1]) * factor())
-    elif place == "own loss":
-        own = WithLoss(None)
-        own.drawn = factor
-        model, settings["loss"] = own, None
-    return pl.fit(model if start is None else start, DATA, **settings)
-
-
-def numbers(state: pl.State) -> list[Tensor]:
-    return list(state.params.values())
+    """A run in which this place draws."""
+    with seeded(0):
+        model, own = PLACES[place](factor)
+    settings: dict[str, Any] = {"loss": mse, "optimizer": pl.optim.adamw(lr=0.1), "max_duration": "6ba"}
+    return pl.fit(model if start is None else start, DATA, **{**settings, **own, **options})
 
 
 def same(a: pl.State, b: pl.State) -> bool:
-    return all(map(torch.equal, numbers(a), numbers(b)))
+    return all(map(torch.equal, a.params.values(), b.params.values()))
 
 
 def around(seed: int) -> tuple[Any, ...]:
@@ -161,21 +220,20 @@ def around(seed: int) -> tuple[Any, ...]:
 
 def states() -> tuple[Any, ...]:
     name, words, *rest = numpy.random.get_state()
-    return random.getstate(), (name, words.tobytes(), *rest)
+    return random.getstate(), (name, words.tobytes(), *rest), torch.get_rng_state().numpy().tobytes()
 
 
 @given(
     draw=st.sampled_from(sorted(DRAWS)),
-    place=st.sampled_from(PLACES),
+    place=st.sampled_from(sorted(PLACES)),
     mode=st.sampled_from(sorted(MODES)),
-    kept=st.integers(0, 7),
+    kept=st.integers(0, 4),
 )
-@examples(25, 400)
-def test_what_a_forward_or_loss_draws_is_seeded(draw: str, place: str, mode: str, kept: int) -> None:
+@examples(25, 600)
+def test_what_the_code_of_a_stage_draws_is_seeded(draw: str, place: str, mode: str, kept: int) -> None:
     """Runs are bitwise equal whatever the generators' states, which are left alone, and after resuming.
 
-    Neighbours tried: evaluation and prediction; a draw that no name shows ("by name"), and one that comes late; numbers
-    that a checkpointed segment draws.
+    Also a draw that no name shows ("by name"), and numbers that a checkpointed segment draws.
     """
     factor = DRAWS[draw]
     before = around(1)
@@ -198,125 +256,67 @@ def test_what_a_forward_or_loss_draws_is_seeded(draw: str, place: str, mode: str
     assert same(first, pl.run(stream(factor, place, start=state, **options)))
 
 
-class Backward(torch.autograd.Function):
-    """The identity, with a gradient that draws."""
-
-    @staticmethod
-    def forward(context: Any, inputs: Tensor, factor: Factor) -> Tensor:
-        context.factor = factor
-        return inputs.clone()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * context.factor(), None
-
-
-@pytest.mark.parametrize("draw", ["random", "numpy", "torch"])
-@pytest.mark.parametrize("place", ["backward of a loss", "hook of a backward", "hook of all modules"])
-def test_what_a_backward_draws_is_seeded(draw: str, place: str) -> None:
-    """The model and the loss are torch's own, but for this one place."""
-
-    def trained(seed: int) -> pl.State:
-        torch.manual_seed(0)
-        model, loss, factor = of_torch(), functional.mse_loss, DRAWS[draw]
-        handle: Any = None
-        if place == "backward of a loss":
-            loss = lambda outputs, targets: functional.mse_loss(Backward.apply(outputs, factor), targets)  # noqa: E731
-        elif place == "hook of a backward":
-            model[1].register_full_backward_hook(lambda module, before, after: (before[0] * factor(),))  # type: ignore[index]
-        else:
-            handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * factor())
-        before = around(seed)
-        settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep"}
-        try:
-            state = pl.run(pl.fit(model, DATA, loss=loss, **settings))
-        finally:
-            if handle is not None:
-                handle.remove()
-        assert states() == before
-        return state
-
-    assert same(trained(1), trained(2))
-
-
-def test_a_draw_that_comes_late_is_seeded() -> None:
-    def trained(seed: int) -> pl.State:
+def test_a_hook_of_all_modules_and_a_draw_that_comes_late_are_seeded() -> None:
+    def trained(seed: int) -> list[pl.State]:
         count = itertools.count()
         around(seed)
-        return pl.run(stream(lambda: random.random() if next(count) > 2 else 1.0, "task forward", strict=True))
+        late = pl.run(stream(lambda: random.random() if next(count) > 2 else 1.0, "task forward", strict=True))
+        with ExitStack() as stack:
+            hook = nn.modules.module.register_module_forward_hook(lambda module, x, out: out * DRAWS["both"]())
+            stack.callback(hook.remove)
+            return [late, pl.run(stream(lambda: 1.0, "hook of a loss"))]
 
-    assert same(trained(1), trained(2))
+    assert all(map(same, trained(1), trained(2)))
 
 
-@pytest.mark.parametrize("place", ["model", "loss"])
-def test_code_of_torch_alone_leaves_pythons_generator_where_it_is(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loss", [nn.MSELoss(), functional.mse_loss], ids=["a module", "a function"])
+def test_code_of_torch_alone_leaves_pythons_generator_where_it_is(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even set aside: seeding it takes longer than a small forward."""
     monkeypatch.setattr(random, "getstate", None)
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Dropout())
-    loss: Any = nn.MSELoss() if place == "loss" else functional.mse_loss
     pl.run(pl.fit(model, DATA, loss=loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep"))
 
 
 def test_the_numbers_differ_from_batch_to_batch() -> None:
     drawn: list[float] = []
-
-    def factor() -> float:
-        drawn.append(random.random() + float(numpy.random.rand()))
-        return drawn[-1]
-
-    pl.run(stream(factor, "forward"))
-    assert len(set(drawn)) == len(drawn) == 8
+    pl.run(stream(lambda: drawn.append(DRAWS["both"]()) or drawn[-1], "forward"))  # type: ignore[func-returns-value]
+    assert len(set(drawn)) == len(drawn) == 6
 
 
-@pytest.mark.parametrize("draw", ["numpy", "random", "by name"])
-def test_evaluation_and_prediction_are_seeded(draw: str) -> None:
-    model = Net(DRAWS[draw])
-
-    def measured(seed: int) -> tuple[float, list[Tensor]]:
+def test_evaluation_and_prediction_are_seeded() -> None:
+    def measured(model: nn.Module, seed: int) -> list[Tensor]:
         before = around(seed)
-        state = pl.run(pl.evaluate(model, {"val": DATA}, loss=functional.mse_loss))
+        state = pl.run(pl.evaluate(model, {"val": DATA}, loss=mse))
         outputs = [state.outputs for event, state in pl.predict(model, DATA) if event is Event.PREDICT_AFTER_FORWARD]
         assert states() == before
-        return float(state.metrics["val"]["loss"]), outputs
+        return [state.metrics["val"]["loss"], *outputs]
 
-    (loss, outputs), (again, others) = measured(1), measured(2)
-    assert loss == again
-    assert all(map(torch.equal, outputs, others))
+    for draw in ("numpy", "random", "by name"):
+        model = Net(DRAWS[draw])
+        assert all(map(torch.equal, measured(model, 1), measured(model, 2)))
 
 
-def test_a_checkpointed_segment_leaves_the_generators_alone() -> None:
-    class Segment(Net):
-        def forward(self, inputs: Tensor) -> Tensor:
-            forward: Any = super().forward
-            found: Tensor = checkpoint(forward, inputs, use_reentrant=False)
-            return found
-
-    def trained(seed: int) -> pl.State:
-        torch.manual_seed(0)
-        model = Segment(DRAWS["numpy"])
-        before = around(seed)
-        settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
-        state = pl.run(pl.fit(model, DATA, loss=functional.mse_loss, **settings))
-        assert states() == before
-        return state
-
-    assert same(trained(1), trained(2))
+# Threads that draw meanwhile.
 
 
 class Drawer(nn.Module):
-    """Dropout, and another thread that draws in the middle of it."""
+    """Dropout, and something in the middle of it."""
 
-    def __init__(self, during: Callable[[], None] | None) -> None:
+    def __init__(self, during: Callable[[], object]) -> None:
         super().__init__()
-        self.layer, self.dropout = nn.Linear(3, 2), nn.Dropout(0.5)
+        with seeded(0):
+            self.layer, self.dropout = nn.Linear(3, 2), nn.Dropout(0.5)
         self.during = during
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         inputs = self.dropout(inputs)
-        if self.during is not None:
-            self.during()
-        return self.dropout(self.layer(inputs))  # type: ignore[no-any-return]
+        self.during()
+        return self.dropout(self.layer(inputs))
+
+
+def draws(during: Callable[[], object], data: Any = DATA, **options: Any) -> pl.State:
+    settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep", "strict": True, **options}
+    return pl.run(pl.fit(Drawer(during), data, loss=mse, **settings))
 
 
 def in_a_thread(function: Callable[[], object]) -> Callable[[], None]:
@@ -326,6 +326,20 @@ def in_a_thread(function: Callable[[], object]) -> Callable[[], None]:
         thread.join()
 
     return call
+
+
+DRAWN: dict[str, Callable[[], object]] = {
+    "rand": lambda: torch.rand(1),
+    "manual_seed": lambda: torch.manual_seed(7),
+    "randperm": lambda: torch.randperm(3),
+    "a new layer": lambda: nn.Linear(2, 2),
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_strict_notices_a_thread_that_draws_during_a_forward(drawn: str) -> None:
+    with pytest.raises(pl.errors.ImpurityError, match="another thread draws from it or seeds it"):
+        draws(in_a_thread(DRAWN[drawn]))
 
 
 def seeded_draw() -> None:
@@ -339,33 +353,15 @@ def forked_draw() -> None:
         torch.rand(2)
 
 
-def draws(during: Callable[[], None] | None, strict: bool = True) -> pl.State:
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep", "strict": strict}
-    return pl.run(pl.fit(Drawer(during), DATA, loss=functional.mse_loss, **settings))
-
-
-@pytest.mark.parametrize(
-    "drawn",
-    [lambda: torch.rand(1), lambda: torch.manual_seed(7), lambda: torch.randperm(3), lambda: nn.Linear(2, 2)],
-    ids=["rand", "manual_seed", "randperm", "a new layer"],
-)
-def test_strict_notices_a_thread_that_draws_during_a_forward(drawn: Callable[[], object]) -> None:
-    with pytest.raises(pl.errors.ImpurityError, match="another thread draws from it or seeds it"):
-        draws(in_a_thread(drawn))
-
-
-@pytest.mark.parametrize(
-    "during",
-    [None, lambda: None, in_a_thread(lambda: torch.rand(1, generator=torch.Generator())), seeded_draw, forked_draw],
-    ids=["nothing", "a call", "a generator of its own", "seeded", "fork_rng"],
-)
-def test_strict_takes_what_this_thread_draws(during: Callable[[], None] | None) -> None:
-    assert same(draws(during), draws(during, strict=False))
+def test_strict_takes_what_this_thread_draws() -> None:
+    own = in_a_thread(lambda: torch.rand(1, generator=torch.Generator()))
+    for during in (lambda: None, own, seeded_draw, forked_draw):
+        assert same(draws(during), draws(during, strict=False))
 
 
 @pytest.mark.slow
 def test_strict_notices_a_thread_that_draws_all_the_time() -> None:
+    """When it does depends on when threads run: many batches are tried."""
     stop = threading.Event()
 
     def run() -> None:
@@ -376,16 +372,7 @@ def test_strict_notices_a_thread_that_draws_all_the_time() -> None:
     thread.start()
     try:
         with pytest.raises(pl.errors.ImpurityError, match="another thread draws from it or seeds it"):
-            pl.run(
-                pl.fit(
-                    Drawer(None),
-                    DATA * 200,
-                    loss=functional.mse_loss,
-                    optimizer=pl.optim.sgd(lr=0.1),
-                    max_duration="1ep",
-                    strict=True,
-                )
-            )
+            draws(lambda: None, DATA * 200)
     finally:
         stop.set()
         thread.join()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +12,54 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop.compile import interpreted
 
 INPUTS, TARGETS = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 3
+SETTINGS: dict[str, Any] = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=1e-2), "max_duration": "1ep"}
+PAIR = (INPUTS, TARGETS)
 
 
-class Logarithm(nn.Module):
-    """Not finite for rows with a negative number."""
+class Made(nn.Module):
+    """A function as a module."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.log()
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
-
-class Norm(nn.Module):
-    """Of 0 it is finite, and has no derivative."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.square().sum(1, keepdim=True).sqrt() * torch.ones(3)
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.function(inputs)
 
 
-def model() -> nn.Module:
+def model() -> Any:
     with pl.random.seeded(0):
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
-def error_of(net: nn.Module, data: Any, **settings: Any) -> pl.NonFiniteError:
-    arguments: dict[str, Any] = {
-        "loss": cross_entropy,
-        "optimizer": pl.optim.adamw(lr=1e-2),
-        "max_duration": "1ep",
-        **settings,
-    }
+def error_of(net: nn.Module, data: Any, **options: Any) -> pl.NonFiniteError:
     with pytest.raises(pl.NonFiniteError) as caught:
-        pl.run(pl.fit(net, data, **arguments))
+        pl.run(pl.fit(net, data, **{**SETTINGS, **options}))
     return caught.value
 
 
-def with_row(row: int, value: float) -> torch.Tensor:
+def found(net: nn.Module, data: Any, **options: Any) -> tuple[Any, ...]:
+    error = error_of(net, data, **options)
+    return error.kind, error.name, error.rows
+
+
+def with_row(row: int, value: float) -> tuple[Tensor, Tensor]:
     inputs = INPUTS.clone()
     inputs[row, 2] = value
-    return inputs
+    return inputs, TARGETS
 
 
 @given(st.integers(0, 31), st.sampled_from([math.nan, math.inf]), st.sampled_from([None, 5, 32]), st.booleans())
 @settings(max_examples=10, deadline=None)
 def test_a_row_of_the_batch(row: int, value: float, size: int | None, donate: bool) -> None:
-    data = [(INPUTS, TARGETS), (with_row(row, value), TARGETS)]
+    data = [PAIR, with_row(row, value)]
     error = error_of(model(), data, microbatch_size=size, donate="auto" if donate else False)
     assert (error.index, error.kind, error.name, error.rows) == (1, "batch", "0", (row,))
     assert error.batch is data[1]
@@ -72,99 +72,79 @@ def test_a_row_of_the_batch(row: int, value: float, size: int | None, donate: bo
 def test_rows_of_the_output_of_a_module(rows: set[int], size: int | None) -> None:
     inputs = INPUTS.abs() + 0.1
     inputs[sorted(rows), 1] = -1.0
-    error = error_of(
-        nn.Sequential(nn.Identity(), Logarithm(), nn.Linear(4, 3)), [(inputs, TARGETS)], microbatch_size=size
-    )
+    net = nn.Sequential(nn.Identity(), Made(torch.log), nn.Linear(4, 3))
+    error = error_of(net, [(inputs, TARGETS)], microbatch_size=size)
     first = min(rows) // 5 if size else 0
     expected = tuple(sorted(row for row in rows if not size or row // 5 == first))
     assert (error.kind, error.name, error.rows) == ("output", "1", expected)
-    assert "module '1' (Logarithm)" in str(error)
+    assert "module '1' (Made)" in str(error)
     # The State before the update: its parameters can be looked at.
     assert error.state is not None
     assert all(bool(torch.isfinite(tensor).all()) for tensor in error.state.params.values())
     assert error.state.batch[0] is inputs
 
 
-def test_a_parameter_that_was_so_before() -> None:
+def with_nan(tensor: Tensor) -> Tensor:
+    return tensor.data.index_put_((torch.tensor(0),), torch.tensor(math.nan))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.fill = nn.Threshold(-1e9, -math.inf)
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.last(self.fill(self.first(inputs)[:, None] + self.mask).softmax(-1).sum(1))
+
+
+def infinite(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets) * math.inf
+
+
+def test_what_was_so_before_the_batch_and_what_is_no_cause() -> None:
     net = model()
-    with torch.no_grad():
-        net[3].weight[0, 0] = math.nan  # type: ignore[union-attr,index,operator]
-    error = error_of(net, [(INPUTS, TARGETS)])
-    assert (error.kind, error.name) == ("parameter", "3.weight")
+    with_nan(net[3].weight)
+    assert found(net, [PAIR])[:2] == ("parameter", "3.weight")
+    # Masks are no cause, neither in a model nor in the batch beside targets that are NaN.
+    assert found(Masked(), [PAIR], loss=infinite)[0] == "loss"
+    batch = {"x": INPUTS, "mask": torch.full((32,), -math.inf), "y": torch.full((32, 3), math.nan)}
+    task = pl.Task(forward=lambda module, item: module(item["x"]), loss=lambda out, item: (out - item["y"]).mean())
+    assert found(Masked(), [batch], loss=None, task=task)[:2] == ("batch", "y")
+    # Buffers are those of before the batch, whose variance overflows.
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    inputs = INPUTS.clone()
+    inputs[5] = 1e30
+    assert found(net, [PAIR, (inputs, TARGETS)], loss=lambda out, y: cross_entropy(out, y) * math.nan)[0] == "loss"
+    with_nan(net[0].running_mean)  # type: ignore[arg-type]
+    assert found(net, [PAIR], loss=infinite)[:2] == ("buffer", "0.running_mean")
 
 
-def test_the_loss_of_finite_outputs() -> None:
+def test_the_loss_of_finite_outputs_and_one_that_an_algorithm_made() -> None:
     error = error_of(model(), [(INPUTS, torch.full_like(TARGETS, -100))])
     assert (error.kind, error.rows) == ("loss", ())
     assert "the loss of rows 0 to 31 of the batch" in str(error)
-
-
-def test_a_loss_that_an_algorithm_made() -> None:
-    @pl.algorithm(pl.Event.AFTER_LOSS)
-    def broken(state: pl.State) -> pl.State:
-        return state.replace(loss=state.loss * math.nan)
-
-    assert error_of(model(), [(INPUTS, TARGETS)], algorithms=[broken]).kind == "algorithm"
+    broken = pl.algorithm(pl.Event.AFTER_LOSS, name="broken")(lambda state: state.replace(loss=state.loss * math.nan))
+    assert found(model(), [PAIR], algorithms=[broken])[0] == "algorithm"
 
 
 @pytest.mark.parametrize("donate", ["auto", False])
 def test_a_gradient(donate: Any) -> None:
+    """Of a norm of 0, which has no derivative."""
     inputs = INPUTS.clone()
     inputs[3] = 0
-    net = nn.Sequential(nn.Linear(4, 8, bias=False), Norm())
-    error = error_of(net, [(inputs, TARGETS)], donate=donate)
+    norm = Made(lambda x: x.square().sum(1, keepdim=True).sqrt() * torch.ones(3))
+    error = error_of(nn.Sequential(nn.Linear(4, 8, bias=False), norm), [(inputs, TARGETS)], donate=donate)
     assert (error.kind, error.name) == ("gradient", "0.weight")
     # A step that was written in place has no parameters from before it.
     assert (error.state is None) == (donate == "auto")
 
 
 def test_a_gradient_before_a_norm_made_all_of_them_nan() -> None:
-    class Middle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            hidden = self.first(inputs)
-            return self.last(hidden + (hidden * 0).abs().sqrt())
-
+    net = nn.Sequential(nn.Linear(4, 8), Made(lambda x: x + (x * 0).abs().sqrt()), nn.Linear(8, 3))
     for options in ({}, {"clip_grad": 1.0}):
-        assert error_of(Middle(), [(INPUTS, TARGETS)], **options).name == "first.bias"
-
-
-def test_masks_are_no_cause() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
-            self.fill = nn.Threshold(-1e9, -math.inf)
-            self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            scores = self.fill(self.first(inputs)[:, None] + self.mask)
-            return self.last(scores.softmax(-1).sum(1))
-
-    data = [(INPUTS, TARGETS)]
-    assert error_of(Masked(), data, loss=lambda out, y: cross_entropy(out, y) * math.inf).kind == "loss"
-    # A mask in the batch beside targets that are NaN.
-    batch = {"x": INPUTS, "mask": torch.full((32,), -math.inf), "y": torch.full((32, 3), math.nan)}
-    task = pl.Task(forward=lambda module, item: module(item["x"]), loss=lambda out, item: (out - item["y"]).mean())
-    error = error_of(Masked(), [batch], loss=None, task=task)
-    assert (error.kind, error.name) == ("batch", "y")
-
-
-def test_buffers_are_those_of_before_the_batch() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
-    inputs = INPUTS.clone()
-    inputs[5] = 1e30  # whose variance overflows
-    spoiled = error_of(
-        net, [(INPUTS, TARGETS), (inputs, TARGETS)], loss=lambda out, y: cross_entropy(out, y) * math.nan
-    )
-    assert spoiled.kind == "loss"
-    with torch.no_grad():
-        net[0].running_mean.fill_(math.nan)  # type: ignore[union-attr,operator]
-    before = error_of(net, [(INPUTS, TARGETS)], loss=lambda out, y: cross_entropy(out, y) * math.nan)
-    assert (before.kind, before.name) == ("buffer", "0.running_mean")
+        assert found(net, [PAIR], **options)[1] == "0.bias"
 
 
 def test_a_step() -> None:
@@ -173,51 +153,39 @@ def test_a_step() -> None:
 
 
 def test_a_forward_that_raises_when_repeated() -> None:
-    class Once(nn.Linear):
-        calls = 0
+    calls: list[int] = []
 
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            Once.calls += 1
-            if Once.calls > 1:
-                raise RuntimeError("called twice")
-            return super().forward(inputs).log()
+    def once(inputs: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("called twice")
+        return inputs.log()
 
-    error = error_of(Once(4, 3), [(INPUTS, TARGETS)])
+    error = error_of(nn.Sequential(nn.Linear(4, 3), Made(once)), [PAIR])
     assert error.kind is None
     assert "RuntimeError: called twice" in str(error)
 
 
-def test_batches_of_a_step_count_their_rows_together() -> None:
-    error = error_of(model(), [(INPUTS, TARGETS), (with_row(5, math.nan), TARGETS)], batches_per_step=2)
-    assert error.rows == (37,)
-
-
-def test_a_compiled_step_names_a_batch_that_is_not_finite() -> None:
+def test_batches_of_a_step_count_their_rows_together_and_a_compiled_step_names_its_batch() -> None:
+    data = [PAIR, with_row(5, math.nan)]
+    assert found(model(), data, batches_per_step=2)[2] == (37,)
     with interpreted():
-        error = error_of(model(), [(INPUTS, TARGETS), (with_row(5, math.nan), TARGETS)], compile=True, watch=set())
+        error = error_of(model(), data, compile=True, watch=set())
     assert (error.index, error.kind, error.rows) == (1, "batch", (5,))
 
 
-def test_the_line_is_of_the_run_that_failed(tmp_path: Path) -> None:
+def test_the_line_that_rewinds_is_of_the_run_that_failed(tmp_path: Path) -> None:
     """A run that is started where the error of another one is handled adds no line of its own to it."""
-    data = [(INPUTS, TARGETS), (with_row(5, math.nan), TARGETS)]
-    settings = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=1e-2), "max_duration": "1ep"}
-    caught: pl.NonFiniteError | None = None
+    data = [PAIR, with_row(5, math.nan)]
+    recording = partial(pl.fit, model(), **SETTINGS)
+    caught: list[pl.NonFiniteError] = []
     try:
-        pl.run(pl.fit(model(), data, callbacks=[pl.callbacks.FlightRecorder(tmp_path / "a")], **settings))
+        pl.run(recording(data, callbacks=[pl.callbacks.FlightRecorder(tmp_path / "a")]))
     except pl.NonFiniteError as error:
-        caught = error
-        pl.run(pl.fit(model(), data[:1], callbacks=[pl.callbacks.FlightRecorder(tmp_path / "b")], **settings))
-    assert caught is not None
-    (note,) = caught.__notes__
-    assert str(tmp_path / "a") in note
-
-
-def test_the_line_that_rewinds(tmp_path: Path) -> None:
-    data = [(INPUTS, TARGETS), (with_row(5, math.nan), TARGETS)]
-    error = error_of(model(), data, callbacks=[pl.callbacks.FlightRecorder(tmp_path)])
-    assert f'pl.rewind({str(tmp_path)!r}, "1ba", "batch_start"' in error.__notes__[0]
-    settings = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=1e-2), "max_duration": "1ep"}
-    event, state = next(pl.rewind(tmp_path, "1ba", "batch_start", model(), data, **settings))
+        caught.append(error)
+        pl.run(recording(data[:1], callbacks=[pl.callbacks.FlightRecorder(tmp_path / "b")]))
+    (note,) = caught[0].__notes__
+    assert f'pl.rewind({str(tmp_path / "a")!r}, "1ba", "batch_start"' in note
+    event, state = next(pl.rewind(tmp_path / "a", "1ba", "batch_start", model(), data, **SETTINGS))
     assert event is pl.Event.BATCH_START
     assert state.batch is data[1]

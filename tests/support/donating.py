@@ -39,13 +39,6 @@ def fit(model: Any = None, **arguments: Any) -> Any:
     return pl.fit(plain() if model is None else model, arguments.pop("data", DATA), **arguments)
 
 
-def partition() -> pl.optim.Optimizer:
-    return pl.optim.partition(
-        {"a": pl.optim.adamw(lr=0.1), "b": pl.optim.sgd(lr=0.1, momentum=0.9)},
-        label=lambda name, tensor: "a" if tensor.ndim > 1 else "b",
-    )
-
-
 class Count:
     """How many updates wrote in place, and how many copied."""
 
