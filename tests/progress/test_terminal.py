@@ -161,10 +161,7 @@ def test_which_rows_there_are():
         (fit(evaluators=VAL, order="2021"), "1:6 2:6"),
         (fit(max_duration="8ba"), "1:5 2:5"),  # an epoch that is cut short
         (resumed("9ba", max_duration="3ep"), "2:4 3:4"),
-        (
-            pl.fit(pl.run(fit()), DATA, optimizer=pl.optim.sgd(lr=0.1), loss=cross_entropy, max_duration="2ep"),
-            "",
-        ),  # it is over
+        (pl.fit(pl.run(fit()), DATA, optimizer=pl.optim.sgd(lr=0.1), loss=cross_entropy, max_duration="2ep"), ""),
         ((pair for pair in fit(evaluators=VAL)), "1:5 2:5"),  # whose learning rate is not known
         (fit(watch=["batch_end"], evaluators=VAL), ""),
         (fit(watch=["epoch_end"], evaluators=VAL), "1:3 2:3"),
@@ -173,8 +170,7 @@ def test_which_rows_there_are():
     ):
         lines = shown(stream)
         assert " ".join(f"{row[0]}:{len(row)}" for row in rows_of(lines)) == wanted
-        assert "done" in lines[-1]
-        assert " 0%" not in lines[-1]
+        assert any("done" in line and " 0%" not in line for line in lines[-2:])
 
 
 def test_the_learning_rate_of_each_part_and_what_scales_it():
