@@ -129,7 +129,7 @@ def test_modules_and_what_is_shown() -> None:
     # A batch of one's own, at a boundary; and the microbatches that "auto" has found.
     boundary = state_at(Event.BATCH_CHECKPOINT, 4)
     assert [each.index for each in pl.inspect(boundary, (INPUTS[:2], TARGETS[:2]), **PLAIN).samples] == [None] * 2
-    found = state_at(Event.BATCH_START, 3).remember("microbatch_size", 4)
+    found = state.remember("microbatch_size", 4)
     halves, whole = (pl.inspect(found, **PLAIN, microbatch_size=size).samples for size in (4, None))
     assert pl.inspect(found, **PLAIN, microbatch_size="auto").samples == halves != whole
 
