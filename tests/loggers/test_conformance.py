@@ -252,8 +252,8 @@ def _two_ranks(rank: int) -> list[int]:
     return logger.series("val/loss")[0] if "val/loss" in logger.metrics else []
 
 
-@pytest.mark.slow  # the compiler, and processes
-def test_in_compiled_runs_and_on_two_ranks_too() -> None:
+@pytest.mark.slow  # the compiler's tracing, and processes
+def test_in_compiled_runs_and_on_two_ranks_too(interpreted: None) -> None:
     for event, evaluated in ((Event.BATCH_END, [2]), (Event.EVAL_END, [2, 4])):
         logger = InMemoryLogger()
         with pytest.raises(EndedError):
