@@ -176,97 +176,48 @@ def test_memory_in_numpy_is_memory_and_an_algorithm_may_remember_its_evaluations
 # What can't be checked
 
 
-@rows(
-    [
-        *[
-            Refusal(f"{argument}: {name}", lambda a=argument, v=value: check_algorithm(clip, **{a: v}), error, (says,))
-            for argument in ("expected_failures", "skip")
-            for name, value, error, says in [
-                ("a name", {"purty": "because"}, pl.ArgumentError, "there is no law 'purty'. There are"),
-                ("a reason", {"purity": " "}, pl.ArgumentError, "write the reason, as a text"),
-                ("a list", ["purity"], pl.ArgumentTypeError, "write a dict from the name of each law to the reason"),
-            ]
-        ],
-        Refusal(
-            "both",
-            lambda: check_algorithm(clip, expected_failures={"purity": "x"}, skip={"purity": "y"}),
-            pl.ArgumentError,
-            ("write them in one of the two",),
-        ),
-        *[
-            Refusal(name, lambda given=given: check_algorithm(given), pl.ArgumentTypeError, (says,))
-            for name, given, says in [
-                ("None", None, "give a function that makes an algorithm"),
-                ("int", 3, "3 of type int is neither"),
-                ("returns None", lambda: None, "returned None, not an algorithm: does it lack a `return`"),
-                ("returns int", lambda: 3, "returned 3 of type int; it must return an algorithm"),
-                ("returns a factory", lambda: clip, "returned the function clip, not an algorithm: call it too"),
-                ("returns ()", lambda: (), "not an algorithm"),
-                ("class", pl.Algorithm, "neither"),
-            ]
-        ],
-        Refusal("arguments", lambda: check_algorithm(lambda strength: clip()), TypeError, ("missing 1 required",)),
-        *[
-            Refusal(says, lambda given=given: check_algorithm(clip, **given), pl.PureLoopError, (says,))
-            for says, given in {
-                "'liner' is not known; there are 'linear'": {"problems": "liner"},
-                "give one at least": {"problems": []},
-                "give names such as ['linear', 'mlp']": {"problems": 3},
-                "give a whole number of at least 1": {"max_examples": 0},
-                "plans": {"plans": SMALL},
-            }.items()
-        ],
-        *[
-            Refusal(says, call, error, (says,))
-            for says, call, error in [
-                ("a law of algorithms is tried on a", lambda: laws.purity(clip, case=Seed(0)), pl.ArgumentTypeError),
-                (
-                    "give a function that makes a callback",
-                    lambda: laws.of_callbacks.purity(None),
-                    pl.ArgumentTypeError,
-                ),
-                (
-                    "give testing.Scripted(make_script, start)",
-                    lambda: laws.of_scripts.value(clip),
-                    pl.ArgumentTypeError,
-                ),
-                (
-                    "'mlp' is not",
-                    lambda: laws.microbatch_invariance(clip, Case(plan=SMALL, problem="mlp")),
-                    pl.ArgumentError,
-                ),
-                ("a law of scripts is tried on a", lambda: laws.of_scripts.value(SCRIPT, 3), pl.ArgumentTypeError),
-                (
-                    "a script has its own model and data",
-                    lambda: laws.of_scripts.value(SCRIPT, problems="linear"),
-                    pl.ArgumentError,
-                ),
-                (
-                    "two algorithms are named 'halve'",
-                    lambda: testing.commutation(halve, halve, max_examples=1),
-                    pl.PureLoopError,
-                ),
-                ("at least two", lambda: testing.commutation_matrix([A.mixup]), pl.ArgumentError),
-                (
-                    "give at least one algorithm",
-                    lambda: testing.parametrize_with_checks([]),
-                    pl.PureLoopError,
-                ),
-                ("give a list of algorithms", lambda: testing.parametrize_with_checks(clip()), pl.PureLoopError),
-                (
-                    "no algorithm in the list is named 'clip'",
-                    lambda: testing.parametrize_with_checks([clip], expected_failures={"clip": {"purity": "x"}}),
-                    pl.PureLoopError,
-                ),
-            ]
-        ],
-    ]
-)
+def checked(given: Any = clip, **options: Any) -> Callable[[], Any]:
+    return lambda: check_algorithm(given, **options)
+
+
+PAIR: dict[str, Any] = {"expected_failures": {"purity": "x"}, "skip": {"purity": "y"}}
+MLP = Case(plan=SMALL, problem="mlp")
+SCRIPT = Scripted(lambda state: iter(()), pl.State.create(torch.nn.Linear(1, 1)))
+PARAMETRIZE = testing.parametrize_with_checks
+REFUSED: dict[str, Callable[[], Any]] = {
+    "there is no law 'purty'. There are": checked(expected_failures={"purty": "because"}),
+    "skip['purity']=' ': write the reason, as a text": checked(skip={"purity": " "}),
+    "write a dict from the name of each law to the reason": checked(skip=["purity"]),
+    "write them in one of the two": checked(**PAIR),
+    "give a function that makes an algorithm": checked(None),
+    "3 of type int is neither": checked(3),
+    "returned None, not an algorithm: does it lack a `return`": checked(lambda: None),
+    "returned 3 of type int; it must return an algorithm": checked(lambda: 3),
+    "returned the function clip, not an algorithm: call it too": checked(lambda: clip),
+    "returned (), not an algorithm": checked(lambda: ()),
+    "neither": checked(pl.Algorithm),
+    "'liner' is not known; there are 'linear'": checked(problems="liner"),
+    "give one at least": checked(problems=[]),
+    "give names such as ['linear', 'mlp']": checked(problems=3),
+    "give a whole number of at least 1": checked(max_examples=0),
+    "plans": checked(plans=SMALL),
+    "a law of algorithms is tried on a": lambda: laws.purity(clip, case=Seed(0)),
+    "give a function that makes a callback": lambda: laws.of_callbacks.purity(None),
+    "give testing.Scripted(make_script, start)": lambda: laws.of_scripts.value(clip),
+    "'mlp' is not": lambda: laws.microbatch_invariance(clip, MLP),
+    "a law of scripts is tried on a": lambda: laws.of_scripts.value(SCRIPT, 3),
+    "a script has its own model and data": lambda: laws.of_scripts.value(SCRIPT, problems="linear"),
+    "two algorithms are named 'halve'": lambda: testing.commutation(halve, halve, max_examples=1),
+    "at least two": lambda: testing.commutation_matrix([A.mixup]),
+    "give at least one algorithm": lambda: PARAMETRIZE([]),
+    "give a list of algorithms": lambda: PARAMETRIZE(clip()),
+    "is named 'clip'": lambda: PARAMETRIZE([clip], expected_failures={"clip": {"purity": "x"}}),
+}
+
+
+@rows([Refusal(says, call, pl.PureLoopError, (says,)) for says, call in REFUSED.items()])
 def test_it_is_refused(refusal: Refusal) -> None:
     check(refusal)
-
-
-SCRIPT = Scripted(lambda state: iter(()), pl.State.create(torch.nn.Linear(1, 1)))
 
 
 def test_an_algorithm_that_never_runs_fails_and_a_handler_that_never_runs_is_in_the_report() -> None:
