@@ -21,6 +21,7 @@ import torch
 import pure_loop as pl
 from pure_loop._internal import owned_files
 from pure_loop.callbacks import CheckpointSaver, ExportForInferenceCallback, FlightRecorder, MLPerfCallback
+from pure_loop.checkpoint.flight import read_flight
 from pure_loop.loggers import CSVLogger, InMemoryLogger, JSONLinesLogger, TensorBoardLogger
 from tests.support import problem
 from tests.support.problem import points
@@ -176,12 +177,9 @@ def batches_of(folder: Path) -> list[list[int]]:
     """Those of each file, each line of which has to be whole."""
     table = (folder / "m.csv").read_text().splitlines()
     assert len({line.count(",") for line in table}) == 1
-    lines = [
-        json.loads(line) for path in ("m.jsonl", "f/journal.jsonl") for line in (folder / path).read_text().splitlines()
-    ]
-    losses = [line["batch"] for line in lines if line.get("name") == "train/loss"]
-    journal = [line["batch"] for line in lines if "batch" in line and "name" not in line]
-    return [[int(line.split(",")[0]) for line in table[1:]], losses, journal]
+    lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+    losses = [line["batch"] for line in lines if line["name"] == "train/loss"]
+    return [[int(line.split(",")[0]) for line in table[1:]], losses, list(read_flight(folder / "f").lines)]
 
 
 @pytest.mark.slow  # processes
