@@ -59,41 +59,6 @@ def test_a_program_gives_what_it_gives_on_gloo(pool, steps, dtype, length):
     assert results(program) == pool.run(program)
 
 
-def all_others(rank):
-    """Bits and booleans, what autograd sees of a collective, what is issued together, and what a program knows."""
-    found = []
-    for op in ("BAND", "BOR", "BXOR"):
-        x = torch.tensor([rank + 1, 6 - rank])
-        dist.all_reduce(x, getattr(dist.ReduceOp, op))
-        found.append(x.tolist())
-    for op in ("SUM", "MAX", "MIN"):
-        x = torch.tensor([rank == 0, rank < 3])
-        dist.all_reduce(x, getattr(dist.ReduceOp, op))
-        found.append(x.tolist())
-    x = torch.ones(2, requires_grad=True)
-    y = x.exp()
-    dist.all_reduce(y)
-    found.append(y._version)
-    y.sum().backward()
-    leaf = torch.full((2,), rank + 1.0, requires_grad=True)
-    dist.broadcast(leaf, 1)
-    x, y, z = (torch.tensor([rank + 1.0 + i]) for i in range(3))
-    with c10d._coalescing_manager():
-        dist.all_reduce(x)
-        dist.broadcast(y, 1)
-        dist.all_reduce(z)
-    found += [x.item(), y.item(), z.item(), leaf.tolist()]
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    group = dist.group.WORLD
-    return (
-        torch.rand(2).tolist(),
-        *found,
-        [os.environ[name] for name in names],
-        (dist.is_initialized(), dist.get_rank(), dist.get_world_size(), dist.get_rank(group), group.size()),
-        (dist.get_backend(), dist.get_process_group_ranks(group), dist.get_global_rank(group, rank)),
-    )
-
-
 def test_every_collective_is_known_and_exact(pool):
     ring = [[1, 2, 0], [0, 1, 2], [2, 0, 1]]
     steps = [(kind, options[-1]) for kind, options in OPTIONS.items() if kind != "objects"]
@@ -105,6 +70,41 @@ def test_every_collective_is_known_and_exact(pool):
     assert {each.kind for each in ran[0].collectives} == {kind for kind, _ in steps} - {"async"} | {"all_to_all_single"}
     assert ran[2].collectives[0] == Collective("all_reduce", ((2,),), (torch.float64,), "sum")
     assert "broadcast from rank 2 of (2,) float64" in map(str, ran[2].collectives)
+
+    def all_others(rank):
+        """Bits and booleans, what autograd sees of a collective, what is issued together, and what a program knows."""
+        found = []
+        for op in ("BAND", "BOR", "BXOR"):
+            x = torch.tensor([rank + 1, 6 - rank])
+            dist.all_reduce(x, getattr(dist.ReduceOp, op))
+            found.append(x.tolist())
+        for op in ("SUM", "MAX", "MIN"):
+            x = torch.tensor([rank == 0, rank < 3])
+            dist.all_reduce(x, getattr(dist.ReduceOp, op))
+            found.append(x.tolist())
+        x = torch.ones(2, requires_grad=True)
+        y = x.exp()
+        dist.all_reduce(y)
+        found.append(y._version)
+        y.sum().backward()
+        leaf = torch.full((2,), rank + 1.0, requires_grad=True)
+        dist.broadcast(leaf, 1)
+        x, y, z = (torch.tensor([rank + 1.0 + i]) for i in range(3))
+        with c10d._coalescing_manager():
+            dist.all_reduce(x)
+            dist.broadcast(y, 1)
+            dist.all_reduce(z)
+        found += [x.item(), y.item(), z.item(), leaf.tolist()]
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+        group = dist.group.WORLD
+        return (
+            torch.rand(2).tolist(),
+            *found,
+            [os.environ[name] for name in names],
+            (dist.is_initialized(), dist.get_rank(), dist.get_world_size(), dist.get_rank(group), group.size()),
+            (dist.get_backend(), dist.get_process_group_ranks(group), dist.get_global_rank(group, rank)),
+        )
+
     first, *_, last = results(all_others)
     assert (first[-3][:4], last[-2]) == (["0", "0", "3", "3"], (True, 2, 3, 2, 3))
     assert first[0] != last[0]

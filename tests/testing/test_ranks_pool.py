@@ -1,4 +1,7 @@
-"""A pool of processes, and what it does with every fault."""
+"""A pool of processes, and what it does with every fault.
+
+Programs are functions of their test, which are sent as they are: of another one a process would import this module.
+"""
 
 from __future__ import annotations
 
@@ -38,24 +41,21 @@ def pids(pool):
     return pool.run(lambda rank: os.getpid())
 
 
-class StubbornError(Exception):
-    def __reduce__(self):
-        return (int, ("no number",))
-
-
-def stubborn(rank):
-    raise StubbornError
-
-
-def raising(rank):
-    print("before it")
-    if rank == 1:
-        time.sleep(0.05)
-        raise ZeroDivisionError("on one")
-    dist.all_reduce(torch.ones(2))
-
-
 def test_what_raises_and_what_can_not_be_sent_leaves_the_processes_as_they_are(pool, monkeypatch):
+    class StubbornError(Exception):
+        def __reduce__(self):
+            return (int, ("no number",))
+
+    def stubborn(rank):
+        raise StubbornError
+
+    def raising(rank):
+        print("before it")
+        if rank == 1:
+            time.sleep(0.05)
+            raise ZeroDivisionError("on one")
+        dist.all_reduce(torch.ones(2))
+
     with pytest.raises(RankError, match="rank 1 of 2 raised ZeroDivisionError: on one") as caught:
         pool.run(raising)
     error = caught.value
@@ -93,29 +93,27 @@ def test_one_pool_is_shared():
     assert shared_pool(2).ranks == 2
 
 
-def hangs(rank, folder):
-    helper = subprocess.Popen(["sleep", "600"])
-    (folder / str(rank)).write_text(str(helper.pid))
-    if rank == 1:
-        dist.all_reduce(torch.ones(1))
-
-
-def dies(rank):
-    if rank == 0:
-        print("last words", file=sys.stderr)
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))
-
-
 @pytest.mark.slow  # processes that hang and die
 def test_faults_end_processes_and_the_next_run_starts_new_ones(tmp_path):
+    def hangs(rank):
+        helper = subprocess.Popen(["sleep", "600"])
+        (tmp_path / str(rank)).write_text(str(helper.pid))
+        if rank == 1:
+            dist.all_reduce(torch.ones(1))
+
+    def dies(rank):
+        if rank == 0:
+            print("last words", file=sys.stderr)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
     pool = Pool(2, timeout=3, checked=False)
     assert repr(pool) == "Pool(2, timeout=3.0, checked=False)"
     first = pids(pool)
     with pytest.raises(
         RankError, match=r"(?s)rank 1 of 2 did not answer within 3 s.*Rank 1 is at:.*in hangs"
     ) as caught:
-        pool.run(lambda rank: hangs(rank, tmp_path))
+        pool.run(hangs)
     assert caught.value.ranks == (1,)
     assert ended([*first, *(int((tmp_path / str(rank)).read_text()) for rank in range(2))])
     second = pids(pool)
