@@ -138,7 +138,7 @@ def test_expected_failures_are_strict_and_laws_are_skipped_with_a_reason() -> No
 def test_an_algorithm_that_needs_two_samples_says_so() -> None:
     """Where it raises it is passed over, and everywhere else it has to keep the laws."""
     reason = {"order": "needs two samples"}
-    tried = only("order", "microbatch_invariance", "purity", "memory", max_examples=8)
+    tried = only("order", "microbatch_invariance", "purity", "memory", max_examples=5)
     report = check_algorithm(fails_on_a_single_sample, expected_failures=reason, **tried)
     assert report["order"].result == "expected failure"
     # In microbatches of one sample it raises always, so that law has nothing to say.
@@ -355,7 +355,7 @@ def pairs(algorithms: Any, **options: Any) -> list[Any]:
     def contract(algorithm: Any, check: Any) -> None:
         check(algorithm)
 
-    (mark,) = testing.parametrize_with_checks(algorithms, **FEW, **options)(contract).pytestmark
+    (mark,) = testing.parametrize_with_checks(algorithms, **{**FEW, "max_examples": 2}, **options)(contract).pytestmark
     return list(mark.args[1])
 
 
