@@ -1,15 +1,10 @@
-"""A terminal that is a text, and a clock that stands still."""
+"""A terminal of 80 columns."""
 
 from __future__ import annotations
 
-import io
-
 import pytest
 
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.progress.terminals import Terminal
 
 
 @pytest.fixture
@@ -21,11 +16,3 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     return Terminal()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now

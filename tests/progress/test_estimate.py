@@ -1,92 +1,68 @@
-"""The time left, evaluations included, and what is known inside of one."""
+"""How far a run is, the time left with its evaluations, the speed, and the mean loss of an epoch."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pure_loop as pl
-from pure_loop.progress.display import _pass_on
-from pure_loop.progress.estimate import Facts
+from pure_loop.progress.estimate import Facts, MeanLoss
 from pure_loop.progress.tracker import Tracker
-from tests.progress.conftest import Clock
-from tests.progress.test_progress import DATA, Recording, fit
-
-E = pl.Event
+from tests.progress.terminals import DATA, Clock, E, Recording, Unsized, fit, followed
+from tests.support.problem import cross_entropy
 
 
-class Unsized:
-    def __init__(self, data=DATA):
-        self.data = data
-
-    def __iter__(self):
-        return iter(self.data)
-
-
-def timed(stream, *, batch=2.0, evaluated=5.0, facts=None):
+def timed(stream, facts=None):
     """What is shown, with the time at which it is, and the time at the end."""
-    clock, screen = Clock(), Recording()
-    times = []
+    clock, screen, times = Clock(), Recording(), []
     screen.show = lambda snapshot, values: times.append((clock.now, snapshot))
-    tracker = Tracker(screen, None, 0.0, clock, Facts.of(stream) if facts is None else facts)
-    for event, _ in _pass_on(stream, tracker):
-        # Between BATCH_START and BATCH_END, where the computation is.
-        clock.now += {E.BATCH_START: batch, E.EVAL_BATCH_START: evaluated}.get(event, 0.0)
+    for _ in followed(stream, screen, clock, batch=2.0, evaluated=5.0, facts=facts):
+        pass
     return times, clock.now
 
 
-@pytest.mark.parametrize(
-    ("options", "from_fraction"),
-    [
-        ({"max_duration": "3ep", "evaluators": {"val": DATA}}, 0.34),
-        ({"max_duration": "3ep", "evaluators": {"val": DATA, "test": DATA[:2]}}, 0.34),
-        ({"max_duration": "36ba", "evaluators": {"val": DATA}, "eval_interval": "4ba"}, 0.12),
-        ({"max_duration": "5ep", "evaluators": {"val": DATA}, "eval_interval": "2ep"}, 0.41),
-        ({"max_duration": "32ba", "evaluators": {"val": DATA}, "eval_interval": "0.25dur"}, 0.26),
-        ({"max_duration": "4ep", "evaluators": {"val": DATA}, "eval_interval": "3ba"}, 0.13),
-        ({"max_duration": "5ep", "evaluators": {"val": DATA}, "eval_interval": "7ba"}, 0.25),
-        ({"max_duration": "3ep"}, 0.06),
-    ],
-)
-def test_the_time_left_is_what_it_takes(options, from_fraction):
-    times, end = timed(fit(**options))
-    shown = [(now, snapshot) for now, snapshot in times if (snapshot.fraction or 0) > from_fraction]
-    assert len(shown) > 10
-    for now, snapshot in shown:
-        assert (snapshot.left or 0.0) == pytest.approx(end - now, abs=0.1), snapshot
+VAL, TEST = {"val": DATA}, {"val": DATA, "test": DATA[:2]}
+EVERY_FOURTH = {"val": pl.Evaluator(DATA, interval=lambda state: state.timestamp.batch % 4 == 0)}
 
 
-def test_the_evaluations_that_a_resumed_run_has_left():
-    options = {"max_duration": "4ep", "evaluators": {"val": DATA}}
+TIMED = [
+    ({"max_duration": "3ep"}, 0.06),
+    ({"max_duration": "3ep", "evaluators": TEST}, 0.34),
+    ({"max_duration": "36ba", "evaluators": VAL, "eval_interval": "4ba"}, 0.12),
+    ({"max_duration": "5ep", "evaluators": VAL, "eval_interval": "2ep"}, 0.41),
+    ({"max_duration": "32ba", "evaluators": VAL, "eval_interval": "0.25dur"}, 0.26),
+    ({"max_duration": "5ep", "evaluators": VAL, "eval_interval": "7ba"}, 0.25),
+    ({"data": DATA * 6, "max_duration": "32ba", "evaluators": EVERY_FOURTH}, 0.26),
+]
+
+
+def test_the_time_left_is_what_it_takes():
+    """From the fraction on at which an evaluation has shown what it takes."""
+    for options, known in TIMED:
+        times, end = timed(fit(**options))
+        shown = [(now, snapshot) for now, snapshot in times if (snapshot.fraction or 0) > known]
+        assert len(shown) > 10
+        for now, snapshot in shown:
+            assert (snapshot.left or 0.0) == pytest.approx(end - now, abs=0.1), (options, snapshot)
+
+
+def test_a_resumed_run_and_a_stream_that_says_nothing_have_their_time_left_as_well():
+    options = {"max_duration": "4ep", "evaluators": VAL}
     kept = next(state for event, state in fit(**options) if event is E.BATCH_END and state.timestamp >= "9ba")
-    times, end = timed(pl.fit(kept, DATA, optimizer=pl.optim.sgd(lr=0.1), loss=cross_entropy, **options))
-    shown = [(now, snapshot) for now, snapshot in times if snapshot.fraction > 0.51]
-    assert [snapshot.left or 0.0 for _, snapshot in shown] == pytest.approx([end - now for now, _ in shown], abs=0.1)
-
-
-def test_the_first_evaluation_is_in_the_estimate_while_it_runs():
-    times, end = timed(fit(max_duration="3ep", evaluators={"val": DATA}))
-    first = next((now, item) for now, item in times if item.inside and item.inside.batch == 3)
-    assert first[1].left == pytest.approx(end - first[0])
-
-
-def test_of_a_stream_that_says_nothing_it_learns():
-    times, end = timed(fit(max_duration="4ep", evaluators={"val": DATA}), facts=Facts())
-    for now, snapshot in times:
-        if snapshot.fraction > 0.51:
-            assert (snapshot.left or 0.0) == pytest.approx(end - now, abs=0.1)
-    inside = [snapshot.inside for _, snapshot in times if snapshot.inside]
-    assert {item.batches for item in inside[:7]} == {None}
-    assert {item.batches for item in inside[8:]} == {6}
-
-
-def test_a_predicate_has_no_interval_and_is_learned():
-    when = lambda state: state.timestamp.batch % 4 == 0  # noqa: E731
-    times, end = timed(fit(DATA * 6, max_duration="32ba", evaluators={"val": pl.Evaluator(DATA, interval=when)}))
-    for now, snapshot in times:
-        if snapshot.fraction > 0.26:
-            assert (snapshot.left or 0.0) == pytest.approx(end - now, abs=0.1)
+    resumed = pl.fit(kept, DATA, optimizer=pl.optim.sgd(lr=0.1), loss=cross_entropy, **options)
+    silent, silent_end = timed(fit(**options), Facts())
+    for times, end in (timed(resumed), (silent, silent_end)):
+        for now, snapshot in times:
+            if snapshot.fraction > 0.51:
+                assert (snapshot.left or 0.0) == pytest.approx(end - now, abs=0.1)
+    inside = [snapshot.inside.batches for _, snapshot in silent if snapshot.inside]
+    assert set(inside[:7]) == {None}  # it learns how long an evaluation is
+    assert set(inside[8:]) == {6}
 
 
 def test_wall_clock_time_has_its_own_end():
@@ -97,43 +73,126 @@ def test_wall_clock_time_has_its_own_end():
 
 
 def test_inside_an_evaluation_there_are_totals_and_the_time_left():
-    times, _ = timed(fit(evaluators={"val": DATA, "test": DATA[:2]}))
-    inside = [snapshot.inside for _, snapshot in times if snapshot.inside]
-    assert {(item.label, item.batches) for item in inside} == {("val", 6), ("test", 2)}
-    for item in inside:
+    times, end = timed(fit(evaluators=TEST))
+    inside = [(now, snapshot) for now, snapshot in times if snapshot.inside]
+    assert {(snapshot.inside.label, snapshot.inside.batches) for _, snapshot in inside} == {("val", 6), ("test", 2)}
+    for _, snapshot in inside:
+        item = snapshot.inside
         assert item.fraction == pytest.approx(item.batch / item.batches)
         assert item.left == (None if item.batch == 0 else pytest.approx(5.0 * (item.batches - item.batch)))
-
-
-def test_an_evaluation_without_a_length_learns_it():
+    times, end = timed(fit(max_duration="3ep", evaluators=VAL))
+    now, first = next((now, item) for now, item in times if item.inside and item.inside.batch == 3)
+    assert first.left == pytest.approx(end - now)  # the first evaluation is in it while it runs
     times, _ = timed(fit(evaluators={"val": Unsized()}))
-    inside = [snapshot.inside for _, snapshot in times if snapshot.inside]
-    assert [item.batches for item in inside] == [None] * 7 + [6] * 7
+    assert [item.inside.batches for _, item in times if item.inside] == [None] * 7 + [6] * 7
 
 
-def test_an_evaluation_by_itself_has_a_total_and_a_time_left():
-    state = pl.State.create(torch.nn.Linear(3, 2))
-    times, end = timed(pl.evaluate(state, {"val": DATA, "test": DATA[:2]}, loss=cross_entropy))
-    parts = [(now, snapshot) for now, snapshot in times if snapshot.batch.endswith("4/8")]
-    assert parts[0][1].fraction == 0.5
-    assert parts[0][1].left == pytest.approx(end - parts[0][0])
-    times, end = timed(pl.predict(state, DATA))
-    assert times[-1][1].batch == "batch 6/6"
-    assert times[-1][1].fraction == 1.0
+def test_an_evaluation_and_a_prediction_by_themselves():
+    state = pl.State.create(torch.nn.Linear(4, 3))
+    times, end = timed(pl.evaluate(state, TEST, loss=cross_entropy))
+    now, half = next((now, snapshot) for now, snapshot in times if snapshot.batch.endswith("4/8"))
+    assert (half.fraction, half.left) == (0.5, pytest.approx(end - now))
+    last = timed(pl.predict(state, DATA))[0][-1][1]
+    assert (last.batch, last.fraction) == ("batch 6/6", 1.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"strict": True}])
-def test_facts_of_a_stream(options):
-    evaluators = {"val": pl.Evaluator(DATA, interval="2ep"), "test": Unsized()}
-    facts = Facts.of(fit(evaluators=evaluators, **options))
-    assert facts.optimizer is not None
-    assert [(item.batches, str(item.interval)) for item in facts.evaluators.values()] == [(6, "2ep"), (None, "1ep")]
-    assert list(facts.evaluators) == ["val", "test"]
+def test_facts_of_a_stream_that_has_not_begun():
+    for options in ({}, {"deterministic": True, "strict": True}):
+        stream = fit(evaluators={"val": pl.Evaluator(DATA, interval="2ep"), "test": Unsized()}, **options)
+        facts = Facts.of(stream)
+        assert facts.optimizer is not None
+        found = {label: (item.batches, str(item.interval)) for label, item in facts.evaluators.items()}
+        assert list(found.items()) == [("val", (6, "2ep")), ("test", (None, "1ep"))]
+        next(stream)
+        assert Facts.of(stream) == Facts.of(pair for pair in fit()) == Facts.of([]) == Facts()
 
 
-def test_a_stream_that_has_begun_says_nothing():
-    stream = fit()
-    next(stream)
-    assert Facts.of(stream) == Facts()
-    assert Facts.of(pair for pair in fit()) == Facts()
-    assert Facts.of([]) == Facts()
+def test_the_fraction_grows_with_every_batch():
+    for batches, options in {12: {}, 8: {"max_duration": "8ba"}, 9: {"max_duration": "36sp"}}.items():
+        shown = list(dict.fromkeys(snapshot.fraction for _, snapshot in timed(fit(**options))[0]))
+        assert shown == pytest.approx([n / batches for n in range(batches + 1)])
+
+
+def test_the_length_of_an_epoch_is_learned_where_data_have_none():
+    clock, screen = Clock(), Recording()
+    for event, state in followed(fit(Unsized()), screen, clock):
+        if event is E.BATCH_START and state.timestamp.batch == 5:
+            assert screen.shown[-1][0].fraction is None
+        if event is E.BATCH_END and state.timestamp.batch == 10:
+            assert screen.shown[-1][0].fraction == pytest.approx(10 / 12)
+    assert "batch 12/12" in screen.shown[-1][0].place
+
+
+def test_speed_leaves_evaluations_out():
+    stream = fit(DATA * 4, max_duration="24ba", evaluators=VAL, eval_interval="12ba")
+    speeds = [snapshot.speed for _, snapshot in timed(stream)[0] if snapshot.speed is not None]
+    assert len(speeds) > 20
+    assert speeds == pytest.approx([2.0] * len(speeds))
+
+
+def test_it_is_drawn_as_often_as_it_may_be_and_a_line_comes_about_every_ten_seconds():
+    clock, screen, times = Clock(), Recording(), []
+    screen.show = lambda *_: times.append(clock.now)
+    stream = fit(DATA * 3, evaluators=VAL, eval_interval="2ba")
+    for _ in followed(stream, screen, clock, batch=1.3, evaluated=1.1, refresh=5.0):
+        pass
+    assert len(times) > 7
+    assert all(b - a >= 5.0 for a, b in itertools.pairwise(times[1:-1]))
+    clock, screen = Clock(), Recording(live=False, seconds=10.0)
+    list(followed(fit(DATA * 10, max_duration="60ba"), screen, clock))
+    assert [snapshot.place.split()[-1] for snapshot, _ in screen.shown][:3] == ["10/60", "20/60", "30/60"]
+
+
+# The mean loss of an epoch.
+
+
+LOSS = st.tuples(st.floats(0, 8, width=16), st.integers(1, 4))
+
+
+@settings(max_examples=30)
+@given(st.lists(LOSS, min_size=1, max_size=9), st.integers(1, 30), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_mean_is_weighed_by_samples_and_begins_anew(pairs, times, dtype):
+    mean = MeanLoss(skips=True)
+    for _ in range(2):
+        values = [(torch.tensor(loss, dtype=dtype), size) for loss, size in pairs * times]
+        for loss, size in values:
+            mean.add(loss, size)
+        mean.add(torch.tensor(float("nan")), 3)  # training skips it
+        total = sum(size for _, size in values)
+        assert mean.count == total + 3
+        assert float(mean.take()) == pytest.approx(sum(float(loss) * size for loss, size in values) / total, rel=1e-6)
+        assert (mean.count, mean.take()) == (0, None)
+
+
+def test_what_is_no_number_is_left_out_and_nan_is_not_hidden():
+    mean = MeanLoss()
+    for loss in (None, torch.ones(3), torch.full((1,), 2.0), 4.0):
+        mean.add(loss, 4)
+    assert float(mean.take()) == 3.0
+    mean.add(torch.tensor(1.0), 4)
+    mean.add(torch.tensor(torch.nan), 4)
+    assert torch.isnan(mean.take())
+
+
+class NoReading(TorchDispatchMode):
+    """Refuses what waits for a device, and counts the rest."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten._to_copy.default)
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_from_a_device_no_graph_and_few_losses_are_kept():
+    weight, mean = torch.full((), 2.0, requires_grad=True), MeanLoss()
+    with NoReading() as mode:
+        for _ in range(640):
+            mean.add(weight, 4)
+            assert len(mean._losses) <= 64
+        result = mean.take()
+    assert (float(result.detach()), result.requires_grad) == (2.0, False)
+    assert mode.operations < 60
+    with pytest.raises(AssertionError), NoReading():
+        float(torch.tensor(2.0))  # as it notices

@@ -1,9 +1,9 @@
-"""Progress: what it shows, what it leaves alone, and how it closes."""
+"""Progress: what it leaves alone, its lines, a device that computes behind the loop's back, and how it closes."""
 
 from __future__ import annotations
 
+import contextlib
 import io
-import itertools
 import re
 import runpy
 import sys
@@ -12,67 +12,30 @@ import time
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from pure_loop.progress import display as _display
 from pure_loop.progress import estimate as _readings
-from pure_loop.progress.display import _pass_on, progress
-from pure_loop.progress.tracker import Tracker
-from tests.progress.conftest import Clock, Terminal
+from pure_loop.progress.display import progress
+from tests.progress.terminals import DATA, Clock, E, Recording, Terminal, fit, followed
+from tests.support.problem import cross_entropy
+from tests.support.refused import Refusal, check, rows
+from tests.support.streams import assert_same
 
-torch.set_num_threads(1)
-
-E = pl.Event
-X = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(0))
-DATA = [(x, (x.sum(1) > 0).long()) for x in X]
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-
-
-def fit(data=DATA, **options):
-    options = {"max_duration": "2ep", "optimizer": pl.optim.sgd(lr=0.1), "loss": cross_entropy, **options}
-    torch.manual_seed(0)
-    return pl.fit(torch.nn.Linear(3, 2), data, **options)
-
-
-class Recording:
-    """A screen that keeps what it is shown."""
-
-    def __init__(self, live=True, seconds=0.0):
-        self.live, self.seconds = live, seconds
-        self.shown, self.rows, self.closed = [], [], 0
-
-    def show(self, snapshot, values):
-        self.shown.append((snapshot, values))
-
-    def add(self, row, values):
-        self.rows.append((row, values))
-
-    def close(self):
-        self.closed += 1
-
-
-def watched(stream, screen, *, clock=None, refresh=0.1):
-    return _pass_on(stream, Tracker(screen, None, refresh, clock or Clock()))
+FILES = pytest.mark.parametrize("file", [io.StringIO, Terminal])
 
 
 # What it leaves alone.
 
 
-def test_it_passes_on_the_same_pairs():
+@FILES
+def test_it_passes_on_the_pairs_and_changes_no_training(file, terminal):
     pairs = list(fit())
-    passed = list(progress(iter(pairs), file=io.StringIO()))
-    assert all(a is b for a, b in zip(pairs, passed, strict=True))
-
-
-@pytest.mark.parametrize("file", [io.StringIO, Terminal])
-def test_it_changes_no_training(file, terminal):
+    assert all(a is b for a, b in zip(pairs, progress(iter(pairs), file=file()), strict=True))
     alone = pl.run(fit(evaluators={"val": DATA}))
     shown = pl.run(progress(fit(evaluators={"val": DATA}, strict=True), file=file(), refresh_seconds=0))
-    assert all(torch.equal(alone.params[name], shown.params[name]) for name in alone.params)
-    assert {k: float(v) for k, v in alone.metrics["val"].items()} == {
-        k: float(v) for k, v in shown.metrics["val"].items()
-    }
+    assert_same(shown, alone, "with progress")
 
 
 def test_it_leaves_no_thread_and_the_standard_streams_as_they_were(terminal, monkeypatch):
@@ -83,13 +46,13 @@ def test_it_leaves_no_thread_and_the_standard_streams_as_they_were(terminal, mon
     assert (sys.stdout, sys.stderr) == streams
 
 
-@pytest.mark.parametrize("file", [io.StringIO, Terminal])
+@FILES
 def test_an_event_costs_less_than_a_microsecond(file, terminal):
     state = pl.State.create(torch.nn.Linear(1, 1))
     pairs = [(E.BEFORE_FORWARD, state)] * 9 + [(E.BATCH_END, state.replace(loss=torch.tensor(1.0)))]
 
     def stream():
-        for _ in range(10_000):
+        for _ in range(5_000):
             yield from pairs
 
     def seconds(pairs):
@@ -98,20 +61,22 @@ def test_an_event_costs_less_than_a_microsecond(file, terminal):
             pass
         return time.process_time() - began
 
-    bare = min(seconds(stream()) for _ in range(5))
-    shown = min(seconds(progress(stream(), file=file())) for _ in range(5))
-    assert (shown - bare) / 100_000 < 1e-6
+    bare = min(seconds(stream()) for _ in range(4))
+    shown = min(seconds(progress(stream(), file=file())) for _ in range(4))
+    assert (shown - bare) / 50_000 < 1e-6
 
 
 # Plain lines.
 
 
-def test_lines_come_at_every_epoch_and_evaluation_without_escape_codes():
-    out = io.StringIO()
-    pl.run(progress(fit(evaluators={"val": DATA}), file=out))
+def test_lines_come_at_every_epoch_and_evaluation_with_the_numbers_of_the_state(monkeypatch):
+    """Without escape codes, even where colours are forced."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out, losses = io.StringIO(), []
+    for event, state in progress(fit(evaluators={"val": DATA}), file=out):
+        if event is E.BATCH_END:
+            losses.append(float(state.loss))
     lines = out.getvalue().splitlines()
-    assert "\x1b" not in out.getvalue()
-    assert "\r" not in out.getvalue()
     assert [re.sub(r"[\d.]+ ?k? samples/s  ", "", re.sub(r"\d\.\d{3,4}", "#", line)) for line in lines] == [
         "train  epoch 1/2  batch  6/12  50%  loss #  0:00 left",
         "train  epoch 1/2  batch  6/12  val: loss #  accuracy #  0:00",
@@ -119,189 +84,39 @@ def test_lines_come_at_every_epoch_and_evaluation_without_escape_codes():
         "train  epoch 2/2  batch 12/12  val: loss #  accuracy #  0:00",
         "train  epoch 2/2  batch 12/12  100%  loss #  val: loss #  accuracy #  done, 0:00",
     ]
+    shown = [float(found) for found in re.findall(r"%  loss (\S+)", out.getvalue())]
+    assert shown == pytest.approx([losses[5], losses[11], losses[11]], rel=1e-3)
 
 
-def test_the_numbers_are_those_of_the_state():
-    out = io.StringIO()
-    losses = [s.loss for e, s in progress(fit(), file=out) if e is E.BATCH_END]
-    shown = [float(found) for found in re.findall(r"loss (\S+)", out.getvalue())]
-    assert shown == pytest.approx([float(losses[5]), float(losses[11]), float(losses[11])], rel=1e-3)
-
-
-def test_a_line_comes_about_every_ten_seconds():
-    clock, screen = Clock(), Recording(live=False, seconds=10.0)
-    for event, _ in watched(fit(DATA * 10, max_duration="60ba"), screen, clock=clock):
-        clock.now += event is E.BATCH_START
-    assert [snapshot.place.split()[-1] for snapshot, _ in screen.shown][:3] == ["10/60", "20/60", "30/60"]
-
-
-def test_speed_leaves_evaluations_out():
-    clock, screen = Clock(), Recording()
-    stream = fit(DATA * 4, max_duration="24ba", evaluators={"val": DATA}, eval_interval="12ba")
-    for event, _ in watched(stream, screen, clock=clock):
-        clock.now += {E.BATCH_START: 2.0, E.EVAL_BATCH_START: 50.0}.get(event, 0.0)
-    speeds = [snapshot.speed for snapshot, _ in screen.shown if snapshot.speed is not None]
-    assert len(speeds) > 20
-    assert speeds == pytest.approx([2.0] * len(speeds))
-
-
-def test_the_time_left_is_that_of_the_batches_to_come():
-    clock, screen = Clock(), Recording()
-    for event, _ in watched(fit(max_duration="12ba"), screen, clock=clock):
-        clock.now += 2.0 * (event is E.BATCH_START)
-    left = {snapshot.place.split()[-1]: snapshot.left for snapshot, _ in screen.shown}
-    assert left["1/12"] is None
-    assert [left[f"{n}/12"] for n in range(2, 12)] == pytest.approx([2.0 * (12 - n) for n in range(2, 12)])
-
-
-# How far it is.
-
-
-@pytest.mark.parametrize(
-    ("options", "fractions"),
-    [
-        ({"max_duration": "2ep"}, [(n + 1) / 12 for n in range(12)]),
-        ({"max_duration": "8ba"}, [(n + 1) / 8 for n in range(8)]),
-        ({"max_duration": "48sp"}, [(n + 1) / 12 for n in range(12)]),
-        ({"max_duration": "2ep", "batches_per_epoch": 3}, [(n + 1) / 6 for n in range(6)]),
-    ],
-)
-def test_the_fraction_grows_with_every_batch(options, fractions):
-    clock, screen = Clock(), Recording()
-    for event, _ in watched(fit(**options), screen, clock=clock):
-        clock.now += event is E.BATCH_START
-    shown = dict.fromkeys(s.fraction for s, _ in screen.shown)
-    assert list(shown) == pytest.approx([0.0, *fractions])
-
-
-def test_the_length_of_an_epoch_comes_with_the_state_or_is_learned():
-    class Unsized:
-        def __iter__(self):
-            return iter(DATA)
-
-    out = io.StringIO()
-    # Of any stream: this one is not the generator that fit gave.
-    pl.run(progress((pair for pair in fit()), file=out))
-    assert "epoch 1/2  batch  6/12" in out.getvalue()
-    clock, screen = Clock(), Recording()
-    for event, state in watched(fit(Unsized()), screen, clock=clock):
-        clock.now += event is E.BATCH_START
-        if event is E.BATCH_START and state.timestamp.batch == 5:
-            assert screen.shown[-1][0].fraction is None
-        if event is E.BATCH_END and state.timestamp.batch == 9:
-            assert screen.shown[-1][0].fraction == pytest.approx(9 / 12)
-    assert "batch 12/12" in screen.shown[-1][0].place
-
-
-# The bar.
-
-
-def test_the_bar_shows_everything_within_the_width(terminal):
-    pl.run(progress(fit(evaluators={"val": DATA}), file=terminal, refresh_seconds=0, description="pretrain"))
-    text = ESCAPE.sub("", terminal.getvalue())
-    for words in (
-        "pretrain  epoch 1/2  batch  6/12",
-        "50%",
-        "left",
-        "samples/s",
-        "val  batch 3/6",
-        "accuracy",
-    ):
-        assert words in text
-    assert "done" in text.splitlines()[-1]
-    assert max(map(len, text.replace("\r", "\n").splitlines())) <= 80
-
-
-def test_the_cursor_comes_back(terminal):
-    pl.run(progress(fit(), file=terminal))
-    assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
-
-
-@pytest.mark.parametrize("columns", ["20", "40", "300"])
-def test_a_bar_of_any_width(columns, terminal, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
-    pl.run(progress(fit(evaluators={"val": DATA}), file=terminal, refresh_seconds=0))
-    text = ESCAPE.sub("", terminal.getvalue()).replace("\r", "\n")
-    assert max(map(len, text.splitlines())) <= int(columns)
-
-
-def test_it_is_never_drawn_more_often_than_it_may_be():
-    clock, screen = Clock(), Recording()
-    times = []
-    screen.show = lambda *_: times.append(clock.now)
-    for _ in watched(fit(DATA * 3, evaluators={"val": DATA}, eval_interval="2ba"), screen, clock=clock, refresh=5.0):
-        clock.now += 0.3
-    while_running = times[1:-1]
-    assert len(while_running) > 5
-    assert all(b - a >= 5.0 for a, b in itertools.pairwise(while_running))
-
-
-def test_what_the_body_prints_stands_above_the_bar(terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", terminal)
-    for event, _ in progress(fit(), file=terminal, refresh_seconds=0):
-        if event is E.EPOCH_END:
-            print("the body was here")
-    lines = ESCAPE.sub("", terminal.getvalue()).replace("\r", "\n").splitlines()
-    assert lines.count("the body was here") == 2
-
-
-def test_what_goes_to_a_pipe_stays_there(terminal, monkeypatch):
-    pipe = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", pipe)
-    for event, _ in progress(fit(), file=terminal, refresh_seconds=0):
-        if event is E.EPOCH_END:
-            print("a result")
-    assert pipe.getvalue() == "a result\n" * 2
-    assert "a result" not in terminal.getvalue()
-
-
-def test_a_bar_in_a_bar_prints_lines_above_it(terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", terminal)
-    for event, state in progress(fit(), refresh_seconds=0):
-        if event is E.EPOCH_END:
-            pl.run(progress(pl.evaluate(state, {"inner": DATA}, loss=cross_entropy), description="nested"))
-    text = ESCAPE.sub("", terminal.getvalue())
-    assert "nested  batch 6/6  inner: loss" in text
-    assert terminal.getvalue().count("\x1b[?25l") == 1
-
-
-def test_evaluation_and_prediction_by_themselves():
-    state, out = pl.State.create(torch.nn.Linear(3, 2)), io.StringIO()
-    pl.run(progress(pl.evaluate(state, {"test": DATA}, loss=cross_entropy), file=out))
-    pl.run(progress(pl.predict(state, DATA), file=out))
+def test_lines_of_any_stream_of_one_with_few_events_of_an_evaluation_and_of_a_prediction():
+    state, out = pl.State.create(torch.nn.Linear(4, 3)), io.StringIO()
+    streams = [fit(watch=["epoch_end"]), (pair for pair in fit())]
+    streams += [pl.evaluate(state, {"test": DATA}, loss=cross_entropy), pl.predict(state, DATA)]
+    for stream in streams:
+        pl.run(progress(stream, file=out))
+    assert out.getvalue().count("epoch 1/2  batch  6/12  50%") == 2
     assert re.search(r"^evaluate  batch 6/6  100%  test: loss \S+  accuracy \S+  done", out.getvalue(), re.MULTILINE)
     assert re.search(r"^predict  batch 6/6  100%  done", out.getvalue(), re.MULTILINE)
-
-
-def test_a_stream_that_yields_only_some_events():
-    out = io.StringIO()
-    pl.run(progress(fit(watch=["epoch_end"]), file=out))
-    assert "epoch 1/2  batch  6/12  50%" in out.getvalue()
 
 
 # Where there is no rich, or no terminal.
 
 
-def test_a_terminal_without_rich_gets_lines_and_one_hint(terminal, monkeypatch):
+def test_without_rich_a_terminal_gets_lines_and_one_hint_and_a_pipe_none(terminal, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setattr(_display, "_hinted", [])
-    pl.run(progress(fit(), file=terminal))
-    pl.run(progress(fit(), file=terminal))
+    pipe = io.StringIO()
+    for file in (pipe, terminal, terminal):
+        pl.run(progress(fit(), file=file))
+    assert "pip install" not in pipe.getvalue()
     lines = terminal.getvalue().splitlines()
     assert 'pip install "pure_loop[progress]"' in lines[0]
     assert sum("pip install" in line for line in lines) == 1
     assert sum("done" in line for line in lines) == 2
     assert "\x1b" not in terminal.getvalue()
-
-
-def test_a_pipe_without_rich_gets_no_hint(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setattr(_display, "_hinted", [])
-    out = io.StringIO()
-    pl.run(progress(fit(), file=out))
-    assert "pip install" not in out.getvalue()
+    assert "screen_for" in runpy.run_path(_display.__file__)  # it is not imported before it is used
 
 
 def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
@@ -311,26 +126,13 @@ def test_a_terminal_that_can_only_print_gets_lines(terminal, monkeypatch):
     assert "done" in terminal.getvalue()
 
 
-def test_a_log_gets_lines_even_where_colours_are_forced(monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    out = io.StringIO()
-    pl.run(progress(fit(), file=out))
-    assert "\x1b" not in out.getvalue()
-
-
-def test_rich_is_not_imported_before_it_is_used(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert "screen_for" in runpy.run_path(_display.__file__)
-
-
 # A device that computes behind the loop's back.
 
 
 class Device:
     """Stands in for a device: what it was given is done so many polls later."""
 
-    def __init__(self, polls):
-        self.polls, self.waited = polls, 0
+    polls, waited = 3, 0
 
     def Event(self, _):
         return Mark(self)
@@ -348,13 +150,12 @@ class Mark:
         return self._left < 0
 
     def synchronize(self):
-        if self._left >= 0:
-            self._device.waited += 1
+        self._device.waited += self._left >= 0
 
 
 @pytest.fixture
 def device(monkeypatch):
-    device = Device(polls=3)
+    device = Device()
     monkeypatch.setattr(_readings, "on_cpu", lambda value: False)
     monkeypatch.setattr(sys.modules["pure_loop.progress.tracker"], "on_cpu", lambda value: False)
     monkeypatch.setattr(torch, "Event", device.Event)
@@ -363,12 +164,10 @@ def device(monkeypatch):
 
 
 def test_it_never_waits_for_a_device_before_the_end(device):
-    clock, screen = Clock(), Recording()
-    losses = []
-    for event, state in watched(fit(DATA * 4), screen, clock=clock):
+    screen, losses = Recording(), []
+    for event, state in followed(fit(DATA * 4), screen, Clock(), refresh=0.1):
         if event is E.BATCH_END:
             losses.append(float(state.loss))
-            clock.now += 1.0
         if event is not E.FIT_END:
             assert device.waited == 0
     assert 0 < len(screen.shown) < len(losses)
@@ -378,19 +177,16 @@ def test_it_never_waits_for_a_device_before_the_end(device):
 
 
 def test_lines_of_epochs_are_late_and_complete_where_a_device_is_slow(device):
-    clock, screen = Clock(), Recording(live=False, seconds=10.0)
-    for event, _ in watched(fit(DATA, evaluators={"val": DATA}), screen, clock=clock):
-        clock.now += event is E.BATCH_START
-    assert [" ".join(values) for _, values in screen.shown] == [
-        "loss", "val/loss val/accuracy", "loss", "val/loss val/accuracy", "loss val/loss val/accuracy",
-    ]  # fmt: skip
+    screen = Recording(live=False, seconds=10.0)
+    list(followed(fit(evaluators={"val": DATA}), screen, Clock(), refresh=0.1))
+    epoch = ["loss", "val/loss val/accuracy"]
+    assert [" ".join(values) for _, values in screen.shown] == [*epoch, *epoch, "loss val/loss val/accuracy"]
 
 
 def test_after_an_error_a_device_is_not_asked(device):
-    clock, screen = Clock(), Recording()
-    device.polls = 10**6
+    screen, device.polls = Recording(), 10**6
     with pytest.raises(RuntimeError, match="broken"):
-        train(watched(failing(fit(), after=40), screen, clock=clock), clock)
+        list(followed(failing(fit(), after=40), screen, Clock(), refresh=0.1))
     assert device.waited == 0
     assert screen.shown[-1][0].ending == "failed: RuntimeError"
 
@@ -398,8 +194,7 @@ def test_after_an_error_a_device_is_not_asked(device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_reading_of_a_real_device():
-    values = {"loss": torch.tensor(2.5, device="cuda"), "n": 3}
-    reading = _readings.Reading(values)
+    reading = _readings.Reading({"loss": torch.tensor(2.5, device="cuda"), "n": 3})
     torch.cuda.synchronize()
     assert reading.ready
     assert reading.values() == {"loss": 2.5, "n": 3.0}
@@ -409,66 +204,41 @@ def test_a_reading_of_a_real_device():
 
 
 def failing(stream, after):
-    try:
-        for n, pair in enumerate(stream):
-            if n == after:
-                raise RuntimeError("broken")
-            yield pair
-    finally:
-        stream.close()
+    for n, pair in enumerate(stream):
+        if n == after:
+            raise RuntimeError("broken")
+        yield pair
 
 
-def train(stream, clock):
-    for event, _ in stream:
-        clock.now += event is E.BATCH_START
-
-
-def leave(inner, file):
-    for event, _ in progress(inner, file=file):
-        if event is E.AFTER_LOSS:
+def left_by(how, outer):
+    for event, _ in outer:
+        if event is E.AFTER_LOSS and how == "error":
             raise KeyError("mine")
+        if event is E.BATCH_END and how == "break":
+            return
+        if how == "close":
+            outer.close()
 
 
-def closed(stream):
-    return stream.gi_frame is None
+def test_whatever_ends_the_loop_closes_the_bar_and_the_stream(terminal):
+    threads = set(threading.enumerate())
+    for how in ("break", "close", "error"):
+        inner, file = fit(), Terminal()
+        with contextlib.suppress(KeyError):
+            left_by(how, progress(inner, file=file))
+        assert inner.gi_frame is None
+        assert "stopped" in file.getvalue()
+        assert file.getvalue().count("\x1b[?25h") == file.getvalue().count("\x1b[?25l") == 1
+        assert set(threading.enumerate()) <= threads
 
 
-def test_break_closes_bar_and_stream(terminal):
-    inner = fit()
-    for event, _ in progress(inner, file=terminal):
-        if event is E.BATCH_END:
-            break
-    assert closed(inner)
-    assert "stopped" in terminal.getvalue()
-    assert "\x1b[?25h" in terminal.getvalue()
-
-
-def test_an_exception_in_the_body_closes_both(terminal):
-    inner, threads = fit(), set(threading.enumerate())
-    with pytest.raises(KeyError, match="mine"):
-        leave(inner, terminal)
-    assert closed(inner)
-    assert terminal.getvalue().count("\x1b[?25h") == 1
-    assert set(threading.enumerate()) <= threads
-
-
-def test_close_closes_both(terminal):
-    inner = fit()
-    outer = progress(inner, file=terminal)
-    next(outer)
-    outer.close()
-    assert closed(inner)
-    assert "stopped" in terminal.getvalue()
-
-
-@pytest.mark.parametrize("file", [io.StringIO, Terminal])
+@FILES
 def test_an_error_of_the_stream_is_named_and_passes(file, terminal):
     out = file()
     with pytest.raises(RuntimeError, match="broken"):
         pl.run(progress(failing(fit(), after=50), file=out))
     last = ESCAPE.sub("", out.getvalue()).splitlines()
-    assert any("failed: RuntimeError" in line for line in last)
-    assert any(re.search(r"batch +[1-9]", line) and "failed" in line for line in last)
+    assert any(re.search(r"batch +[1-9]", line) and "failed: RuntimeError" in line for line in last)
 
 
 def test_an_error_of_the_inner_close_still_closes_the_bar(terminal):
@@ -485,21 +255,13 @@ def test_an_error_of_the_inner_close_still_closes_the_bar(terminal):
     assert terminal.getvalue().count("\x1b[?25h") == terminal.getvalue().count("\x1b[?25l")
 
 
-@pytest.mark.parametrize(
-    "wrong",
+@rows(
     [
-        {"description": 3},
-        {"refresh_seconds": -1},
-        {"refresh_seconds": float("nan")},
-        {"refresh_seconds": "fast"},
-        {"file": "log.txt"},
-    ],
+        Refusal("description", lambda: progress(fit(), description=3), pl.ArgumentTypeError, ("description",)),
+        Refusal("nan", lambda: progress(fit(), refresh_seconds=float("nan")), pl.ArgumentError, ("refresh_seconds",)),
+        Refusal("file", lambda: progress(fit(), file="log.txt"), pl.ArgumentTypeError, ("file",)),
+        Refusal("model", lambda: progress(torch.nn.Linear(1, 1)), pl.ArgumentTypeError, ("the stream itself",)),
+    ]
 )
-def test_wrong_arguments_are_refused_at_the_call(wrong):
-    with pytest.raises(pl.PureLoopError, match=next(iter(wrong))):
-        progress(fit(), **wrong)
-
-
-def test_what_is_no_stream_is_refused():
-    with pytest.raises(pl.ArgumentTypeError, match="the stream itself"):
-        progress(torch.nn.Linear(1, 1))
+def test_a_wrong_argument_is_refused_at_the_call(refusal):
+    check(refusal)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pure_loop.progress.table import Row, Table, line
 
@@ -22,18 +23,42 @@ def names(table, width):
     return [column.name for column in table.columns(width)[0]]
 
 
-@pytest.mark.parametrize("width", range(5, 130))
-def test_no_width_cuts_a_digit(width):
-    table = table_of(*(dict.fromkeys(NAMES, 1.234e-7 * 10**power) for power in range(12)))
+VALUES = st.floats(width=32) | st.floats(-1e5, 1e5)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES), min_size=1, max_size=6), st.integers(5, 130))
+def test_no_width_cuts_a_digit_and_the_best_is_the_first_of_the_best(rows, width):
+    table = table_of(*rows)
     columns, dropped = table.columns(width)
-    assert len(columns) + dropped == len(NAMES) + 2
+    assert len(columns) + dropped == len({name for row in rows for name in row}) + 2
     assert all(len(head) <= width for head in table.head(columns))
-    for index in range(12):
+    for index in range(len(rows)):
         cells = table.cells(index, columns)
-        shown = line([cell.text for cell in cells], columns)
-        assert len(shown) <= width
-        assert shown.split() == [cell.text.strip() for cell in cells]
+        assert len(line([cell.text for cell in cells], columns)) <= width
         assert all(len(cell.text) <= column.width for cell, column in zip(cells, columns, strict=True))
+        for cell, column in zip(table.cells(index, columns, final=True), columns, strict=True):
+            so_far = [row[column.name] for row in rows if math.isfinite(row.get(column.name, math.nan))]
+            marked = column.name.startswith(("val", "test")) and bool(so_far)
+            best = (min if "loss" in column.name else max)(so_far) if marked else None
+            first = [row.get(column.name) for row in rows].index(best) if marked else None
+            assert cell.best is (index == first)
+
+
+def test_the_reference():
+    """Numbers that are not finite are never the best, a value that comes later has a column, and a dropped one none."""
+    table = table_of(
+        {"train/loss": 1.0, "val/loss": math.nan, "val/accuracy": 0.1, "val/my_own": 3.0, "lr": 0.1},
+        {"train/loss": 12.3456, "val/loss": 0.25, "val/accuracy": 0.3, "test/loss": 1e-7, "lr": 0.05},
+        {"train/loss": 0.5, "val/loss": 0.25, "val/accuracy": math.inf, "test/loss": 123456.0, "lr": 1e-5},
+    )
+    assert table.lines(100) == [
+        "       train ─  val ────────────────────────  test ─────",
+        "epoch     loss     loss   accuracy    my_own       loss         lr  time",
+        "    1    1.000      nan     0.1000     3.000                   0.1  1:01",
+        "    2    12.35   0.2500*    0.3000*           1.000e-07*      0.05  1:01",
+        "    3   0.5000   0.2500        inf            1.235e+05      1e-05  1:01",
+    ]
+    assert [cell.best for cell in table.cells(0, table.columns(100)[0])].count(True) == 0
 
 
 def test_the_columns_go_one_after_the_other():
@@ -47,52 +72,12 @@ def test_the_columns_go_one_after_the_other():
         *("lr", "time", "train/accuracy"),
         *("test/accuracy", "val/accuracy", "test/loss", "val/loss", "train/loss"),
     ]
-    assert names(table, 5) == ["epoch"]
 
 
-def test_the_best_is_the_last_that_is_marked():
-    table = Table()
-    marked = []
-    for loss, accuracy in ((0.5, 0.1), (0.25, 0.3), (0.3, 0.2), (0.25, 0.3)):
-        table.add(Row(epoch=len(table.rows) + 1, seconds=1.0), {"val/loss": loss, "val/accuracy": accuracy})
-        cells = table.cells(len(table.rows) - 1, table.columns(80)[0])
-        marked.append([cell.best for cell in cells[1:3]])
-    assert marked == [[True, True], [True, True], [False, False], [False, False]]
-    columns = table.columns(80)[0]
-    best = [[cell.best for cell in table.cells(index, columns, final=True)[1:3]] for index in range(4)]
-    assert best == [[False, False], [True, True], [False, False], [False, False]]
-    assert [text.split()[1:3] for text in table.lines(80)[2:]] == [
-        *(["0.5000", "0.1000"], ["0.2500*", "0.3000*"], ["0.3000", "0.2000"], ["0.2500", "0.3000"])
-    ]
-
-
-def test_nan_is_shown_and_never_the_best():
-    table = table_of(*({"val/loss": value, "val/accuracy": value} for value in (math.nan, 0.5, math.inf, math.nan)))
-    columns = table.columns(80)[0]
-    assert [[cell.text.strip() for cell in table.cells(index, columns)][1:3] for index in range(4)] == [
-        *(["nan", "nan"], ["0.5000*", "0.5000*"], ["inf", "inf"], ["nan", "nan"])
-    ]
-
-
-def test_training_and_unknown_metrics_are_not_marked():
-    table = table_of({"train/loss": 1.0, "val/my_own": 1.0, "lr": 0.1})
-    assert not any(cell.best for cell in table.cells(0, table.columns(80)[0]))
-
-
-def test_long_names_are_cut_in_the_middle():
+def test_long_names_are_cut_in_the_middle_and_evaluators_have_the_order_of_the_call():
     label, metric = "validation_of_the_unseen_speakers", "multiclass_precision_macro_averaged"
     groups, titles = table_of({f"{label}/{metric}": 0.5}, labels=[label]).lines(120)[:2]
     assert groups.split()[0] == "validat…eakers"
     assert titles.split()[1] == "multicl…eraged"
-
-
-def test_what_comes_later_has_a_column_and_empty_cells():
-    table = table_of({"train/loss": 1.0}, {"train/loss": 0.5, "val/loss": 0.25}, {"train/loss": 0.5})
-    assert [text.split() for text in table.lines(80)[2:]] == [
-        *(["1", "1.000", "1:01"], ["2", "0.5000", "0.2500*", "1:01"], ["3", "0.5000", "1:01"])
-    ]
-
-
-def test_evaluators_have_the_order_of_the_call():
     table = table_of({"train/loss": 1.0, "b/loss": 1.0}, {"a/loss": 1.0}, labels=["a", "b"])
     assert names(table, 80) == ["epoch", "train/loss", "a/loss", "b/loss", "time"]

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import io
 import itertools
+import os
 import re
 import signal
+import subprocess
 import sys
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import pure_loop as pl
-from pure_loop.progress.display import progress
+from pure_loop.progress.display import progress, screen_for
 from pure_loop.progress.screens import deferred_signals
 from pure_loop.progress.words import number
-from tests.progress.conftest import Terminal
-from tests.progress.emulator import Emulator
-from tests.progress.test_progress import DATA, fit
+from tests.progress.terminals import DATA, Clock, E, Emulator, Terminal, Unsized, fit, followed, rows_of
+from tests.support.problem import cross_entropy, points
 
-E = pl.Event
-LOADER = [(x, y) for x, y in DATA] + [(DATA[0][0][:1], DATA[0][1][:1])]
+LOADER = points(size=(4, 4, 4, 4, 4, 4, 1))
+VAL = {"val": DATA}
 
 
 def shown(stream, columns=80, **options):
@@ -35,24 +38,85 @@ def shown(stream, columns=80, **options):
         patch.setenv("TERM", "xterm-256color")
         with contextlib.suppress(RuntimeError):
             pl.run(progress(stream, file=terminal, refresh_seconds=0, **options))
-    return Emulator(columns).feed(terminal.getvalue()).lines
+    return terminal.lines(columns)
 
 
-def rows_of(lines):
-    """The cells of each row."""
-    return [line.split() for line in lines if re.match(r" +\d+ ", line)]
+def resumed(at, **options):
+    kept = next(state for event, state in fit() if event is E.BATCH_END and state.timestamp >= at)
+    return pl.fit(kept, DATA, **{"optimizer": pl.optim.sgd(lr=0.1), "loss": cross_entropy} | options)
 
 
-def interrupted(stream, at, terminal):
-    """Ctrl-C at a pair: the terminal shows it, then Python raises."""
-    for pair, index in zip(stream, itertools.count(), strict=False):
-        if index == at:
-            terminal.write("^C")
-            signal.raise_signal(signal.SIGINT)
-        yield pair
+# What is seen.
 
 
-pytestmark = pytest.mark.usefixtures("terminal")
+def drawing(columns):
+    """The screen in an evaluation and at the end; a batch takes a second."""
+    terminal, clock = Terminal(), Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        patch.setenv("TERM", "xterm-256color")
+        screen, during = screen_for(terminal, ("val", "test")), []
+        for event, state in followed(fit(evaluators={"val": DATA, "test": DATA[:2]}), screen, clock, evaluated=0.5):
+            if event is E.EVAL_BATCH_END and state.timestamp.batch == 12:
+                during.append(terminal.lines(columns))
+    lines = [*during[3], "", *terminal.lines(columns)[2:]]
+    return [re.sub("(?<=[━╸╺])[━╸╺]+", "", re.sub(r"\d\.\d{3,4}", lambda m: "#" * len(m[0]), line)) for line in lines]
+
+
+# Numbers of the run are "#", and a bar is as long as there is room.
+REFERENCE = {
+    20: [
+        "       train ─",
+        "epoch     loss  +6",
+        "    1    #####",
+        "100%  0:02 left",
+        " 66%  0:01 left",
+        "",
+        "    1    #####",
+        "    2    #####",
+        "100%  done, 0:20",
+    ],
+    40: [
+        "       train ─  val ────  test ───",
+        "epoch     loss     loss      loss  +4",
+        "    1    #####    #####*    #####*",
+        "train  epoch 2/2  100%  0:02 left",
+        "  val  batch 4/6   66%  0:01 left",
+        "",
+        "    1    #####    #####*    #####*",
+        "    2    #####   ######*    #####*",
+        "train  epoch 2/2  100%  done, 0:20",
+    ],
+    80: [
+        "       train ─  val ───────────────  test ──────────────",
+        "epoch     loss     loss   accuracy      loss   accuracy         lr  time",
+        "    1    #####    #####*    ######*    #####*    ######*       0.1  0:10",
+        "train  epoch 2/2  batch 12/12  ━  100%  0:02 left",
+        "  val  batch 4/6  ━   66%  0:01 left",
+        "",
+        "    1    #####    #####*    ######*    #####*    ######*       0.1  0:10",
+        "    2    #####   ######*    ######*    #####*    ######*       0.1  0:10",
+        "train  epoch 2/2  batch 12/12  ━  4.00 samples/s  100%  done, 0:20",
+    ],
+}
+
+
+def test_the_reference():
+    assert {columns: drawing(columns) for columns in REFERENCE} == REFERENCE
+
+
+@settings(max_examples=8)
+@given(st.integers(20, 300))
+@example(57)
+def test_no_line_fills_the_width_and_no_number_is_cut(columns):
+    evaluators = {"val": DATA, "a_label_that_is_far_too_long_for_a_terminal": DATA[:2]}
+    lines = shown(fit(evaluators=evaluators), columns, description="pretraining of a model of models")
+    assert max(map(len, lines)) < columns
+    assert len(lines[-1]) <= columns - 4
+    assert re.search(r"100%  done, 0:\d\d$", lines[-1])
+    assert [row[0] for row in rows_of(lines)] == ["1", "2"]
+    for row in rows_of(lines):
+        assert all(re.fullmatch(r"\d\.\d{3,6}\*?|0\.1|0:\d\d|\d", cell) for cell in row)
 
 
 # The table.
@@ -60,7 +124,7 @@ pytestmark = pytest.mark.usefixtures("terminal")
 
 def test_a_row_an_epoch_with_the_numbers_of_the_states():
     lr = pl.schedules.linear(0.1, 0.0, "3ep")
-    options = {"max_duration": "3ep", "evaluators": {"val": DATA}, "optimizer": pl.optim.sgd(lr=lr)}
+    options = {"max_duration": "3ep", "evaluators": VAL, "optimizer": pl.optim.sgd(lr=lr)}
     epochs, losses, samples = [], [], []
     for event, state in fit(LOADER, **options):
         if event is E.BATCH_END:
@@ -74,251 +138,103 @@ def test_a_row_an_epoch_with_the_numbers_of_the_states():
             losses.clear()
             samples.clear()
     lines = shown(fit(LOADER, **options))
-    assert lines[1].split() == ["epoch", "loss", "loss", "accuracy", "lr", "time"]
-    assert lines[0].split() == ["train", "─", "val", "─" * 15]
     assert [[cell.rstrip("*") for cell in row[:-1]] for row in rows_of(lines)] == epochs
     assert all(re.fullmatch(r"0:\d\d", row[-1]) for row in rows_of(lines))
     assert lines[5].startswith("train  epoch 3/3  batch 21/21  ━")
-    assert re.search(r"  100%  done, 0:\d\d$", lines[5])
     assert len(lines) == 6
 
 
-def test_training_metrics_and_three_evaluators():
-    evaluators = {"val": DATA, "test": DATA[:2], "far": DATA[2:4]}
-    lines = shown(fit(evaluators=evaluators, train_metrics=[pl.metrics.accuracy()]), columns=120)
-    assert lines[0].split() == ["train", "─" * 11, "val", "─" * 15, "test", "─" * 14, "far", "─" * 15]
-    assert lines[1].split() == ["epoch", *["loss", "accuracy"] * 4, "lr", "time"]
-    assert [len(row) for row in rows_of(lines)] == [11, 11]
-
-
-@pytest.mark.parametrize("columns", [20, 40, 57, 80, 120])
-def test_no_line_fills_the_width_and_no_number_is_cut(columns):
-    evaluators = {"val": DATA, "a_label_that_is_far_too_long_for_a_terminal": DATA[:2]}
-    lines = shown(fit(evaluators=evaluators), columns, description="pretraining of a model of models")
-    assert max(map(len, lines)) < columns
-    assert len(lines[-1]) <= columns - 4
-    assert re.search(r"100%  done, 0:\d\d$", lines[-1])
-    assert [row[0] for row in rows_of(lines)] == ["1", "2"]
-    for row in rows_of(lines):
-        assert all(re.fullmatch(r"\d\.\d{4,6}\*?|0\.1|0:\d\d|\d", cell) for cell in row)
-
-
-def test_40_columns_say_how_many_columns_are_left_out():
-    lines = shown(fit(evaluators={"val": DATA}), 40)
-    assert lines[1].split() == ["epoch", "loss", "loss", "accuracy", "+2"]
-
-
-def test_evaluations_of_the_end_are_in_the_last_row():
-    for options, found in (
-        ({"max_duration": "3ep", "eval_interval": "2ep"}, [["1"], ["2"], ["3"]]),
-        ({"max_duration": "8ba", "eval_interval": "3ba"}, [["1", "3"], ["1", "6"], ["2", "8"]]),
-        ({"max_duration": "8ba", "eval_interval": "1ep"}, [["1", "6"], ["2", "8"]]),
-        ({"max_duration": "9ba", "eval_interval": "6ba"}, [["1", "6"], ["2", "9"]]),
-        ({"max_duration": "6ba", "eval_interval": "2ba"}, [["1", "2"], ["1", "4"], ["1", "6"]]),
+def test_which_rows_there_are():
+    """By the duration and the interval of the evaluations: epoch, batch where it isn't in epochs, and all cells."""
+    evaluated = {
+        ("8ba", "3ba"): "1 3:7  1 6:7  2 8:7",
+        ("8ba", "1ep"): "1 6:7  2 8:7",
+        ("9ba", "6ba"): "1 6:7  2 9:7",
+        ("6ba", "2ba"): "1 2:7  1 4:7  1 6:7",
+    }
+    for (end, interval), wanted in evaluated.items():
+        for data in (DATA, Unsized()) if interval == "3ba" else (DATA,):
+            rows = rows_of(shown(fit(data, evaluators=VAL, max_duration=end, eval_interval=interval)))
+            assert "  ".join(f"{row[0]} {row[1]}:{len(row)}" for row in rows) == wanted
+    for stream, wanted in (
+        (fit(evaluators=VAL, max_duration="3ep", eval_interval="2ep"), "1:4 2:6 3:6"),
+        (fit(evaluators=VAL, order="2021"), "1:6 2:6"),
+        (fit(max_duration="8ba"), "1:5 2:5"),  # an epoch that is cut short
+        (resumed("9ba", max_duration="3ep"), "2:4 3:4"),
+        (pl.fit(pl.run(fit()), DATA, optimizer=pl.optim.sgd(lr=0.1), loss=cross_entropy, max_duration="2ep"), ""),
+        ((pair for pair in fit(evaluators=VAL)), "1:5 2:5"),  # whose learning rate is not known
+        (fit(watch=["batch_end"], evaluators=VAL), ""),
+        (fit(watch=["epoch_end"], evaluators=VAL), "1:3 2:3"),
+        (fit(watch=["epoch_end", "eval_end"], evaluators=VAL), "1:5 2:5"),
+        (fit(watch=["epoch_checkpoint"], evaluators=VAL), "1:5 2:5"),
     ):
-        rows = rows_of(shown(fit(evaluators={"val": DATA}, **options)))
-        assert [row[: len(found[0])] for row in rows] == found
-        evaluated = [len(row) == len(found[0]) + 5 for row in rows]
-        assert evaluated == ([False, True, True] if options["eval_interval"] == "2ep" else [True] * len(rows))
+        lines = shown(stream)
+        assert " ".join(f"{row[0]}:{len(row)}" for row in rows_of(lines)) == wanted
+        assert any("done" in line and " 0%" not in line for line in lines[-2:])
 
 
-def test_a_row_is_there_before_the_next_batch(terminal):
-    stream = fit(evaluators={"val": DATA}, max_duration="12ba", eval_interval="4ba")
-    for event, state in progress(stream, file=terminal, refresh_seconds=0):
-        if event is E.BATCH_CHECKPOINT and state.timestamp.batch == 4:
-            assert [row[:2] for row in rows_of(Emulator(80).feed(terminal.getvalue()).lines)] == [["1", "4"]]
-
-
-def test_an_evaluation_at_the_end_of_an_epoch_of_unknown_length_has_one_row():
-    class Unsized:
-        def __iter__(self):
-            return iter(DATA)
-
-    options = {"max_duration": "9ba", "eval_interval": "3ba", "evaluators": {"val": DATA}}
-    rows = rows_of(shown(fit(Unsized(), **options)))
-    assert [(*row[:2], len(row)) for row in rows] == [("1", "3", 7), ("1", "6", 7), ("2", "9", 7)]
-
-
-def test_in_the_order_of_2021_evaluations_are_in_the_row_of_their_epoch():
-    rows = rows_of(shown(fit(evaluators={"val": DATA}, order="2021")))
-    assert [(row[0], len(row)) for row in rows] == [("1", 6), ("2", 6)]
-
-
-def test_an_epoch_that_is_cut_short_has_a_row():
-    assert [row[:2] for row in rows_of(shown(fit(max_duration="8ba")))] == [["1", "6"], ["2", "8"]]
-
-
-def test_a_resumed_run_shows_what_is_left():
-    kept = next(state for event, state in fit() if event is E.BATCH_END and state.timestamp >= "9ba")
-    lines = shown(pl.fit(kept, DATA, optimizer=pl.optim.sgd(lr=0.1), loss=cross_entropy, max_duration="3ep"))
-    assert [row[0] for row in rows_of(lines)] == ["2", "3"]
-
-
-def test_a_run_that_is_over_has_no_row():
-    kept = pl.run(fit())
-    lines = shown(pl.fit(kept, DATA, optimizer=pl.optim.sgd(lr=0.1), loss=cross_entropy, max_duration="2ep"))
-    assert rows_of(lines) == []
-    assert "done" in lines[-1]
-
-
-def test_a_loss_that_is_nan_and_left_out():
-    calls = itertools.count(1)
-    loss = lambda outputs, targets: cross_entropy(outputs, targets) * (float("nan") if next(calls) == 3 else 1.0)  # noqa: E731
-    rows = rows_of(shown(fit(loss=loss, nonfinite="skip")))
-    assert [bool(re.fullmatch(r"0\.\d{4}", row[1])) for row in rows] == [True, True]
-
-
-def test_any_stream_of_pairs_has_a_table():
-    rows = rows_of(shown(pair for pair in fit(evaluators={"val": DATA})))
-    assert [len(row) for row in rows] == [5, 5]  # the learning rate is not known
-
-
-@pytest.mark.parametrize("watch", [["batch_end"], ["epoch_end"], ["batch_end", "eval_end"], ["epoch_end", "eval_end"]])
-def test_of_a_stream_that_yields_some_events_there_are_rows(watch):
-    rows = rows_of(shown(fit(watch=watch, evaluators={"val": DATA})))
-    assert [row[0] for row in rows] == ([] if watch == ["batch_end"] or "epoch_end" not in watch else ["1", "2"])
-
-
-def test_parts_of_an_optimizer_have_their_learning_rates():
-    parts = pl.optim.partition({"weight": pl.optim.sgd(lr=0.5), "bias": pl.optim.sgd(lr=0.25)}, lambda name, _: name)
-    lines = shown(fit(optimizer=parts))
-    assert lines[1].split() == ["epoch", "loss", "lr:weight", "lr:bias", "time"]
-    assert rows_of(lines)[0][2:4] == ["0.5", "0.25"]
-
-
-def test_the_learning_rate_is_that_of_the_step():
+def test_the_learning_rate_of_each_part_and_what_scales_it():
+    parts = pl.optim.partition({"weight": pl.optim.sgd(lr=0.5), "bias": pl.optim.sgd(lr=0.25)}, lambda n, _: n[2:])
+    lines = shown(fit(optimizer=parts, train_metrics=[pl.metrics.accuracy()]))
+    assert lines[1].split() == ["epoch", "loss", "accuracy", "lr:weight", "lr:bias", "time"]
+    assert rows_of(lines)[0][3:5] == ["0.5", "0.25"]
     state = next(s for event, s in fit() if event is E.EPOCH_END).replace(lr_scale=torch.tensor(0.5))
     lines = shown(pl.fit(state, DATA, optimizer=pl.optim.sgd(lr=0.5), loss=cross_entropy, max_duration="2ep"))
     assert rows_of(lines)[0][2] == "0.25"
 
 
-def test_what_the_body_prints_is_between_the_rows(terminal, monkeypatch):
+def test_a_loss_that_is_nan_and_skipped_is_not_in_the_mean():
+    calls = itertools.count(1)
+    loss = lambda outputs, targets: cross_entropy(outputs, targets) * (float("nan") if next(calls) == 3 else 1.0)  # noqa: E731
+    rows = rows_of(shown(fit(loss=loss, nonfinite="skip")))
+    assert [bool(re.fullmatch(r"\d\.\d{3,4}", row[1])) for row in rows] == [True, True]
+
+
+# What else is written.
+
+
+def test_what_the_body_prints_is_between_the_rows_that_come_at_once(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
-    for event, state in progress(fit(evaluators={"val": DATA}), file=terminal, refresh_seconds=0):
+    stream = fit(evaluators=VAL, max_duration="12ba", eval_interval="4ba")
+    for event, state in progress(stream, file=terminal, refresh_seconds=0):
+        if event is E.BATCH_CHECKPOINT and state.timestamp.batch == 4:
+            assert [row[:2] for row in rows_of(terminal.lines())] == [["1", "4"]]
         if event is E.EPOCH_CHECKPOINT:
             print("body", state.timestamp.epoch)
-    lines = Emulator(80).feed(terminal.getvalue()).lines
-    assert [line.split()[0] for line in lines[2:6]] == ["1", "body", "2", "body"]
-    assert "done" in lines[6]
+    assert [line.split()[0] for line in terminal.lines()[2:7]] == ["1", "1", "body", "2", "2"]
 
 
-def test_an_evaluation_has_a_bar_of_its_own(terminal):
-    seen = set()
-    for event, _ in progress(fit(evaluators={"val": DATA}), file=terminal, refresh_seconds=0):
-        if event is E.EVAL_BATCH_END:
-            seen.add(re.sub("[━╸╺]+", "=", Emulator(80).feed(terminal.getvalue()).lines[-1]))
-    assert any(re.fullmatch(r"  val  batch 3/6  =   50%  0:\d\d left", line) for line in seen)
+def test_what_goes_to_a_pipe_stays_there_and_a_bar_in_a_bar_prints_lines_above_it(terminal, monkeypatch):
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for event, state in progress(fit(), refresh_seconds=0):
+        if event is E.EPOCH_END:
+            print("a result")
+            pl.run(progress(pl.evaluate(state, {"inner": DATA}, loss=cross_entropy), description="nested"))
+    assert pipe.getvalue() == "a result\n" * 2
+    assert "a result" not in terminal.getvalue()
+    assert "nested  batch 6/6  inner: loss" in "\n".join(terminal.lines())
+    assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
 
 
 def test_it_refers_to_no_state(terminal):
     before = lambda: None  # noqa: E731
-    for event, state in progress(fit(evaluators={"val": DATA}), file=terminal, refresh_seconds=0):
+    for event, state in progress(fit(evaluators=VAL), file=terminal, refresh_seconds=0):
         if event in (E.BATCH_START, E.BATCH_END):
             assert before() is None  # so the step may write to its memory
             before = weakref.ref(state)
 
 
+def test_a_terminal_of_ascii_gets_ascii(monkeypatch):
+    monkeypatch.setattr(Terminal, "encoding", "ascii", raising=False)
+    terminal = Terminal()
+    pl.run(progress(fit(evaluators={"a_label_that_is_far_too_long": DATA}), file=terminal, refresh_seconds=0))
+    assert terminal.getvalue().isascii()
+    assert "a_label_~too_long" in terminal.getvalue()
+
+
 # The end.
-
-
-@pytest.mark.parametrize("columns", [20, 40, 43, 80])
-@pytest.mark.parametrize("at", [30, 95, 140])  # 95 is in an evaluation, whose bar is the last line
-def test_ctrl_c_leaves_one_bar(columns, at, terminal, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(KeyboardInterrupt):
-        pl.run(progress(interrupted(fit(evaluators={"val": DATA}), at, terminal), file=terminal, refresh_seconds=0))
-    lines = Emulator(columns).feed(terminal.getvalue()).lines
-    assert not any(line.endswith("left") for line in lines)
-    assert sum("%" in line and "val" not in line for line in lines) == (columns > 20)
-    assert sum("interrupted" in line for line in lines) == 1
-    assert not any("^C" in line for line in lines)
-
-
-def interrupted_inside(monkeypatch, functions, point=0):
-    """The terminal, where Ctrl-C falls on a call of a drawing or its return; and how many of those there are.
-
-    Args:
-        functions: the pattern of those that count.
-    """
-    terminal, points = Terminal(), itertools.count(1)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    drawn = re.compile(r"\b(rich|progress)\b.*\.py$")
-
-    def trace(frame, event, _):
-        if not drawn.search(frame.f_code.co_filename):
-            return None
-        # An exception where a generator yields would pass its handlers by, as no signal does.
-        yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
-        counts = event in ("call", "return") and not yields and re.search(functions, frame.f_code.co_name)
-        if counts and next(points) == point:
-            signal.raise_signal(signal.SIGINT)
-        return trace
-
-    def traced(stream):
-        for event, state in stream:
-            yield event, state
-            if event is E.BATCH_END:
-                sys.settrace(trace if state.timestamp.batch == 2 else before)
-
-    before = sys.gettrace()
-    try:
-        pl.run(progress(traced(fit(max_duration="1ep")), file=terminal, refresh_seconds=0))
-        print("the end")
-    except KeyboardInterrupt:
-        sys.settrace(before)
-        print("after")
-    finally:
-        sys.settrace(before)
-    return terminal, next(points) - 1
-
-
-@pytest.mark.parametrize(("functions", "step"), [("_buffer$|^loop_", 3), pytest.param("", 7, marks=pytest.mark.slow)])
-def test_ctrl_c_in_the_middle_of_a_drawing(functions, step, monkeypatch):
-    """Rich would be left in the middle of a buffer, or the exception be ignored in a generator that is closed."""
-    terminal, points = interrupted_inside(monkeypatch, functions)
-    assert terminal.getvalue().endswith("the end\n")
-    assert points > 50
-    for point in range(1, points, step):
-        terminal, reached = interrupted_inside(monkeypatch, functions, point)
-        if reached < point:
-            break  # a rate of fewer digits, say, takes fewer calls
-        lines = Emulator(80).feed(terminal.getvalue()).lines
-        assert lines[-1] == "after", point
-        assert sum("interrupted" in line for line in lines) == 1, point
-        assert not any(line.endswith("left") for line in lines), point
-        assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1, point
-
-
-def test_a_second_ctrl_c_ends_a_drawing_that_does_not_end():
-    """A terminal that was stopped by Ctrl-S takes no more text."""
-
-    def interrupt_twice():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        pytest.fail("the second one acts at once")
-
-    with pytest.raises(KeyboardInterrupt):
-        deferred_signals()(interrupt_twice)()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, lambda number, frame: None])
-def test_handlers_are_as_before_after_a_drawing(number, handler):
-    before = signal.signal(number, handler)
-    try:
-        with deferred_signals():
-            assert (signal.getsignal(number) is handler) is not callable(handler)
-        assert signal.getsignal(number) is handler
-    finally:
-        signal.signal(number, before)
-
-
-def test_a_drawing_in_another_thread(terminal):
-    """Where Python has no signals."""
-    with ThreadPoolExecutor() as pool:
-        pool.submit(lambda: pl.run(progress(fit(), file=terminal, refresh_seconds=0))).result()
-    assert "done" in terminal.getvalue()
 
 
 def test_an_error_in_an_evaluation_shows_where_and_the_row_of_the_epoch():
@@ -335,18 +251,138 @@ def test_an_error_in_an_evaluation_shows_where_and_the_row_of_the_epoch():
     assert re.match(r"  val  batch 3/6  ━", lines[4])
 
 
-def test_a_terminal_of_ascii_gets_ascii(monkeypatch):
-    monkeypatch.setattr(Terminal, "encoding", "ascii", raising=False)
-    terminal = Terminal()
-    evaluators = {"a_label_that_is_far_too_long": DATA}
-    pl.run(progress(fit(evaluators=evaluators), file=terminal, refresh_seconds=0))
-    assert terminal.getvalue().isascii()
-    assert "a_label_~too_long" in terminal.getvalue()
+def left_one_bar(text, columns):
+    lines = Emulator(columns).feed(text).lines
+    assert sum("interrupted" in line for line in lines) == 1
+    assert not any(line.endswith("left") or "^C" in line for line in lines)
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+    return lines
 
 
-def test_where_the_ends_of_epochs_alone_are_watched_there_are_rows_all_the_same():
-    lines = shown(fit(max_duration="3ep", evaluators={"val": LOADER}, watch={E.EPOCH_CHECKPOINT}), columns=100)
-    assert [row[0] for row in rows_of(lines)] == ["1", "2", "3"]
-    assert any("val" in line for line in lines)
-    assert "epoch 3/3" in lines[-1] or "epoch 3/3" in lines[-2]
-    assert not any("0%" in line.split("done")[0].split() for line in lines[-2:])
+@pytest.mark.parametrize(("columns", "at"), [(20, 95), (40, 30), (43, 95), (80, 140)])
+def test_ctrl_c_leaves_one_bar(columns, at, terminal, monkeypatch):
+    """At a pair: the terminal shows it, then Python raises. That at 95 is in an evaluation, whose bar is last."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    def interrupted(stream):
+        for index, pair in enumerate(stream):
+            if index == at:
+                terminal.write("^C")
+                signal.raise_signal(signal.SIGINT)
+            yield pair
+
+    with pytest.raises(KeyboardInterrupt):
+        pl.run(progress(interrupted(fit(evaluators=VAL)), file=terminal, refresh_seconds=0))
+    lines = left_one_bar(terminal.getvalue(), columns)
+    assert sum("%" in line and "val" not in line for line in lines) == (columns > 20)
+
+
+def test_ctrl_c_in_the_middle_of_a_drawing(monkeypatch):
+    """Rich would be left in the middle of a buffer: the interrupt waits until the drawing is there."""
+    for point in itertools.count(1):
+        writes = itertools.count(1)
+
+        class Interrupting(Terminal):
+            def write(self, text, writes=writes, point=point):
+                if next(writes) == point:
+                    signal.raise_signal(signal.SIGINT)
+                return super().write(text)
+
+        terminal = Interrupting()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        try:
+            pl.run(progress(fit(max_duration="1ep"), file=terminal, refresh_seconds=0))
+        except KeyboardInterrupt:
+            print("after")
+        else:
+            break
+        lines = terminal.lines()
+        assert lines[-1] == "after", point
+        assert not any(line.endswith("left") for line in lines), point
+        assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1, point
+    assert point > 10
+
+
+def test_a_second_ctrl_c_ends_a_drawing_that_does_not_end():
+    """A terminal that was stopped by Ctrl-S takes no more text."""
+
+    def interrupt_twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second one acts at once")
+
+    with pytest.raises(KeyboardInterrupt):
+        deferred_signals()(interrupt_twice)()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_are_as_before_after_a_drawing():
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        before = signal.getsignal(kind)
+        for handler in (signal.SIG_DFL, signal.SIG_IGN, lambda number, frame: None):
+            signal.signal(kind, handler)
+            with deferred_signals():
+                assert (signal.getsignal(kind) is handler) is not callable(handler)
+            assert signal.getsignal(kind) is handler
+        signal.signal(kind, before)
+
+
+def test_a_drawing_in_another_thread(terminal):
+    """Where Python has no signals."""
+    with ThreadPoolExecutor() as pool:
+        pool.submit(lambda: pl.run(progress(fit(), file=terminal, refresh_seconds=0))).result()
+    assert "done" in terminal.getvalue()
+
+
+PROGRAM = """
+import time, torch, pure_loop as pl
+
+class Slow:
+    def __len__(self):
+        return 8
+    def __iter__(self):
+        for _ in range(8):
+            time.sleep(0.05)
+            yield torch.ones(4, 3), torch.ones(4, 1)
+
+stream = pl.fit(torch.nn.Linear(3, 1), Slow(), loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.01),
+                max_duration="500ep", evaluators={"val": Slow()})
+try:
+    pl.run(pl.progress(stream))
+except KeyboardInterrupt:
+    print("after")
+"""
+
+
+def typed(key, when, columns):
+    """What a process writes to its terminal; the key is typed once it has written this."""
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        env={**os.environ, "COLUMNS": str(columns)},
+        # Its controlling terminal, which turns the key into a signal.
+        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+    )
+    os.close(theirs)
+    written, end = b"", time.monotonic() + 120
+    with contextlib.suppress(OSError):  # the process has closed it
+        while time.monotonic() < end and (data := os.read(ours, 65536)):
+            written += data
+            if key and when in written:
+                os.write(ours, key)
+                key = b""
+    process.kill()
+    process.wait()
+    os.close(ours)
+    return written.decode()
+
+
+@pytest.mark.slow  # a process in a pseudo-terminal, in which Ctrl-C is typed
+@pytest.mark.parametrize(("columns", "when"), [(40, b"epoch 2"), (80, b"batch 3/8")])
+def test_ctrl_c_in_a_real_terminal(columns, when):
+    assert left_one_bar(typed(b"\x03", when, columns), columns)[-1] == "after"

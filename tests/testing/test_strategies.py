@@ -1,129 +1,127 @@
-"""Strategies of plans, cases and problems: they are valid, come in all their kinds, and shrink to the simplest."""
+"""Strategies: what they draw is valid, keeps to its options, comes in all kinds, and shrinks to the simplest."""
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import attrs
+import optree
 import pytest
-from hypothesis import example, given
+import torch
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+import pure_loop as pl
+from pure_loop._internal.bits import same
+from pure_loop.data.samples import num_samples, split
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
-from pure_loop.order import EvaluatorPlan, Plan, check, expected
+from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, check, expected, going_on
+from pure_loop.testing._compositions import ALGORITHMS
+from pure_loop.testing._plans import plans_with
 from pure_loop.testing._values import timestamps_of
 from pure_loop.testing.case import Case
 from pure_loop.testing.problems import PROBLEMS
-from pure_loop.testing.strategies import cases, plans, problems
-from pure_loop.time import TimeUnit
+from pure_loop.testing.strategies import (
+    algorithms,
+    batches,
+    cases,
+    event_streams,
+    plans,
+    problems,
+    state_at,
+    states,
+    times,
+    timestamps,
+)
+from pure_loop.time import Time, Timestamp, TimeUnit
+from tests.support import refused
 from tests.support.cpu_time import within
+from tests.support.refused import Refusal, rows
 from tests.support.samples import SIMPLEST, sample, simplest
 from tests.support.tiers import examples
 
 
-def trained(plan: Plan) -> int:
-    """How many batches."""
-    return expected(plan).count(Event.BATCH_END)
+def names_of(strategy: Any, number: int = 80) -> list[list[str]]:
+    return [[member.name for member in composition.members] for composition in sample(strategy, number)]
 
 
-def intervals(plan: Plan) -> set[TimeUnit]:
-    return {plan.interval_of(evaluator).unit for evaluator in plan.evaluators.values()}
+# What is drawn is valid.
 
 
-def has(first: Event, *then: Event) -> Callable[[Plan], bool]:
-    """Whether these events come right after each other in a run."""
-    wanted = [first, *then]
-
-    def condition(plan: Plan) -> bool:
-        events = expected(plan)
-        return any(events[at : at + len(wanted)] == wanted for at in range(len(events)))
-
-    return condition
-
-
-# Plans
-
-
-@examples(40, 1000)
-@given(cases(plans=plans(orders=("current", "current", "2021"), min_batches=0)))
-@example(Case(plan=Plan(batches=(1, 1), max_duration="1ba", order="2021")))
-@example(Case(plan=Plan(batches=(1,), max_duration="1ba", sized=False, order="2021")))
-def test_a_case_runs_as_its_plan_says(case: Case) -> None:
+@examples(30, 1000)
+@given(cases(plans=plans(orders=("current", "current", "2021"), min_batches=0)), st.data())
+@example(Case(plan=Plan(batches=(1, 1), max_duration="1ba", order="2021")), None)
+@example(Case(plan=Plan(batches=(1,), max_duration="1ba", sized=False, order="2021")), None)
+def test_a_case_runs_as_its_plan_says_and_a_state_is_one_of_its_run(case: Case, data: Any) -> None:
     pairs = case.run()
-    assert [event for event, _ in pairs] == expected(case.plan)
-    counted = [state.timestamp for event, state in pairs]
+    events = [event for event, _ in pairs]
+    assert events == expected(case.plan)
+    counted = [state.timestamp for _, state in pairs]
     assert list(dict.fromkeys(counted)) == list(dict.fromkeys(timestamps_of(case.plan)))
+    position = 0 if data is None else data.draw(st.integers(0, len(pairs) - 1))
+    event, wanted = pairs[position]
+    found = state_at(case, position)
+    assert found.event is event
+    leaves = [optree.tree_leaves(state, namespace="pure_loop") for state in (found, wanted)]  # type: ignore[arg-type]
+    assert optree.tree_all(optree.tree_map(same, *leaves))
+    if event in BOUNDARIES:
+        assert [event for event, _ in case.run(start=found)] == going_on(events, position)
 
 
-def test_plans_shrink_to_the_simplest() -> None:
-    assert simplest(plans()) == SIMPLEST
-    assert simplest(plans(min_batches=0)) == Plan(batches=(1,), max_duration="0ba")
-    assert simplest(plans(), lambda plan: plan.evaluators) == Plan(
-        batches=(1,), max_duration="1ba", evaluators={"val": EvaluatorPlan((1,))}
-    )
-    assert simplest(plans(), lambda plan: len(plan.batches) == 2) == Plan(batches=(1, 1), max_duration="1ba")
-    assert simplest(plans(), lambda plan: not plan.sized) == Plan(batches=(1,), max_duration="1ba", sized=False)
+@examples(50, 1000)
+@given(times(), timestamps(plans=plans(max_batches=20)), event_streams())
+def test_times_can_be_written_down_counts_fit_together_and_events_are_legal(
+    time: Time, now: Timestamp, events: list[Event]
+) -> None:
+    assert Time(str(time)) == time
+    assert now.epoch <= now.batch <= now.sample
+    assert now.batch_in_epoch <= now.sample_in_epoch
+    for count in ("batch", "sample", "token"):
+        assert getattr(now, f"{count}_in_epoch") <= getattr(now, count)
+        assert (now.epoch == 0) <= (getattr(now, f"{count}_in_epoch") == getattr(now, count))
+    for count in ("epoch", "batch", "token"):
+        assert getattr(now, f"{count}_in_iteration") <= getattr(now, count)
+    assert now.batch_seconds <= now.total_seconds >= now.epoch_seconds
+    assert now.max_duration is None or now.elapsed is not None
+    check(events, complete=True, order="current")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("unit", "wanted"),
-    [
-        ("ep", Plan(batches=(1,), max_duration="1ep")),
-        ("sp", Plan(batches=(1,), max_duration="1sp")),
-        ("tok", Plan(batches=(1,), max_duration="1tok", tokens_per_sample=1)),
-        ("s", Plan(batches=(1,), max_duration="1s", seconds_per_batch=1.0)),
-        ("iter", Plan(batches=(1,), max_duration="1iter", iteration_length="1ep")),
-    ],
-)
-def test_plans_of_one_unit(unit: str, wanted: Plan) -> None:
-    assert simplest(plans(units=[unit])) == wanted
-    assert {plan.max_duration.unit.value for plan in sample(plans(units=[unit]))} == {unit}
+def tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
 
 
-@functools.cache
-def many_plans() -> list[Plan]:
-    return sample(plans(), 300)
+@examples(60, 2000)
+@given(st.integers(1, 6), st.integers(0, 3), st.booleans(), st.data())
+def test_batches_can_be_counted_and_split(least: int, more: int, nested: bool, data: st.DataObject) -> None:
+    batch = data.draw(batches(min_samples=least, max_samples=least + more, nested=nested))
+    samples = num_samples(batch)
+    assert least <= samples <= least + more
+    assert nested or (type(batch) is tuple and len(batch) == 2)
+    assert pl.Task().samples(batch) == samples
+    size = data.draw(st.integers(1, samples))
+    pieces = split(batch, size)
+    left = samples % size
+    assert [num_samples(piece) for piece in pieces] == [size] * (samples // size) + [left] * bool(left)
+    for leaf, cut in zip(tensors(batch), zip(*map(tensors, pieces), strict=True), strict=True):
+        assert torch.equal(torch.cat(cut), leaf)
 
 
-VARIETY: dict[str, Callable[[Plan], Any]] = {
-    **{f"duration in {unit}": lambda p, unit=unit: p.max_duration.unit is unit for unit in TimeUnit if unit != "dur"},
-    **{f"interval in {unit}": lambda p, unit=unit: unit in intervals(p) for unit in TimeUnit if unit != "iter"},
-    "fractions of epochs": lambda p: "dur" in intervals(p) and p.max_duration.unit == "ep",
-    "an interval of 0": lambda p: any(not p.interval_of(each) for each in p.evaluators.values()),
-    "intervals of their own and none": lambda p: (
-        {each.interval is None for each in p.evaluators.values()} == {True, False}
-    ),
-    "two evaluators": lambda p: len(p.evaluators) == 2,
-    "an evaluator in microbatches": lambda p: any(each.microbatch_size for each in p.evaluators.values()),
-    "no length": lambda p: not p.sized,
-    "a length": lambda p: p.sized,
-    "cut": lambda p: p.batches_per_epoch and p.batches_per_epoch < len(p.batches),
-    "shorter than known": lambda p: not p.sized and p.batches_per_epoch and p.batches_per_epoch > len(p.batches),
-    "ragged batches": lambda p: len(set(p.batches)) > 1,
-    "ragged microbatches": lambda p: (
-        p.microbatch_size and any(size > p.microbatch_size and size % p.microbatch_size for size in p.batches)
-    ),
-    "whole batches": lambda p: p.microbatch_size is None,
-    "iterations in epochs": lambda p: p.iteration_length and p.iteration_length.unit == "ep",
-    "iterations in tokens": lambda p: p.iteration_length and p.iteration_length.unit == "tok",
-    "two epochs": lambda p: expected(p).count(Event.EPOCH_END) == 2 and len(p.batches) > 1,
-    "ended in an epoch": has(Event.BATCH_CHECKPOINT, Event.FIT_END),
-    "ended in a batch": lambda p: p.max_duration.unit == "s" and p.max_duration.value % p.seconds_per_batch,
-    "a duration on the last batch": has(Event.BATCH_CHECKPOINT, Event.EPOCH_END),
-    "an iteration ends in an epoch": has(Event.ITERATION_CHECKPOINT, Event.ITERATION_START, Event.BEFORE_DATALOADER),
-    "a batch that never gets there": lambda p: p.iteration_length and Event.ITERATION_END not in expected(p),
-    "a last evaluation": lambda p: Event.EVAL_START in expected(p) and expected(p)[-2] is Event.EVAL_AFTER_ALL,
-    "evaluation in an epoch": has(Event.BATCH_END, Event.EVAL_BEFORE_ALL),
-    "many batches": lambda p: trained(p) == 9,
-}
+@pytest.mark.slow  # compositions of any algorithms on each problem
+@pytest.mark.parametrize("name", PROBLEMS)
+@examples(6, 200)
+@given(data=st.data())
+def test_drawn_algorithms_train_their_problem(name: str, data: st.DataObject) -> None:
+    composition = data.draw(algorithms(problem=name))
+    case = data.draw(cases(problems=name, plans=plans(max_batches=4)))
+    names = [member.name for member in composition.members]
+    assert len(set(names)) == len(names)
+    assert [event for event, _ in case.run(composition, strict=True)] == expected(case.plan)
 
 
-@pytest.mark.parametrize("kind", VARIETY)
-def test_plans_come_in_all_kinds(kind: str) -> None:
-    assert any(VARIETY[kind](plan) for plan in many_plans())
+# It keeps to its options.
 
 
 def _subsets(options: Any) -> st.SearchStrategy[Any]:
@@ -138,8 +136,7 @@ def _options(draw: st.DrawFn) -> dict[str, Any]:
     iterations = draw(st.booleans()) or "iter" in units
     if ("2021" in orders and units == ["iter"]) or interval_units == ["dur"]:
         units = sorted({*units, "tok"} - {"iter"})
-    min_batches = draw(st.integers(0, 5))
-    min_evaluators = draw(st.integers(0, 3))
+    min_batches, min_evaluators = draw(st.integers(0, 5)), draw(st.integers(0, 3))
     return {
         "orders": orders,
         "units": units,
@@ -154,13 +151,18 @@ def _options(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@examples(80, 3000)
+def intervals(plan: Plan) -> set[TimeUnit]:
+    return {plan.interval_of(evaluator).unit for evaluator in plan.evaluators.values()}
+
+
+@examples(60, 3000)
 @given(_options(), st.data())
 def test_plans_keep_to_their_options(options: dict[str, Any], data: st.DataObject) -> None:
     plan = data.draw(plans(**options))
+    events = expected(plan)
     assert plan.order in options["orders"]
     assert plan.max_duration.unit in options["units"]
-    assert options["min_batches"] <= trained(plan) <= options["max_batches"]
+    assert options["min_batches"] <= events.count(Event.BATCH_END) <= options["max_batches"]
     assert len(plan.batches) <= max(1, min(options["max_batches_per_epoch"], options["max_batches"]))
     sizes = [*plan.batches, plan.microbatch_size or 1]
     for evaluator in plan.evaluators.values():
@@ -169,80 +171,293 @@ def test_plans_keep_to_their_options(options: dict[str, Any], data: st.DataObjec
     assert options["min_evaluators"] <= len(plan.evaluators) <= options["max_evaluators"]
     assert intervals(plan) <= set(options["interval_units"])
     assert options["iterations"] or plan.iteration_length is None
-    check(expected(plan), complete=True, order=plan.order)
+    check(events, complete=True, order=plan.order)
 
 
-@pytest.mark.parametrize("unit", ["ep", "iter"])
-def test_whole_epochs_and_iterations_come_out_even(unit: str) -> None:
-    drawn = sample(plans(units=[unit], min_batches=5, max_batches=5), 30)
-    assert {trained(plan) for plan in drawn} == {5}
-    assert {len(plan.batches[: plan.batches_per_epoch]) for plan in drawn} == {1}
+@examples(40, 1000)
+@given(
+    st.lists(st.sampled_from(list(TimeUnit)), min_size=1),
+    st.integers(0, 9) | st.floats(0, 9),
+    st.integers(1, 9) | st.floats(1, 9),
+    st.data(),
+)
+def test_times_keep_to_their_options(units: list[TimeUnit], low: float, width: float, data: st.DataObject) -> None:
+    time = data.draw(times(units=units, min_value=low, max_value=low + width))
+    assert time.unit in units
+    assert low <= time.value <= low + width
 
 
-def test_units_that_no_plan_could_have_are_left_out_by_themselves() -> None:
+def test_problems_and_cases_keep_to_their_options() -> None:
+    own = attrs.evolve(PROBLEMS["linear"], name="own")
+    for options, names in (
+        ({}, set(PROBLEMS)),
+        ({"among": own}, {"own"}),
+        ({"separable": True}, {"linear", "tied", "exact"}),
+        ({"separable": False}, {"mlp", "convolution", "transformer"}),
+        ({"images": True}, {"convolution"}),
+        ({"images": False}, set(PROBLEMS) - {"convolution"}),
+        ({"among": ["mlp", "tied"]}, {"mlp", "tied"}),
+    ):
+        assert {problem.name for problem in sample(problems(**options))} == names  # type: ignore[arg-type]
+    wanted = Case(plan=SIMPLEST, problem="convolution", optimizer="adamw", precision="amp_bf16", clip_grad=2.0, seed=0)
+    chosen: dict[str, Any] = {"optimizers": ["adamw"], "precisions": ["amp_bf16"], "clip_grads": [2.0], "max_seed": 0}
+    drawn = sample(cases(plans=plans(max_samples=1), problems=problems(images=True), **chosen), 20)
+    assert all(attrs.evolve(case, plan=SIMPLEST) == wanted for case in drawn)
+    assert all(set(case.plan.batches) == {1} for case in drawn)
+    drawn = sample(cases(), 100)
+    found = [{getattr(case, name) for case in drawn} for name in ("seed", "optimizer", "precision", "clip_grad")]
+    assert found == [{0, 1, 2, 3}, {"sgd", "adamw"}, {"fp32", "amp_bf16"}, {None, 0.5}]
+    assert {case.problem.name for case in drawn} == set(PROBLEMS)
+
+
+def module_of(name: str) -> Any:
+    return sys.modules[ALGORITHMS[name].__module__]
+
+
+# Those that need nothing of a problem, and keep each law.
+ANY = {name for name in ALGORITHMS if not {"SERVES", "EXPECTED_FAILURES"} & vars(module_of(name)).keys()}
+
+
+def test_algorithms_keep_to_their_options_and_serve_their_problem() -> None:
+    for problem, more in ((None, set()), ("exact", set()), ("transformer", {"label_smoothing"})):
+        assert {name for (name,) in names_of(algorithms(problem=problem, min_size=1, max_size=1))} == ANY | more
+    for name, problem in (
+        ("gyro_dropout", "mlp"),
+        ("mixup", "linear"),
+        ("blurpool", "convolution"),
+        ("blurpool", None),
+    ):
+        assert names_of(algorithms(problem=problem, among=[name], min_size=1, max_size=1), 1) == [[name]]
+    assert {len(names) for names in names_of(algorithms())} == {0, 1, 2, 3}
+    assert {len(names) for names in names_of(algorithms(min_size=2))} == {2, 3}
+    only = names_of(algorithms(among=["ema"], min_size=1))
+    assert {tuple(names) for names in only} == {("ema", "ema_2", "ema_3")[:n] for n in (1, 2, 3)}
+    made = [composition.members[0] for composition in sample(algorithms(among=["ema"], min_size=1, max_size=1))]
+    assert {Event.BATCH_END, Event.EPOCH_END} <= {event for member in made for event in member.handlers}
+
+
+def test_states_and_streams_keep_to_their_options() -> None:
+    held = states(cases=cases(problems="tied"), at=BOUNDARIES, algorithms=pl.algorithms.ema("1ba"))
+    for state in sample(held, 15):
+        assert "encode.weight" in state.params
+        assert state.event in BOUNDARIES
+        assert state.algorithm_state.keys() == {"ema"}
+    remembered = {name for state in sample(states(at="batch_end"), 80) for name in state.algorithm_state}
+    assert {"ema", "early_stopping"} <= remembered
+    for stream in sample(event_streams(order="2021"), 20):
+        check(stream, complete=True, order="2021")
+    assert {stream[0] for stream in sample(event_streams())} == {Event.INIT, Event.FIT_START}
+    assert {stream[0] for stream in sample(event_streams(going_on=False))} == {Event.INIT}
+    assert not any(Event.BEFORE_LOAD in stream for stream in sample(event_streams(plans=plans(orders=["2021"])), 20))
+
+
+def test_units_that_no_plan_could_have_are_left_out_and_whole_epochs_come_out_even() -> None:
     for options in ({"iterations": False}, {"orders": ["2021"]}, {"interval_units": ["dur"]}):
         drawn = sample(plans(**options), 80)  # type: ignore[arg-type]
         assert {plan.max_duration.unit.value for plan in drawn} == {"ba", "ep", "sp", "tok", "s"}
     drawn = sample(plans(interval_units=["dur"], max_evaluators=0), 150)
     assert "iter" in {plan.max_duration.unit.value for plan in drawn}
-
-
-def test_an_order_that_comes_twice_is_drawn_oftener() -> None:
+    for unit in ("ep", "iter"):
+        drawn = sample(plans(units=[unit], min_batches=5, max_batches=5), 30)
+        assert {expected(plan).count(Event.BATCH_END) for plan in drawn} == {5}
+    # An order that comes twice is drawn oftener.
     drawn = sample(plans(orders=["current", "current", "current", "2021"]), 200)
     assert 16 < sum(plan.order == "2021" for plan in drawn) < 80
 
 
 def test_drawing_is_cheap() -> None:
     """Milliseconds: what is drawn is to be run, which takes tens of them."""
-
     sample(cases())
     within(100 * 0.02, lambda: sample(cases(), 100))
 
 
-# Cases and problems
+# It comes in all kinds.
 
 
-def test_cases_and_problems_shrink_to_the_simplest() -> None:
-    assert simplest(problems()) is PROBLEMS["linear"]
-    assert simplest(cases()) == Case(plan=SIMPLEST)
-    assert repr(simplest(cases(), lambda case: case.problem.name == "exact" and case.clip_grad)) == (
-        "Case(plan=Plan(batches=(1,), max_duration='1ba'), problem='exact', clip_grad=0.5)"
+def has(*wanted: Event) -> Callable[[Plan], bool]:
+    """Whether these events come right after each other in a run."""
+    return lambda plan: any(
+        tuple(found) == wanted for found in zip(*[expected(plan)[at:] for at in range(len(wanted))], strict=False)
     )
 
 
-def test_every_problem_is_drawn() -> None:
-    assert {problem.name for problem in sample(problems())} == set(PROBLEMS)
-    assert {case.problem.name for case in sample(cases(), 100)} == set(PROBLEMS)
-    assert {case.problem.name for case in sample(cases(problems=["mlp", "tied"]))} == {"mlp", "tied"}
+KINDS_OF_PLANS: dict[str, Callable[[Plan], Any]] = {
+    **{f"duration in {unit}": lambda p, unit=unit: p.max_duration.unit is unit for unit in TimeUnit if unit != "dur"},
+    **{f"interval in {unit}": lambda p, unit=unit: unit in intervals(p) for unit in TimeUnit if unit != "iter"},
+    "fractions of epochs": lambda p: "dur" in intervals(p) and p.max_duration.unit == "ep",
+    "an interval of 0": lambda p: any(not p.interval_of(each) for each in p.evaluators.values()),
+    "intervals of their own and none": lambda p: len({each.interval is None for each in p.evaluators.values()}) == 2,
+    "an evaluator in microbatches": lambda p: any(each.microbatch_size for each in p.evaluators.values()),
+    "a length, and none": lambda p: p.sized,
+    "cut": lambda p: p.batches_per_epoch and p.batches_per_epoch < len(p.batches),
+    "shorter than known": lambda p: not p.sized and p.batches_per_epoch and p.batches_per_epoch > len(p.batches),
+    "ragged microbatches": lambda p: p.microbatch_size and any(n % p.microbatch_size for n in p.batches),
+    "iterations in epochs": lambda p: p.iteration_length and p.iteration_length.unit == "ep",
+    "iterations in tokens": lambda p: p.iteration_length and p.iteration_length.unit == "tok",
+    "two epochs": lambda p: expected(p).count(Event.EPOCH_END) == 2 and len(p.batches) > 1,
+    "ended in an epoch": has(Event.BATCH_CHECKPOINT, Event.FIT_END),
+    "ended in a batch": lambda p: p.max_duration.unit == "s" and p.max_duration.value % p.seconds_per_batch,
+    "an iteration ends in an epoch": has(Event.ITERATION_CHECKPOINT, Event.ITERATION_START, Event.BEFORE_DATALOADER),
+    "a batch that never gets there": lambda p: p.iteration_length and Event.ITERATION_END not in expected(p),
+    "a last evaluation": lambda p: Event.EVAL_START in expected(p) and expected(p)[-2] is Event.EVAL_AFTER_ALL,
+    "evaluation in an epoch": has(Event.BATCH_END, Event.EVAL_BEFORE_ALL),
+    "many batches": lambda p: expected(p).count(Event.BATCH_END) == 9,
+}  # fmt: skip
+KINDS_OF_TIMESTAMPS: dict[str, Callable[[Timestamp], Any]] = {
+    "in an iteration": lambda now: now.iteration and now.batch_in_iteration,
+    "in an epoch": lambda now: now.epoch and now.batch_in_epoch,
+    "tokens": lambda now: now.token_in_epoch < now.token,
+    "epochs of an iteration": lambda now: now.epoch_in_iteration,
+    "seconds": lambda now: now.total_seconds > now.epoch_seconds > 0,
+    "epochs of no length": lambda now: now.max_duration and now.batches_per_epoch is None,
+    "the end": lambda now: now.elapsed == 1.0,
+}
 
 
-def test_problems_keep_to_their_options() -> None:
-    own = attrs.evolve(PROBLEMS["linear"], name="own")
-    assert sample(problems(among=own)) == [own]
-    assert sample(cases(problems=[own]))[0].problem is own
-    assert {problem.name for problem in sample(problems(separable=True))} == {"linear", "tied", "exact"}
-    assert {problem.name for problem in sample(problems(separable=False))} == {"mlp", "convolution", "transformer"}
-    assert {problem.name for problem in sample(problems(images=True))} == {"convolution"}
-    assert "convolution" not in {problem.name for problem in sample(problems(images=False))}
-    assert {problem.name for problem in sample(problems(among=["mlp", "tied"]))} == {"mlp", "tied"}
+def leaves(batch: Any) -> list[Any]:
+    return optree.tree_leaves(batch, none_is_leaf=True)  # type: ignore[no-any-return]
 
 
-def test_cases_keep_to_their_options() -> None:
-    drawn = sample(
-        cases(
-            plans=plans(max_samples=1),
-            problems=problems(images=True),
-            optimizers=["adamw"],
-            precisions=["amp_bf16"],
-            clip_grads=[2.0],
-            max_seed=0,
-        )
+KINDS_OF_BATCHES: dict[str, Callable[[Any], Any]] = {
+    "tensor": lambda batch: isinstance(batch, torch.Tensor),
+    "list": lambda batch: isinstance(batch, list),
+    "dict": lambda batch: isinstance(batch, dict) and len(batch) == 3,
+    "nested": lambda batch: isinstance(batch, tuple) and any(isinstance(child, dict) for child in batch),
+    "texts": lambda batch: any(child == [f"text {n}" for n in range(num_samples(batch))] for child in batch),
+    "None": lambda batch: any(leaf is None for leaf in leaves(batch)),
+    "a number": lambda batch: any(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in leaves(batch)),
+    "a matrix each": lambda batch: any(isinstance(leaf, torch.Tensor) and leaf.ndim == 3 for leaf in leaves(batch)),
+    "numbers but 0": lambda batch: any(leaf.is_floating_point() and leaf.any() for leaf in tensors(batch)),
+}
+
+
+def test_all_kinds_are_drawn() -> None:
+    for strategy, number, kinds in (
+        (plans(), 300, KINDS_OF_PLANS),
+        (timestamps(), 150, KINDS_OF_TIMESTAMPS),
+        (batches(), 200, KINDS_OF_BATCHES),
+    ):
+        drawn = sample(strategy, number)
+        assert not [kind for kind, is_one in kinds.items() if not any(is_one(value) for value in drawn)]
+    drawn = sample(times(), 200)
+    assert {time.unit for time in drawn if time} == set(TimeUnit)
+    assert any(time.value > 10_000 for time in drawn)
+    dtypes = {torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16}
+    assert {batch[0].dtype for batch in sample(batches(nested=False))} == dtypes
+
+
+@pytest.mark.slow  # a search for plans of each event
+def test_a_state_at_every_event() -> None:
+    for event in Event:
+        if not event.is_predict and "standalone" not in event.value:
+            assert all(event in expected(plan) for plan in sample(plans_with(frozenset({event})), 5))
+            assert {state.event for state in sample(states(at=event), 2)} == {event}
+
+
+# It shrinks to the simplest.
+
+
+def test_the_simplest_is_found() -> None:
+    small = {"batches": (1,), "max_duration": "1ba"}
+    for strategy, condition, wanted in (
+        (plans(), lambda plan: True, SIMPLEST),
+        (plans(min_batches=0), lambda plan: True, Plan(batches=(1,), max_duration="0ba")),
+        (plans(), lambda plan: plan.evaluators, Plan(**small, evaluators={"val": EvaluatorPlan((1,))})),
+        (plans(), lambda plan: len(plan.batches) == 2, Plan(batches=(1, 1), max_duration="1ba")),
+        (plans(), lambda plan: not plan.sized, Plan(**small, sized=False)),
+        (plans(units=["tok"]), lambda _: True, Plan(batches=(1,), max_duration="1tok", tokens_per_sample=1)),
+        (plans(units=["s"]), lambda _: True, Plan(batches=(1,), max_duration="1s", seconds_per_batch=1.0)),
+        (plans(units=["iter"]), lambda _: True, Plan(batches=(1,), max_duration="1iter", iteration_length="1ep")),
+        (times(), lambda time: True, Time("0ba")),
+        (times(units=["ep", "s"], min_value=2.5), lambda time: True, Time("3ep")),
+        (timestamps(), lambda now: True, Timestamp()),
+        (timestamps(), lambda now: now.max_duration, Timestamp(max_duration=Time("1ba"), batches_per_epoch=1)),
+        (problems(), lambda problem: True, PROBLEMS["linear"]),
+        (cases(), lambda case: True, Case(plan=SIMPLEST)),
+        (algorithms(), lambda drawn: True, pl.compose()),
+        (event_streams(), lambda events: True, expected(SIMPLEST)),
+    ):
+        assert simplest(strategy, condition) == wanted
+    for batch in (simplest(batches()), tuple(simplest(batches(), lambda batch: isinstance(batch, dict)).values())):
+        assert all(same(value, torch.zeros(1)) for value in batch[:1])
+    first = simplest(states())
+    assert (first.event, list(first.params), dict(first.algorithm_state)) == (Event.INIT, ["weight", "bias"], {})
+    assert simplest(states(at=[Event.EPOCH_END, "batch_end"])).event is Event.BATCH_END
+
+
+def shown(strategy: Any, condition: Callable[[Any], Any] = lambda value: True) -> str:
+    """What Hypothesis says of the value at which a test fails."""
+
+    @settings(database=None, print_blob=False, phases=[Phase.generate, Phase.shrink], report_multiple_bugs=False)
+    @given(value=strategy)
+    def fails(value: Any) -> None:
+        assert not condition(value)
+
+    with pytest.raises(AssertionError) as caught:
+        fails()
+    return "".join("".join(caught.value.__notes__).split()).partition("value=")[2].removesuffix(",)")
+
+
+def test_a_failure_shows_code_that_gives_the_value() -> None:
+    plan = "Plan(batches=(1,),max_duration='1ba')"
+    assert shown(plans()) == plan
+    assert shown(cases(problems="mlp")) == f"Case(plan={plan},problem='mlp')"
+    assert shown(times()) == "Time('0ba')"
+    assert shown(timestamps(), lambda now: now.max_duration) == (
+        "Timestamp(max_duration=Time('1ba'),batches_per_epoch=1)"
     )
-    wanted = Case(plan=SIMPLEST, problem="convolution", optimizer="adamw", precision="amp_bf16", clip_grad=2.0, seed=0)
-    assert all(attrs.evolve(case, plan=SIMPLEST) == wanted for case in drawn)
-    assert all(set(case.plan.batches) == {1} for case in drawn)
-    drawn = sample(cases(), 100)
-    assert {case.seed for case in drawn} == {0, 1, 2, 3}
-    assert {case.optimizer for case in drawn} == {"sgd", "adamw"}
-    assert {case.precision for case in drawn} == {"fp32", "amp_bf16"}
-    assert {case.clip_grad for case in drawn} == {None, 0.5}
+    assert shown(states(at="batch_end")) == f"state_at(Case(plan={plan}),16)"
+    assert shown(algorithms(), lambda drawn: "sam" in [each.name for each in drawn.members]) == "compose(sam(rho=1.0))"
+
+
+# Bad arguments are refused at the call.
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "plans: units='ba': give a list of some of 'ba', 'ep', 'sp', 'tok', 's', 'iter'": lambda: plans(units="ba"),
+    "units holds 'dur', which is none of 'ba', 'ep'": lambda: plans(units=["ba", "dur"]),
+    "units=[] leaves nothing to draw from": lambda: plans(units=[]),
+    "min_batches must be a whole number of at least 0, got -1; write": lambda: plans(min_batches=-1),
+    "min_batches=10 is more than max_batches=9": lambda: plans(min_batches=10),
+    "min_evaluators=3 is more than max_evaluators=2": lambda: plans(min_evaluators=3),
+    "iterations must be True or False, got 1": lambda: plans(iterations=1),
+    "units holds 'iter', and iterations=False": lambda: plans(units=["iter"], iterations=False),
+    "which has no iterations": lambda: plans(units=["iter"], orders=["current", "2021"]),
+    "of which fit takes no fractions": lambda: plans(units=["iter", "ba"], interval_units=["dur"]),
+    "give one at least": lambda: problems(among=[]),
+    "'lin' is not known; there are 'linear'": lambda: problems(among=["lin"]),
+    "problems: among=3: pass names such as ['linear']": lambda: problems(among=3),
+    "no problem has separable=True and images=True": lambda: problems(images=True, separable=True),
+    "(a function that makes one: call it)": lambda: cases(plans=plans),
+    "of type Plan is none; write": lambda: cases(plans=SIMPLEST),
+    "optimizers holds 'lion', which is none of 'sgd', 'adamw'": lambda: cases(optimizers=["lion"]),
+    "precisions is a list, got 'fp32'; write cases(precisions=": lambda: cases(precisions="fp32"),
+    "precisions=[] leaves nothing to draw from": lambda: cases(precisions=[]),
+    "fp8": lambda: cases(precisions=["fp8"]),
+    "clip_grads must be a finite number above 0, got 0.0": lambda: cases(clip_grads=[0.0]),
+    "max_value must be a finite number of at least 0": lambda: times(max_value=float("inf")),
+    "min_value=3 is more than max_value=2": lambda: times(min_value=3, max_value=2),
+    "no whole number lies between min_value=1.2 and max_value=1.8": lambda: times(min_value=1.2, max_value=1.8),
+    "min_samples=7 is more than max_samples=6": lambda: batches(min_samples=7),
+    "give a name such as 'linear'": lambda: algorithms(problem=3),
+    "holds 'label_smoothing', which can't serve Problem('exact')": lambda: algorithms(
+        problem="exact", among=["label_smoothing"]
+    ),
+    "at='batch_ende': 'batch_ende' is not an event; did you mean": lambda: states(at="batch_ende"),
+    "at=[] holds no event": lambda: states(at=[]),
+    "states: at=3: write an event such as Event.BATCH_END, or a list": lambda: states(at=3),
+    "at holds Event.PREDICT_END, which no run of fit has": lambda: states(at=["predict_end"]),
+    "algorithms= holds 'ema' of type str, not an algorithm": lambda: states(algorithms=["ema"]),
+    "position=21, and the last position of this run is 20": lambda: state_at(Case(plan=SIMPLEST), 21),
+    "order='2021' and plans, which have an order of their own": lambda: event_streams(order="2021", plans=plans()),
+}  # fmt: skip
+
+
+@rows([Refusal(says, call, (ArgumentError, ArgumentTypeError), (says,)) for says, call in REFUSED.items()])  # type: ignore[arg-type]
+def test_it_is_refused(refusal: Refusal) -> None:
+    refused.check(refusal)
+
+
+def test_options_are_keywords() -> None:
+    for strategy in (algorithms, batches, cases, event_streams, plans, problems, states, times, timestamps):
+        with pytest.raises(TypeError, match=r"positional argument|no argument without its name"):
+            strategy(1)  # type: ignore[operator]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch.nn.functional import mse_loss
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.order import EvaluatorPlan, Plan
-from pure_loop.testing import PROBLEMS, Case, CheckFailed, Report, check_algorithm, check_loop, laws
+from pure_loop.testing import PROBLEMS, CheckFailed, Report, check_algorithm, check_loop, laws
 from pure_loop.testing.law import Law
 from pure_loop.testing.wrong_algorithms import WRONG_ALGORITHMS
 from pure_loop.testing.wrong_loops import WRONG_LOOPS
 from tests.conftest import THOROUGH
+from tests.support.problem import fit
 
 PLAN = Plan(
     batches=(3, 1, 4),
@@ -42,13 +44,7 @@ NETWORK = attrs.evolve(PROBLEMS["convolution"], name="network", make_model=netwo
 # A few cases that have everything in them; or, in the thorough tier, those that users get, and more of them: among 20
 # there is hardly one with a BatchNorm and an evaluator.
 CASES: dict[str, Any] = (
-    {"max_examples": 60}
-    if THOROUGH
-    else {
-        "plans": st.just(PLAN),
-        "problems": [NETWORK, "linear"],
-        "max_examples": 3,
-    }
+    {"max_examples": 60} if THOROUGH else {"plans": st.just(PLAN), "problems": [NETWORK, "linear"], "max_examples": 3}
 )
 
 
@@ -66,118 +62,122 @@ def others(law: str, known: Sequence[Law]) -> list[str]:
     return [] if THOROUGH else [each.name for each in known if each.name not in (law, "structure", "order")]
 
 
-@pytest.mark.parametrize(("make", "law"), WRONG_ALGORITHMS.items(), ids=lambda value: getattr(value, "__name__", value))
-def test_exactly_the_intended_law_catches_the_algorithm(make: Callable[[], Any], law: str) -> None:
-    assert failing(check_algorithm, make, skip=others(law, laws.OF_ALGORITHMS)) == [law]
+def breaking(law: str, wrong: Mapping[Callable[[], Any], str]) -> list[Callable[[], Any]]:
+    return [make for make, broken in wrong.items() if broken == law]
 
 
-@pytest.mark.parametrize(("make", "law"), WRONG_LOOPS.items(), ids=lambda value: getattr(value, "__name__", value))
-def test_exactly_the_intended_law_catches_the_loop(make: Callable[[], Any], law: str) -> None:
-    assert failing(check_loop, make(), skip=others(law, laws.OF_LOOPS)) == [law]
+def names(wrong: Mapping[Callable[[], Any], str]) -> list[Any]:
+    """The laws that are broken; those that start processes, or the compiler, are tried in the slow tier."""
+    costly = ("world_size", "compile_equality")
+    return [pytest.param(law, marks=[pytest.mark.slow] * (law in costly)) for law in sorted(set(wrong.values()))]
 
 
-def test_every_law_of_loops_catches_a_loop() -> None:
-    assert {law.name for law in laws.OF_LOOPS} == set(WRONG_LOOPS.values())
+@pytest.mark.parametrize("law", names(WRONG_ALGORITHMS))
+def test_exactly_the_intended_law_catches_the_algorithms(law: str) -> None:
+    for make in breaking(law, WRONG_ALGORITHMS):
+        assert failing(check_algorithm, make, skip=others(law, laws.OF_ALGORITHMS)) == [law], make
+
+
+@pytest.mark.parametrize("law", names(WRONG_LOOPS))
+def test_exactly_the_intended_law_catches_the_loops(law: str) -> None:
+    for make in breaking(law, WRONG_LOOPS):
+        assert failing(check_loop, make(), skip=others(law, laws.OF_LOOPS)) == [law], make
 
 
 # Where the algorithm is all that is on trial they follow from purity; a wrong loop shows that they can fail.
 FOLLOWING = {"value", "visibility", "watch_equality", "donate_equality", "compile_equality", "determinism"}
 
 
-def test_every_law_of_algorithms_catches_an_algorithm() -> None:
+def test_every_law_catches_something() -> None:
+    assert {law.name for law in laws.OF_LOOPS} == set(WRONG_LOOPS.values())
     assert {law.name for law in laws.OF_ALGORITHMS} - FOLLOWING == set(WRONG_ALGORITHMS.values())
     assert set(WRONG_LOOPS.values()) >= FOLLOWING
 
 
-@pytest.mark.slow
-def test_nothing_catches_the_loop() -> None:
-    assert failing(check_loop, pl.fit) == []
+# Strict mode names what wrote in place.
 
 
-CASE = Case(plan=PLAN, problem="linear")
+def add(tensor: torch.Tensor) -> None:
+    tensor.add_(1.0)
 
 
-@pytest.mark.parametrize("how", ["add_", "data", "fused"])
-def test_strict_names_an_algorithm_that_writes_in_place(how: str) -> None:
+def write_data(tensor: torch.Tensor) -> None:
+    tensor.data[0] = 7.0
+
+
+def step_fused(tensor: torch.Tensor) -> None:
+    settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_([tensor], [torch.ones_like(tensor)], [], is_first_step=True, **settings)
+
+
+def at(wanted: Event, write: Callable[[torch.Tensor], None], leaf: str = "0.weight") -> Any:
+    def does(event: Event, state: pl.State) -> None:
+        if event is wanted:
+            write(state.params[leaf])
+
+    return does
+
+
+def by_algorithm(write: Callable[[torch.Tensor], None]) -> Any:
     @pl.algorithm(Event.BATCH_END)
     def meddle(state: pl.State) -> pl.State:
-        tensor = state.params["weight"]
-        if how == "add_":
-            tensor.add_(1.0)
-        elif how == "data":
-            tensor.data[0] = 7.0
-        else:
-            torch._fused_sgd_(
-                [tensor],
-                [torch.ones_like(tensor)],
-                [],
-                weight_decay=0.0,
-                momentum=0.0,
-                lr=0.1,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=True,
-            )
+        at(Event.BATCH_END, write)(Event.BATCH_END, state)
         return state
 
-    with pytest.raises(pl.ImpurityError, match=r"algorithm 'meddle' changed state\.params\['weight'\].*BATCH_END"):
-        CASE.run([meddle], strict=True)
+    return fit(algorithms=[meddle])
 
 
-def test_strict_names_a_callback_the_body_and_the_model() -> None:
-    def nosy(event: Event, state: pl.State) -> None:
-        if event is Event.EPOCH_END:
-            state.params["bias"].zero_()
-
-    with pytest.raises(pl.ImpurityError, match="callback nosy changed"):
-        CASE.run(strict=True, callbacks=[nosy])
-
-    def meddling_body() -> None:
-        for event, state in CASE.stream(strict=True):
-            if event is Event.BATCH_END:
-                state.params["bias"].add_(1)
-
-    with pytest.raises(pl.ImpurityError, match="the loop's body changed"):
-        meddling_body()
-
-    class InPlace(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(3, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.linear(x.mul_(2))
-            return out
-
-    with pytest.raises(pl.ImpurityError, match=r"^the forward changed state\.batch\[0\]"):
-        CASE.run(start=InPlace(), strict=True)
+def by_the_body() -> Any:
+    for pair in fit():
+        at(Event.BATCH_END, add)(*pair)
+        yield pair
 
 
-def test_strict_names_an_optimizer_a_loss_and_a_metric() -> None:
-    def in_place(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
-        for name, tensor in params.items():
-            tensor.sub_(grads[name])
-        return params, opt_state
+class InPlace(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
 
-    def scaled(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(outputs, batch[1].mul_(2))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x.mul_(2))
+        return out
 
-    def fit(**options: Any) -> None:
-        settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ba", "strict": True}
-        pl.run(pl.fit(torch.nn.Linear(2, 1), [(torch.ones(3, 2), torch.ones(3, 1))], **(settings | options)))
 
-    own = pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=in_place, lr=lambda timestamp: 0.1)
-    with pytest.raises(pl.ImpurityError, match=r"^the optimizer's step changed state\.params\['weight'\]"):
-        fit(loss=torch.nn.functional.mse_loss, optimizer=own)
-    with pytest.raises(pl.ImpurityError, match=r"^the loss changed state\.batch\[1\]"):
-        fit(task=pl.Task(forward=lambda model, batch: model(batch[0]), loss=scaled))
-    worst = pl.Metric(
-        "worst",
-        init=lambda: torch.tensor(0.0),
-        update=lambda worst, outputs, batch: torch.maximum(worst, outputs.add_(1).max()),
-        compute=lambda worst: worst,
-    )
-    val = pl.Evaluator([(-torch.ones(3, 2), torch.ones(3, 1))], metrics=[worst])
-    with pytest.raises(pl.ImpurityError, match=r"^a metric changed state\.outputs"):
-        fit(loss=torch.nn.functional.mse_loss, evaluators=val)
+def in_place(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
+    for name, tensor in params.items():
+        tensor.sub_(grads[name])
+    return params, opt_state
+
+
+def scaled(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return mse_loss(outputs, batch[1].mul_(2))
+
+
+OWN = pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=in_place, lr=lambda timestamp: 0.1)
+WORST = pl.Metric(
+    "worst",
+    init=lambda: torch.tensor(0.0),
+    update=lambda worst, outputs, batch: torch.maximum(worst, outputs.add_(1).max()),
+    compute=lambda worst: worst,
+)
+ONES = [(torch.ones(3, 4), torch.ones(3, 3))]
+TASK = pl.Task(forward=lambda model, batch: model(batch[0]), loss=scaled)
+IN_PLACE: dict[str, Callable[[], Any]] = {
+    r"algorithm 'meddle' changed state\.params\['0.weight'\].*BATCH_END": lambda: by_algorithm(add),
+    r"algorithm 'meddle' changed state\.params\['0.weight'\].*BATCH_EN": lambda: by_algorithm(write_data),
+    r"algorithm 'meddle' changed state\.params\['0.weight'\].*BATCH_E": lambda: by_algorithm(step_fused),
+    "callback does changed": lambda: fit(callbacks=[at(Event.EPOCH_END, add)]),
+    "the loop's body changed": by_the_body,
+    r"^the forward changed state\.batch\[0\]": lambda: fit(InPlace()),
+    r"^the optimizer's step changed state\.params\['0.weight'\]": lambda: fit(optimizer=OWN),
+    r"^the loss changed state\.batch\[1\]": lambda: fit(data=ONES, loss=None, task=TASK),
+    r"^a metric changed state\.outputs": lambda: fit(
+        data=ONES, loss=mse_loss, evaluators={"val": pl.Evaluator([(-ONES[0][0], ONES[0][1])], metrics=[WORST])}
+    ),
+}
+
+
+@pytest.mark.parametrize("says", IN_PLACE)
+def test_strict_names_what_writes_in_place(says: str) -> None:
+    with pytest.raises(pl.ImpurityError, match=says):
+        pl.run(IN_PLACE[says]())

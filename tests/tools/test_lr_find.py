@@ -16,7 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop.tools.range_test import RangeTest
-from tests.support.runs import cross_entropy, equal, mlp, points, train
+from tests.support import problem
+from tests.support.problem import cross_entropy, mlp, points
+from tests.support.refused import Refusal, check, rows
+from tests.support.streams import assert_same
 from tests.support.worlds import pool
 
 SETTINGS: dict[str, Any] = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
@@ -40,53 +43,40 @@ def by_hand(data: Any, rates: Any, optimizer: torch.optim.Optimizer, model: nn.M
     return losses
 
 
-def halves(model: nn.Module, cls: Any, **options: Any) -> torch.optim.Optimizer:
-    weights = [param for param in model.parameters() if param.ndim == 2]
-    biases = [param for param in model.parameters() if param.ndim < 2]
-    return cls([{"params": weights, "ratio": 1.0}, {"params": biases, "ratio": 0.5}], **options)  # type: ignore[no-any-return]
+def halves(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [[p for p in model.parameters() if (p.ndim == 2) is matrix] for matrix in (True, False)]
+    groups = [{"params": each, "ratio": ratio} for each, ratio in zip(parameters, (1.0, 0.5), strict=True)]
+    return torch.optim.SGD(groups)
 
 
 def parts(lr: Any, other: Any) -> pl.Optimizer:
-    return pl.optim.partition(
-        {"weights": pl.optim.sgd(lr=lr), "biases": pl.optim.sgd(lr=other)},
-        label=lambda name, tensor: "weights" if tensor.ndim == 2 else "biases",
-    )
+    optimizers = {"weights": pl.optim.sgd(lr=lr), "biases": pl.optim.sgd(lr=other)}
+    return pl.optim.partition(optimizers, label=lambda name, tensor: "weights" if tensor.ndim == 2 else "biases")
+
+
+def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(model.parameters())
 
 
 warm = pl.schedules.cosine("1dur", peak=1e-3, warmup="10ba")  # 0 at first
-OPTIMIZERS: dict[str, tuple[pl.Optimizer, Any]] = {
-    "sgd": (pl.optim.sgd(lr=0.3), lambda model: torch.optim.SGD(model.parameters())),
-    "momentum": (pl.optim.sgd(lr=warm, momentum=0.9), lambda m: torch.optim.SGD(m.parameters(), momentum=0.9)),
-    "adamw": (pl.optim.adamw(lr=warm), lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.01)),
-    "from_torch": (
-        pl.optim.from_torch(torch.optim.RMSprop, lr=0.2),
-        lambda model: torch.optim.RMSprop(model.parameters()),
-    ),
-    "scheduled": (
-        pl.optim.from_torch(torch.optim.RMSprop, lr=warm),
-        lambda model: torch.optim.RMSprop(model.parameters()),
-    ),
-    "partition": (parts(0.2, 0.1), lambda model: halves(model, torch.optim.SGD)),
-    "partition of schedules": (
-        parts(pl.schedules.constant(0.2) * pl.schedules.linear(1.0, 0.5, "4ba"), pl.schedules.linear(0.1, 0.05, "4ba")),
-        lambda model: halves(model, torch.optim.SGD),
-    ),
-}
+halving = pl.schedules.constant(0.2) * pl.schedules.linear(1.0, 0.5, "4ba")
+OPTIMIZERS: list[tuple[pl.Optimizer, Any]] = [
+    (pl.optim.sgd(lr=warm, momentum=0.9), lambda model: torch.optim.SGD(model.parameters(), momentum=0.9)),
+    (pl.optim.adamw(lr=warm), lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.01)),
+    (pl.optim.from_torch(torch.optim.RMSprop, lr=0.2), rmsprop),
+    (pl.optim.from_torch(torch.optim.RMSprop, lr=warm), rmsprop),
+    (parts(0.2, 0.1), halves),
+    (parts(halving, pl.schedules.linear(0.1, 0.05, "4ba")), halves),
+]
 
 
-@settings(max_examples=20)
-@given(
-    name=st.sampled_from(sorted(OPTIMIZERS)),
-    lowest=st.floats(1e-6, 1e-3),
-    decades=st.floats(0.5, 3),
-    steps=st.integers(10, 14),
-)
-def test_losses_are_those_of_a_loop_by_hand(name: str, lowest: float, decades: float, steps: int) -> None:
-    ours, theirs = OPTIMIZERS[name]
-    found = find(data=points(), optimizer=ours, lowest=lowest, highest=lowest * 10**decades, steps=steps)
-    ratios = [one / other for one, other in zip(found.learning_rates[1:], found.learning_rates, strict=False)]
-    assert found.learning_rates[0] == lowest
-    assert ratios == pytest.approx([10 ** (decades / (steps - 1))] * (len(found.learning_rates) - 1))
+@settings(max_examples=15)
+@given(st.sampled_from(OPTIMIZERS), st.floats(1e-6, 1e-3), st.floats(0.5, 3), st.integers(10, 14))
+def test_losses_are_those_of_a_loop_by_hand(optimizers: Any, lowest: float, decades: float, steps: int) -> None:
+    ours, theirs = optimizers
+    found = find(optimizer=ours, lowest=lowest, highest=lowest * 10**decades, steps=steps)
+    rates = [lowest * 10 ** (decades * number / (steps - 1)) for number in range(len(found.learning_rates))]
+    assert list(found.learning_rates) == pytest.approx(rates)
     module = mlp()
     expected = by_hand(points(), found.learning_rates, theirs(module), module)
     assert [found.initial_loss, *found.losses] == pytest.approx(expected, rel=1e-4)
@@ -95,85 +85,67 @@ def test_losses_are_those_of_a_loop_by_hand(name: str, lowest: float, decades: f
 
 def loader() -> DataLoader[Any]:
     inputs, targets = (torch.cat(tensors) for tensors in zip(*points(8), strict=True))
-    return DataLoader(
-        TensorDataset(inputs, targets), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(3)
-    )
+    return DataLoader(TensorDataset(inputs, targets), batch_size=5, shuffle=True, generator=problem.noise(3))
 
 
 def test_nothing_is_trained_and_nothing_moves() -> None:
     model, data = mlp(), loader()
-    before = copy.deepcopy(model.state_dict())
-    numbers = torch.random.get_rng_state()
+    before, numbers = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
     dropout = nn.Sequential(nn.Dropout(0.5), model)
     find(dropout, data, algorithms=[pl.algorithms.ema(half_life="4ba")], highest=100.0)
     assert torch.equal(torch.random.get_rng_state(), numbers)
-    equal(model.state_dict(), before)
-    equal(train(dropout, data).params, train(dropout, loader()).params)
+    assert_same(dict(model.state_dict()), before, "the model")
+    assert_same(problem.run(dropout, data), problem.run(dropout, loader()), "a run after it")
+    for optimizer in (pl.optim.adamw(lr=0.01), pl.optim.from_torch(torch.optim.Adam, lr=0.01)):
+        options: dict[str, Any] = {"optimizer": optimizer, "max_duration": "3ep"}
+        half = problem.run(**{**options, "max_duration": "4ba"})
+        expected = problem.run(half, **options)
+        found = find(half, steps=20, lowest=1e-5, **options)
+        assert_same(problem.run(half, **options), expected, "from a State")
+        inputs, targets = points()[1]
+        assert found.initial_loss == pytest.approx(cross_entropy(half.module()(inputs), targets).item())
+    ended = problem.run(max_duration="3ep").replace(stop=True)  # of a State that has ended, too
+    assert len(find(ended, steps=20, highest=1e-5, max_duration="3ep").losses) == 20
 
 
-@pytest.mark.parametrize("optimizer", [pl.optim.adamw(lr=0.01), pl.optim.from_torch(torch.optim.Adam, lr=0.01)])
-def test_it_starts_from_a_state_which_trains_as_before(optimizer: pl.Optimizer) -> None:
-    options: dict[str, Any] = {"optimizer": optimizer, "max_duration": "3ep"}
-    half = train(mlp(), points(), **{**options, "max_duration": "4ba"})
-    expected = train(half, points(), **options)
-    values = {name: tensor.clone() for name, tensor in half.params.items()}
-    found = find(half, steps=20, lowest=1e-5, **options)
-    equal(dict(half.params), values)
-    equal(train(half, points(), **options).params, expected.params)
-    assert found.initial_loss == pytest.approx(cross_entropy(half.module()(points()[1][0]), points()[1][1]).item())
-    # Of a State that has ended, too.
-    ended = train(mlp(), points(), **options).replace(stop=True)
-    assert len(find(ended, steps=20, highest=1e-5, **options).losses) == 20
-
-
-class Recording(pl.Callback):
-    """A callback that must not be called."""
-
+class Untouched(pl.Callback):
     def run_event(self, event: pl.Event, state: pl.State, logger: Any) -> None:
         raise AssertionError("called")
 
+    def __iter__(self) -> Any:
+        raise AssertionError("read")
 
-def test_observers_and_evaluations_are_left_out(tmp_path: Path) -> None:
-    class Unread:
-        def __iter__(self) -> Any:
-            raise AssertionError("read")
+    def __len__(self) -> int:
+        return 3
 
-        def __len__(self) -> int:
-            return 3
+
+def test_observers_and_evaluations_are_left_out_and_a_dict_of_losses_counts_by_its_total(tmp_path: Path) -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"total": (total := cross_entropy(outputs, targets)), "twice": 2 * total}
 
     found = find(
-        evaluators={"val": Unread()},
+        evaluators={"val": Untouched()},
         algorithms=[pl.algorithms.early_stopping("val/loss")],
-        callbacks=[Recording()],
+        callbacks=[Untouched()],
         loggers=[pl.loggers.InMemoryLogger()],
         autoresume=tmp_path / "runs",
         eval_interval="1ba",
         watch={pl.Event.EPOCH_END},
+        loss=loss,
     )
-    assert len(found.losses) > 10
+    assert found.losses == find().losses
     assert list(tmp_path.iterdir()) == []
 
 
-def quadratic(largest: float) -> tuple[nn.Module, Any]:
-    """A least-squares problem whose gradient descent diverges above ``2 / largest``, by ``mse_loss``."""
-    model = nn.Linear(3, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    inputs = torch.eye(3, dtype=torch.float64) * (largest * 3 / 2) ** 0.5
-    return model, [(inputs, torch.ones(3, 1, dtype=torch.float64))]
-
-
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(largest=st.floats(0.1, 100))
 def test_the_suggestion_converges_and_what_diverges_stops_the_test(largest: float) -> None:
-    model, data = quadratic(largest)
-    found = find(
-        model,
-        data,
-        loss=nn.functional.mse_loss,
-        lowest=1e-4 / largest,
-        highest=1e3 / largest,
-        optimizer=pl.optim.sgd(lr=1),
-    )
+    """A least-squares problem whose gradient descent diverges above ``2 / largest``."""
+    model = nn.Linear(3, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    data = [(torch.eye(3, dtype=torch.float64) * (largest * 3 / 2) ** 0.5, torch.ones(3, 1, dtype=torch.float64))]
+    rates = {"lowest": 1e-4 / largest, "highest": 1e3 / largest}
+    found = find(model, data, loss=nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=1), **rates)
     assert found.diverged
     assert 2 / largest < found.learning_rates[-1] < 20 / largest
     assert 0.01 / largest < found.suggestion < 2 / largest
@@ -181,28 +153,17 @@ def test_the_suggestion_converges_and_what_diverges_stops_the_test(largest: floa
 
 
 def test_a_loss_that_is_not_finite_ends_the_test() -> None:
-    class Growing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(()))
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            return inputs.mean() + self.weight
-
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return torch.exp(-1e3 * outputs) + torch.exp(1e3 * outputs)
+        return (torch.exp(-1e3 * outputs) + torch.exp(1e3 * outputs)).mean()
 
-    found = find(Growing(), [(torch.full((4, 1), 1e-3), torch.zeros(4, 1))], loss=loss, lowest=1e-9)
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.constant_(model.bias, 1e-3)
+    found = find(model, [(torch.ones(4, 1), torch.zeros(4, 1))], loss=loss, lowest=1e-9)
     assert found.diverged
-    assert all(loss < float("inf") for loss in found.losses)
-
-
-def test_a_dict_of_losses_counts_by_its_total() -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        total = cross_entropy(outputs, targets)
-        return {"total": total, "twice": 2 * total}
-
-    assert find(loss=loss).losses == find().losses
+    assert all(each < float("inf") for each in found.losses)
+    with pytest.raises(pl.NonFiniteError, match="before any learning rate has had an effect"):
+        find(data=[(torch.full((4, 4), float("nan")), torch.zeros(4, dtype=torch.int64))])
 
 
 def test_the_report_says_what_it_found(tmp_path: Path) -> None:
@@ -219,69 +180,46 @@ def test_the_report_says_what_it_found(tmp_path: Path) -> None:
     exploding = RangeTest([*rates, 1.2, 1.4], [*falling.losses, 1e6, 1e9], 1.0, diverged=True)
     assert exploding.suggestion == falling.suggestion
     assert "where the loss diverged" in repr(exploding)
-
-
-def test_without_a_fall_there_is_no_suggestion(tmp_path: Path) -> None:
-    rates = [10 ** (power / 20) for power in range(-80, 1)]
-    flickering = [1 + 0.1 * (-1) ** index for index in range(len(rates))]
-    words = "does not fall by more than it fluctuates"
-    for losses in (flickering, [1 + rate for rate in rates]):
+    for losses in ([1 + 0.1 * (-1) ** index for index in range(len(rates))], [1 + rate for rate in rates]):
         found = RangeTest(rates, losses, 1.0, diverged=False)
         assert all(len(line) <= 80 for line in repr(found).splitlines())
+        assert "does not fall by more than it fluctuates" in repr(found)
         for name in ("suggestion", "tenth_of_minimum"):
-            with pytest.raises(pl.ArgumentError, match=words):
+            with pytest.raises(pl.ArgumentError, match="does not fall by more than it fluctuates"):
                 getattr(found, name)
-        assert words in repr(found)
-        found.plot(tmp_path / "lr.png")
     at_once = RangeTest((), (), 1.0, diverged=True)
     assert "diverged at the first" in repr(at_once)
     with pytest.raises(pl.ArgumentError, match="begin lower"):
         _ = at_once.suggestion
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # processes
 def test_all_ranks_find_what_one_finds() -> None:
-    def program(rank: int) -> Any:
-        return find(data=points(size=4), parallel="replicate").losses
-
-    results = pool().run(program)
+    results = pool().run(lambda rank: find(parallel="replicate").losses)
     assert results[0] == results[1]
-    assert results[0] == pytest.approx(find(data=points(size=4)).losses, rel=1e-4)
+    assert results[0] == pytest.approx(find().losses, rel=1e-4)
 
 
-class OfMyOwn:
-    """Functions of an optimizer that reads its rate by itself."""
-
-    @staticmethod
-    def update(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
-        return params, opt_state
+def idle(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
+    return params, opt_state
 
 
-mine = pl.Optimizer(name="mine", init=lambda params: pl.FrozenDict(), update=OfMyOwn.update, lr=lambda t: 0.1)
+mine = pl.Optimizer(name="mine", init=lambda params: pl.FrozenDict(), update=idle, lr=lambda t: 0.1)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
+@rows(
     [
-        ({"lowest": 0.0}, pl.ArgumentError, "lr_find: lowest must be .* above 0"),
-        ({"lowest": 1.0}, pl.ArgumentError, r"lowest=1 must be below highest=1"),
-        ({"highest": "1"}, pl.ArgumentTypeError, "highest"),
-        ({"steps": 9}, pl.ArgumentError, "steps must be a whole number of at least 10"),
-        ({"steps": 1e2}, pl.ArgumentTypeError, "steps"),
-        ({"data": iter(points())}, pl.ArgumentError, "list_iterator, an iterator.*give a DataLoader or a list"),
-        ({"optimizer": mine}, pl.ArgumentError, "the learning rate of optimizer 'mine' can't be set"),
-        ({"optimizer": parts(warm, 0.1)}, pl.ArgumentError, "keep the ratio .* give constant rates"),
-        ({"min_lr": 1e-3}, pl.ArgumentTypeError, "lr_find has no argument 'min_lr'"),
-        ({"max_duration": "long"}, pl.TimeFormatError, "long"),
-        ({"device": "nowhere"}, pl.ArgumentError, "nowhere"),
-    ],
+        Refusal(says, lambda options=options: find(**options), error, (says,))
+        for says, options, error in [
+            ("lr_find: lowest must be", {"lowest": 0.0}, pl.ArgumentError),
+            ("lowest=1 must be below highest=1", {"lowest": 1.0}, pl.ArgumentError),
+            ("steps must be a whole number of at least 10", {"steps": 9}, pl.ArgumentError),
+            ("list_iterator, an iterator", {"data": iter(points())}, pl.ArgumentError),
+            ("the learning rate of optimizer 'mine' can't be set", {"optimizer": mine}, pl.ArgumentError),
+            ("give constant rates", {"optimizer": parts(warm, 0.1)}, pl.ArgumentError),
+            ("lr_find has no argument 'min_lr'", {"min_lr": 1e-3}, pl.ArgumentTypeError),
+        ]
+    ]
 )
-def test_bad_input_is_refused(options: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        find(**options)
-
-
-def test_a_loss_that_is_nan_at_once_is_an_error() -> None:
-    data = [(torch.full((4, 4), float("nan")), torch.zeros(4, dtype=torch.int64))]
-    with pytest.raises(pl.NonFiniteError, match="before any learning rate has had an effect"):
-        find(data=data)
+def test_it_is_refused(refusal: Refusal) -> None:
+    check(refusal)

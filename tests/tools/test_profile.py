@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -16,30 +17,29 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.loop.batch import LoopStages
-from pure_loop.loop.call import Fit
-from pure_loop.tools.profile_report import Profile
-from tests.support.runs import cross_entropy, equal, mlp, points
+from pure_loop.tools.profile_report import Key, Profile, Recorder
+from tests.support import problem
+from tests.support.problem import cross_entropy, mlp, points
+from tests.support.refused import Refusal, check, rows
+from tests.support.streams import assert_same
 from tests.support.worlds import pool
+
+A = pl.algorithms
 
 
 def fit(model: Any = None, data: Any = None, **options: Any) -> Any:
-    defaults: dict[str, Any] = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=0.1), "max_duration": "2ep"}
-    return pl.fit(model or mlp(), data or points(6), **{**defaults, "clock": lambda: 0.0, **options})
+    defaults: dict[str, Any] = {"optimizer": pl.optim.adamw(lr=0.1), "strict": False}
+    return problem.fit(model, data or points(6, size=5), **{**defaults, **options})
 
 
-def noop(event: Event, state: pl.State) -> None:
-    """A callback."""
-
-
-OPTIONS: dict[str, Any] = {
-    "plain": {},
+OPTIONS: dict[str, dict[str, Any]] = {
     "watched": {"watch": {Event.BATCH_END}},
     "rarely watched": {"watch": {Event.EPOCH_END}},
     "strict": {"strict": True},
     "copied": {"donate": False},
     "order of 2021": {"order": "2021"},
-    "sam": {"algorithms": [pl.algorithms.sam(rho=0.1), pl.algorithms.ema(smoothing=0.5)]},
-    "observed": {"callbacks": [noop]},
+    "sam": {"algorithms": [A.sam(rho=0.1), A.ema(smoothing=0.5)]},
+    "observed": {"callbacks": [lambda event, state: None]},
     "evaluated": {"evaluators": {"val": points(2)}, "eval_interval": "2ba"},
     "clipped": {"microbatch_size": 2, "clip_grad": 0.1},
     "scaled": {"precision": "amp_fp16"},
@@ -47,52 +47,42 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def same(one: pl.State, other: pl.State) -> None:
-    """Of which the stream may have yielded the last event to the profile."""
-    for name in ("params", "buffers", "opt_state", "algorithm_state", "timestamp", "metrics"):
-        equal(getattr(one, name), getattr(other, name))
-
-
-@settings(max_examples=15)
-@given(name=st.sampled_from(sorted(OPTIONS)), warmup=st.integers(0, 3), batches=st.integers(1, 5) | st.none())
+@settings(max_examples=12)
+@given(st.sampled_from(sorted(OPTIONS)), st.integers(0, 3), st.integers(1, 5) | st.none())
 def test_training_is_bitwise_the_same_and_goes_on(name: str, warmup: int, batches: int | None) -> None:
     stream = fit(**OPTIONS[name])
     report = pl.profile(stream, warmup=warmup, batches=batches)
     if batches is not None:
-        same(pl.run(stream), pl.run(fit(**OPTIONS[name])))
+        # The stream may have yielded the last event to the profile.
+        fields = ("params", "buffers", "opt_state", "algorithm_state", "metrics")
+        for state in (one := pl.run(stream), other := pl.run(fit(**OPTIONS[name]))):
+            assert state.timestamp.batch == 12
+        assert not [each for each in fields if pl.testing.differences(getattr(one, each), getattr(other, each))]
     assert report.batches == (12 - warmup if batches is None else batches)
     assert sum(row.seconds for row in report.rows) + report.unattributed == pytest.approx(report.seconds)
     assert sum(row.share for row in report.rows) + report.unattributed / report.seconds == pytest.approx(1)
     assert all(row.seconds >= 0 and row.calls >= 0 for row in report.rows)
 
 
-def pointers(stream: Any, advance: Any) -> list[int]:
-    """Where the parameters are after each batch."""
-    found = []
+def test_steps_write_in_place_as_in_a_run_that_is_not_profiled() -> None:
+    def places(advance: Any, watch: Any) -> list[bool]:
+        found: list[int] = []
 
-    @pl.algorithm(Event.BATCH_END)
-    def look(state: pl.State) -> pl.State:
-        found.append(next(iter(state.params.values())).data_ptr())
-        return state
+        @pl.algorithm(Event.BATCH_END)
+        def look(state: pl.State) -> pl.State:
+            found.append(next(iter(state.params.values())).data_ptr())
+            return state
 
-    advance(stream([look]))
-    return found
-
-
-@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}, {Event.EPOCH_END}])
-def test_steps_write_in_place_as_in_a_run_that_is_not_profiled(watch: Any) -> None:
-    def stream(algorithms: Any) -> Any:
-        return fit(algorithms=algorithms, watch=watch)
-
-    def places(found: list[int]) -> list[bool]:
+        advance(fit(algorithms=[look], watch=watch))
         return [one == other for one, other in zip(found[1:], found, strict=False)]
 
-    alone = places(pointers(stream, pl.run))
-    assert any(alone)
-    assert places(pointers(stream, lambda it: pl.profile(it, warmup=1, batches=None))) == alone
+    for watch in (None, {Event.BATCH_END}, {Event.EPOCH_END}):
+        alone = places(pl.run, watch)
+        assert any(alone)
+        assert places(lambda stream: pl.profile(stream, warmup=1, batches=None), watch) == alone
 
 
-def rows(report: Profile) -> dict[tuple[str, str, str], int]:
+def calls(report: Profile) -> dict[tuple[str, str, str], int]:
     return {(row.kind, row.name, row.event): row.calls for row in report.rows}
 
 
@@ -104,18 +94,10 @@ class Note(pl.Callback):
 
 
 def test_a_row_for_everything_that_was_called() -> None:
-    report = pl.profile(
-        fit(
-            algorithms=[pl.algorithms.sam(rho=0.1), pl.algorithms.ema(smoothing=0.5)],
-            callbacks=[Note()],
-            loggers=[InMemoryLogger()],
-            evaluators={"val": pl.Evaluator(points(3), metrics=[pl.metrics.accuracy()])},
-            microbatch_size=2,
-        ),
-        warmup=0,
-        batches=None,
-    )
-    found = rows(report)
+    evaluator = pl.Evaluator(points(3), metrics=[pl.metrics.accuracy()])
+    observers: dict[str, Any] = {"callbacks": [Note()], "loggers": [InMemoryLogger()], "evaluators": {"val": evaluator}}
+    report = pl.profile(fit(**OPTIONS["sam"], **observers, microbatch_size=2), warmup=0, batches=None)
+    found = calls(report)
     steps, pieces = 12, 3  # of 5 samples by 2
     evaluated = 2 * 3
     assert {key: count for key, count in found.items() if key[1] not in ("InMemoryLogger", "Recorder")} == {
@@ -141,88 +123,71 @@ def test_a_row_for_everything_that_was_called() -> None:
     assert set(report.by("kind")) == {"stage", "data", "algorithm", "callback", "logger"}
     assert list(report.by("name").values()) == sorted(report.by("name").values(), reverse=True)
     assert [row["name"] for row in report.table()] == [row.name for row in report.rows]
-
-
-def test_only_the_batches_after_the_warmup_count() -> None:
-    found = rows(pl.profile(fit(), warmup=3, batches=4))
+    found = calls(pl.profile(fit(), warmup=3, batches=4))
     assert (found["stage", "forward", ""], found["stage", "optimizer", ""]) == (4, 4)
+    text, html = repr(report), report._repr_html_()
+    assert text.startswith("profile: 12 batches in ")
+    assert "on cpu" in text.splitlines()[0]
+    assert text.splitlines()[-1].lstrip().startswith("unattributed")
+    assert html.startswith("<table><caption>profile: 12 batches")
+    assert "synchronize" not in text
+    with pytest.raises(pl.ArgumentError, match="what must be"):
+        report.by("kinds")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["plain", "strict"])
-def test_nothing_is_left_of_it(name: str) -> None:
-    logger = InMemoryLogger()
-    seen: list[Any] = []
+def test_nothing_is_left_of_it() -> None:
+    logger, seen = InMemoryLogger(), []
 
     @pl.algorithm(Event.BATCH_START)
     def spy(state: pl.State, stages: Any) -> pl.State:
         seen.append(type(stages))
         return state
 
-    # Checking by value what an evaluation's forward draws takes seconds, once.
-    evaluators = None if name == "strict" else {"val": pl.Evaluator(points(1), metrics=[pl.metrics.accuracy()])}
-    stream = fit(algorithms=[spy], loggers=[logger], evaluators=evaluators, **OPTIONS[name])
-    script = stream.gi_frame.f_locals["script"]
-    parts: Fit = script.gi_frame.f_locals["fit"]
-    before, methods = [evaluator.metrics for evaluator in parts.evaluators], {**vars(logger)}
-    pl.profile(stream, warmup=1, batches=2)
-    assert type(parts.stages) is LoopStages
-    assert [evaluator.metrics for evaluator in parts.evaluators] == before
-    assert "epoch" not in vars(parts.source)
-    assert vars(logger).keys() == methods.keys()
-    next(event for event, _ in stream if event is Event.BATCH_END)
-    assert seen[0] is not LoopStages
-    assert seen[-1] is LoopStages
-    stream.close()
-
-
-def test_an_error_of_the_run_is_raised_and_leaves_nothing() -> None:
     @pl.algorithm(Event.BATCH_END)
     def fail(state: pl.State) -> pl.State:
-        raise ValueError("in the middle")
+        if state.timestamp.batch == 6:
+            raise ValueError("in the middle")
+        return state
 
-    stream = fit(algorithms=[fail])
-    parts: Fit = stream.gi_frame.f_locals["script"].gi_frame.f_locals["fit"]
-    with pytest.raises(ValueError, match="in the middle"):
-        pl.profile(stream, warmup=0)
-    assert type(parts.stages) is LoopStages
+    evaluators = {"val": pl.Evaluator(points(1), metrics=[pl.metrics.accuracy()])}
+    for batches in (2, 9):  # the second is an error of the run
+        stream = fit(algorithms=[spy, fail], loggers=[logger], evaluators=evaluators)
+        parts = stream.gi_frame.f_locals["script"].gi_frame.f_locals["fit"]
+        before, methods = [evaluator.metrics for evaluator in parts.evaluators], {**vars(logger)}
+        try:
+            pl.profile(stream, warmup=1, batches=batches)
+            next(event for event, _ in stream if event is Event.BATCH_END)
+            assert (seen[0] is LoopStages, seen[-1] is LoopStages) == (False, True)
+        except ValueError:
+            assert batches == 9
+        assert type(parts.stages) is LoopStages
+        assert [evaluator.metrics for evaluator in parts.evaluators] == before
+        assert "epoch" not in vars(parts.source)
+        assert vars(logger).keys() == methods.keys()
+        stream.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("watch", [{Event.EPOCH_END}, {Event.AFTER_LOSS, Event.BATCH_END}])
-def test_compiled_steps_are_one_row(watch: Any, steps: int, interpreted: None) -> None:
-    options: dict[str, Any] = {"compile": True, "watch": watch, "steps_per_call": steps}
-    options["algorithms"] = [pl.algorithms.ema(smoothing=0.5)]
-    stream = fit(**options)
-    report = pl.profile(stream, warmup=4, batches=4)
-    assert report.batches >= 4
-    assert rows(report)["stage", "compiled step", ""] > 0
-    assert "Steps are compiled" in repr(report)
-    same(pl.run(stream), pl.run(fit(**options)))
+@pytest.mark.slow  # the compiler's tracing, and processes
+def test_compiled_steps_are_one_row_and_each_rank_profiles_its_own_work(interpreted: None) -> None:
+    for watch, steps in (({Event.EPOCH_END}, 1), ({Event.AFTER_LOSS, Event.BATCH_END}, 3)):
+        options: dict[str, Any] = {"compile": True, "watch": watch, "steps_per_call": steps}
+        stream = fit(**options, algorithms=[A.ema(smoothing=0.5)])
+        report = pl.profile(stream, warmup=4, batches=4)
+        assert report.batches >= 4
+        assert calls(report)["stage", "compiled step", ""] > 0
+        assert "Steps are compiled" in repr(report)
+        assert_same(pl.run(stream).params, pl.run(fit(**options, algorithms=[A.ema(smoothing=0.5)])).params, "compiled")
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["replicate", "shard"])
-def test_each_rank_profiles_its_own_work(parallel: str) -> None:
     def program(rank: int) -> Any:
-        stream = pl.fit(
-            mlp(),
-            points(6, size=4),
-            loss=cross_entropy,
-            optimizer=pl.optim.adamw(lr=0.1),
-            max_duration="2ep",
-            parallel=parallel,
-        )
+        stream = fit(data=points(6), parallel="shard")
         report = pl.profile(stream, warmup=1, batches=3)
-        return rows(report)["stage", "backward", ""], {
-            name: tensor.tolist() for name, tensor in pl.run(stream).module().state_dict().items()
-        }
+        weights = pl.run(stream).module().state_dict()
+        return calls(report)["stage", "backward", ""], {name: tensor.tolist() for name, tensor in weights.items()}
 
-    alone = pl.run(fit(mlp(), points(6, size=4))).module().state_dict()
+    alone = pl.run(fit(data=points(6))).module().state_dict()
     for backwards, weights in pool().run(program):
         assert backwards == 3
-        for name, tensor in alone.items():
-            torch.testing.assert_close(torch.tensor(weights[name]), tensor, rtol=1e-3, atol=1e-4)
+        problem.close({name: torch.tensor(value) for name, value in weights.items()}, alone, 1e-3)
 
 
 def test_a_trace_nests_and_covers_the_rows(tmp_path: Path) -> None:
@@ -230,27 +195,23 @@ def test_a_trace_nests_and_covers_the_rows(tmp_path: Path) -> None:
     report = pl.profile(fit(**OPTIONS["sam"]), warmup=1, batches=5, trace=path)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     assert all(event.keys() >= {"name", "cat", "ts", "dur", "pid", "tid"} for event in events)
-    ends: list[float] = []
-    inside: Counter[str] = Counter()
     exclusive: Counter[str] = Counter()
-    names: list[str] = []
+    open_: list[tuple[float, str]] = []
     for event in events:
-        start, end = event["ts"], event["ts"] + event["dur"]
-        while ends and start >= ends[-1] - 1e-6:
-            ends.pop()
-            names.pop()
-        assert not ends or end <= ends[-1] + 1e-6
-        if names:
-            inside[names[-1]] += event["dur"]
+        end = event["ts"] + event["dur"]
+        while open_ and event["ts"] >= open_[-1][0] - 1e-6:
+            open_.pop()
+        if open_:
+            assert end <= open_[-1][0] + 1e-6
+            exclusive[open_[-1][1]] -= event["dur"]
         exclusive[event["name"]] += event["dur"]
-        ends.append(end)
-        names.append(event["name"])
+        open_.append((end, event["name"]))
     for row in report.rows:
         name = f"{row.name} at {row.event}" if row.event else row.name
-        assert exclusive[name] - inside[name] == pytest.approx(1e6 * row.seconds, abs=1)
+        assert exclusive[name] == pytest.approx(1e6 * row.seconds, abs=1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # torch's profiler
 def test_the_profiler_of_torch_sees_the_rows(tmp_path: Path) -> None:
     report = pl.profile(fit(), warmup=2, batches=3, torch_profiler=True, trace=tmp_path / "trace.json")
     found = {average.key: average.count for average in report.torch.key_averages()}
@@ -259,17 +220,77 @@ def test_the_profiler_of_torch_sees_the_rows(tmp_path: Path) -> None:
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
 
 
-def test_the_report_in_words() -> None:
-    report = pl.profile(fit(**OPTIONS["sam"]), warmup=1, batches=5)
-    text, html = repr(report), report._repr_html_()
-    assert text.startswith("profile: 5 batches in ")
-    assert "on cpu" in text.splitlines()[0]
-    assert "algorithm sam" in text
-    assert text.splitlines()[-1].lstrip().startswith("unattributed")
-    assert html.startswith("<table><caption>profile: 5 batches")
-    assert "synchronize" not in text
-    with pytest.raises(pl.ArgumentError, match="what must be"):
-        report.by("kinds")  # type: ignore[arg-type]
+# Spans: every unit of time belongs to the innermost one that is open, or to none.
+
+KEYS = [Key("stage", "one"), Key("stage", "two"), Key("callback", "three", "BATCH_END")]
+
+
+class Clocked(Recorder):
+    """By a clock that the test moves."""
+
+    now = 0
+
+    def _now(self) -> int:
+        return self.now
+
+
+# A tree: how long it waits, and inside which key it goes on, and then fails.
+TREES: Any = st.recursive(
+    st.integers(0, 9),
+    lambda inner: st.tuples(st.sampled_from(KEYS), st.lists(inner, max_size=4), st.booleans()),
+    max_leaves=20,
+)
+
+
+@given(forest=st.lists(TREES, max_size=5))
+def test_time_belongs_to_the_innermost_span(forest: Any) -> None:
+    recorder = Clocked(warmup=0, batches=None, keeps_spans=True)
+    recorder.begin()
+    expected: Counter[Key | None] = Counter()
+    spans = 0
+
+    def walk(tree: Any, inside: Key | None) -> None:
+        nonlocal spans
+        if isinstance(tree, int):
+            recorder.now += tree
+            expected[inside] += tree
+            return
+        key, inner, fails = tree
+        spans += 1
+
+        def call() -> None:
+            for child in inner:
+                walk(child, key)
+            if fails:
+                raise ValueError
+
+        with contextlib.suppress(ValueError):
+            recorder.timed(key, call)()
+
+    for tree in forest:
+        walk(tree, None)
+    recorder.end()
+    assert {key: recorder.nanoseconds.get(key, 0) for key in KEYS} == {key: expected[key] for key in KEYS}
+    assert recorder.unattributed == expected[None]
+    assert recorder.stopped - recorder.started == sum(expected.values())
+    assert len(recorder.spans) == spans
+
+
+def test_a_window_begins_and_ends_inside_spans() -> None:
+    recorder = Clocked(warmup=1, batches=1)
+    outer, inner = KEYS[:2]
+
+    def batch(number: int) -> None:
+        recorder.now += 10
+        recorder.timed(inner, lambda: setattr(recorder, "now", recorder.now + 5))()
+        recorder.count_batches()
+        recorder.now += 100
+
+    for number in range(3):
+        recorder.timed(outer, batch)(number)
+    assert recorder.over
+    assert (recorder.nanoseconds, recorder.calls) == ({outer: 10, inner: 5}, {outer: 1, inner: 1})
+    assert recorder.unattributed == 100  # of the batch of the warmup, whose span began before
 
 
 def begun() -> Any:
@@ -278,28 +299,31 @@ def begun() -> Any:
     return stream
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "error", "message"),
+def evaluation() -> Any:
+    return pl.evaluate(pl.State.create(mlp()), points(), loss=cross_entropy)
+
+
+@rows(
     [
-        (begun, {}, pl.ArgumentError, r"has begun: give a new one, .*pl.profile\(pl.fit\(state, "),
-        (lambda: list(fit()), {}, pl.ArgumentTypeError, r"profile\(list\): give the stream of fit itself"),
-        (lambda: pl.progress(fit()), {}, pl.ArgumentTypeError, "of pl.progress"),
-        (lambda: pl.evaluate(pl.State.create(mlp()), points(), loss=cross_entropy), {}, pl.ArgumentTypeError, "fit"),
-        (fit, {"warmup": 12}, pl.ArgumentError, "ended after 12 batches, within the warmup of 12"),
-        (fit, {"warmup": 20}, pl.ArgumentError, "ended after 12 batches"),
-        (fit, {"warmup": -1}, pl.ArgumentError, "warmup"),
-        (fit, {"batches": 0}, pl.ArgumentError, "batches"),
-        (fit, {"batches": 1.5}, pl.ArgumentTypeError, "batches"),
-        (fit, {"synchronize": 1}, pl.ArgumentTypeError, "synchronize"),
-        (fit, {"trace": "."}, pl.ArgumentError, "is a folder"),
-        (fit, {"trace": 3}, pl.ArgumentTypeError, "3 is no path"),
-        (fit, {"trace": "memory://t.json", "torch_profiler": True}, pl.ArgumentError, "is a URL"),
-        (fit, {"steps": 3}, pl.ArgumentTypeError, "profile has no argument 'steps'"),
-    ],
+        Refusal(says, lambda make=make, options=options: pl.profile(make(), **options), error, (says,))
+        for says, make, options, error in [
+            ("has begun: give a new one", begun, {}, pl.ArgumentError),
+            ("profile(list): give the stream of fit itself", lambda: list(fit()), {}, pl.ArgumentTypeError),
+            ("of pl.progress", lambda: pl.progress(fit()), {}, pl.ArgumentTypeError),
+            ("fit", evaluation, {}, pl.ArgumentTypeError),
+            ("ended after 12 batches, within the warmup of 12", fit, {"warmup": 12}, pl.ArgumentError),
+            ("warmup", fit, {"warmup": -1}, pl.ArgumentError),
+            ("batches", fit, {"batches": 0}, pl.ArgumentError),
+            ("synchronize", fit, {"synchronize": 1}, pl.ArgumentTypeError),
+            ("is a folder", fit, {"trace": "."}, pl.ArgumentError),
+            ("3 is no path", fit, {"trace": 3}, pl.ArgumentTypeError),
+            ("is a URL", fit, {"trace": "memory://t.json", "torch_profiler": True}, pl.ArgumentError),
+            ("profile has no argument 'steps'", fit, {"steps": 3}, pl.ArgumentTypeError),
+        ]
+    ]
 )
-def test_bad_input_is_refused(make: Any, options: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        pl.profile(make(), **options)
+def test_it_is_refused(refusal: Refusal) -> None:
+    check(refusal)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +30,10 @@ from tests.support.streams import assert_same, frozen_copy
 
 # What comes before anything is kept, in each call of fit.
 UNKEPT = {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD}
-PRECISIONS = ("fp32", "fp32", "amp_bf16", "amp_fp16")
 # How many pairs after the event are compared, too.
 AFTER = 2
 
-Leaves = dict[str, Any]
-
-
-@attrs.frozen
-class Place:
-    """An event of a recorded run: so many batches are finished, and so many such events were there before it."""
-
-    event: Event
-    batch: int
-    occurrence: int
-    timestamp: pl.Timestamp
-    leaves: Leaves = attrs.field(repr=False)
+Item = tuple[Event, pl.Timestamp, dict[str, Any]]
 
 
 @attrs.frozen
@@ -86,23 +73,19 @@ class Run:
         callbacks = [] if folder is None else [FlightRecorder(folder, keep=self.keep, digest=self.digest)]
         return pl.fit(self.case.model(), self.data(), callbacks=callbacks, **{**self.arguments(), **more})
 
-    def record(self, folder: str) -> list[Place]:
+    def record(self, folder: str) -> list[Item]:
         """Train with a recorder, and copy each State of the run that is not lost."""
         if self.resumes == "never":
-            return places(snapshots(self.stream(folder)))
+            return snapshots(self.stream(folder))
         path = os.path.join(folder, "resumed.safetensors")
         first = self.until_cut(None if self.resumes == "begins" else folder, path)
         rest = snapshots(self.stream(folder, load_path=path))
-        if self.resumes == "begins":
-            return places(rest)
         # Where it resumed is seen only in what comes before anything is kept, and in a second FIT_START.
-        return places([*first, *(item for item in rest if item[0] is not Event.FIT_START)])
+        return rest if self.resumes == "begins" else first + [item for item in rest if item[0] is not Event.FIT_START]
 
-    def until_cut(self, folder: str | None, path: str) -> list[tuple[Event, pl.Timestamp, Leaves]]:
+    def until_cut(self, folder: str | None, path: str) -> list[Item]:
         """The events up to the State from which the run resumes: that after ``cut`` batches, or after the last."""
-        pairs = self.stream(folder)
-        events = []
-        length = 0
+        pairs, events, length = self.stream(folder), [], 0
         for event, state in pairs:
             batch = state.timestamp.batch
             if batch > self.cut + self.beyond:
@@ -114,46 +97,26 @@ class Run:
         pairs.close()
         return [item for item in events[:length] if item[0] not in UNKEPT]
 
-    def rewound(self, folder: str, when: Any, event: Any, occurrence: int) -> Any:
-        return pl.rewind(
-            *(folder, when, event, self.case.model(), self.data()), occurrence=occurrence, **self.arguments()
-        )
 
-
-def snapshots(pairs: Any) -> list[tuple[Event, pl.Timestamp, Leaves]]:
+def snapshots(pairs: Any) -> list[Item]:
     """Copies of the States, which are let go of, so that steps write in place where they may."""
     return [(event, state.timestamp, frozen_copy(state)) for event, state in pairs if event not in UNKEPT]
 
 
-def places(events: list[tuple[Event, pl.Timestamp, Leaves]]) -> list[Place]:
-    visits: dict[tuple[Event, int], int] = {}
-    result = []
-    for event, timestamp, leaves in events:
-        key = event, timestamp.batch
-        result.append(Place(*key, visits.get(key, 0), timestamp, leaves))
-        visits[key] = visits.get(key, 0) + 1
-    return result
-
-
-def comes_back(run: Run, folder: str, recorded: list[Place], position: int, when: Callable[[Place], Any]) -> None:
-    place = recorded[position]
-    pairs = run.rewound(folder, when(place), place.event.value, place.occurrence)
-    for wanted in recorded[position : position + 1 + AFTER]:
-        event, state = next(pairs)
-        where = f"{place}, at {event.name}"
-        assert (event, state.timestamp.batch) == (wanted.event, wanted.batch), where
-        assert_same(state, wanted.leaves, where)
+def comes_back(run: Run, folder: str, recorded: list[Item], position: int, by_timestamp: bool = False) -> None:
+    event, now, _ = recorded[position]
+    before = [item for item in recorded[:position] if (item[0], item[1].batch) == (event, now.batch)]
+    when = now if by_timestamp else f"{now.batch}ba"
+    place = folder, when, event.value, run.case.model(), run.data()
+    pairs = pl.rewind(*place, occurrence=len(before), **run.arguments())
+    for wanted, timestamp, leaves in recorded[position : position + 1 + AFTER]:
+        found, state = next(pairs)
+        where = f"{event.name} of batch {now.batch}, at {found.name}"
+        assert (found, state.timestamp.batch) == (wanted, timestamp.batch), where
+        assert_same(state, leaves, where)
     if position + AFTER >= len(recorded) - 1:
         assert next(pairs, None) is None
     pairs.close()
-
-
-def by_batch(place: Place) -> str:
-    return f"{place.batch}ba"
-
-
-def by_timestamp(place: Place) -> pl.Timestamp:
-    return place.timestamp
 
 
 def jitter(value: Any) -> Any:
@@ -176,23 +139,19 @@ def serving(name: str) -> st.SearchStrategy[Any]:
     return st.tuples(made, st.just(as_problem(served(factory) or "mlp")))
 
 
-def composed(name: str) -> st.SearchStrategy[Any]:
-    """A few algorithms that serve a problem."""
-    return st.tuples(compositions(problem=name), st.just(as_problem(name)))
-
-
-def any_algorithms() -> st.SearchStrategy[Any]:
-    compositions = [composed(name) for name in ("mlp", "convolution", "tied", "transformer")]
-    return st.one_of(st.one_of(compositions), st.one_of([serving(name) for name in ALGORITHMS]))
+COMPOSED = [
+    st.tuples(compositions(problem=name), st.just(as_problem(name)))
+    for name in ("mlp", "convolution", "tied", "transformer")
+]
 
 
 @st.composite
 def runs(draw: st.DrawFn, chosen: st.SearchStrategy[Any]) -> Run:
     algorithms, problem = draw(chosen)
-    case = draw(cases(problems=[problem], plans=plans(max_batches=8), precisions=PRECISIONS))
+    precisions = ("fp32", "fp32", "amp_bf16", "amp_fp16")
+    case = draw(cases(problems=[problem], plans=plans(max_batches=8), precisions=precisions))
     if draw(st.integers(0, 3)) == 0:
-        plan = attrs.evolve(case.plan, batches_per_step=2, batches_per_epoch=None)
-        case = attrs.evolve(case, plan=plan)
+        case = attrs.evolve(case, plan=attrs.evolve(case.plan, batches_per_step=2, batches_per_epoch=None))
     return Run(
         case,
         algorithms,
@@ -207,12 +166,10 @@ def runs(draw: st.DrawFn, chosen: st.SearchStrategy[Any]) -> Run:
 
 def prove(number: int, pairs: int, chosen: st.SearchStrategy[Any]) -> None:
     """So many pairs of each of so many runs come back."""
-    count = 0
 
     @settings(max_examples=number)
     @given(run=runs(chosen), data=st.data())
     def proved(run: Run, data: st.DataObject) -> None:
-        nonlocal count
         with tempfile.TemporaryDirectory() as folder:
             try:
                 recorded = run.record(folder)
@@ -220,40 +177,27 @@ def prove(number: int, pairs: int, chosen: st.SearchStrategy[Any]) -> None:
                 reject()  # what an algorithm needs, the length of the data for example, this run does not have
             indices = st.integers(0, len(recorded) - 1)
             for position in data.draw(st.lists(indices, min_size=pairs, max_size=pairs)):
-                place = recorded[position]
-                note(repr(place))
-                comes_back(run, folder, recorded, position, data.draw(st.sampled_from([by_batch, by_timestamp])))
-                count += 1
+                note(repr(recorded[position][:2]))
+                comes_back(run, folder, recorded, position, data.draw(st.booleans()))
 
     proved()
-    assert count >= number * pairs
 
 
 def test_events_of_random_runs_come_back() -> None:
-    prove(12, 5, any_algorithms())
+    prove(10, 5, st.one_of(st.one_of(COMPOSED), st.one_of([serving(name) for name in ALGORITHMS])))
 
 
-@pytest.mark.slow
-def test_a_thousand_events_of_random_runs_come_back() -> None:
-    prove(50, 20, any_algorithms())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_events_of_runs_with_each_algorithm_come_back(name: str) -> None:
-    prove(4, 5, serving(name))
+@pytest.mark.slow  # runs with each algorithm
+def test_events_of_runs_with_each_algorithm_come_back() -> None:
+    for name in sorted(ALGORITHMS):
+        prove(1, 4, serving(name))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-@pytest.mark.parametrize("resumes", ["never", "appends"])
+@pytest.mark.parametrize(("precision", "resumes"), [("fp32", "never"), ("amp_bf16", "appends")])
 def test_events_of_a_run_on_a_gpu_come_back(precision: str, resumes: str, tmp_path: Path) -> None:
-    plan = Plan(
-        batches=(4, 2, 3),
-        max_duration="2ep",
-        microbatch_size=2,
-        evaluators={"val": EvaluatorPlan(batches=(2,), interval="2ba")},
-    )
+    evaluators = {"val": EvaluatorPlan(batches=(2,), interval="2ba")}
+    plan = Plan(batches=(4, 2, 3), max_duration="2ep", microbatch_size=2, evaluators=evaluators)
     algorithms = [pl.algorithms.ema(half_life="2ba"), pl.algorithms.sam(), pl.algorithms.gradient_noise()]
     case = Case(plan=plan, problem="mlp", precision=precision)
     run = Run(case, pl.compose(*algorithms), is_shuffled=True, resumes=resumes, cut=3, beyond=1, device="cuda")
@@ -261,4 +205,4 @@ def test_events_of_a_run_on_a_gpu_come_back(precision: str, resumes: str, tmp_pa
     # On a GPU losses wait for a digest; all are in the journal where the run has ended.
     assert len([line for line in (tmp_path / "journal.jsonl").read_text().splitlines() if "batch" in line]) >= 6
     for position in range(0, len(recorded), 5):
-        comes_back(run, str(tmp_path), recorded, position, by_batch)
+        comes_back(run, str(tmp_path), recorded, position)

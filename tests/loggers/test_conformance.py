@@ -1,0 +1,405 @@
+"""What holds for each logger that keeps a record: what is logged is read back, once, whatever ended the run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.loggers import CSVLogger, InMemoryLogger, JSONLinesLogger
+from tests.loggers import records
+from tests.loggers.records import BACKENDS, STEPS, kill_process, killed, stream
+from tests.support import problem
+from tests.support.problem import points
+from tests.support.refused import Refusal, check, rows
+from tests.support.worlds import pool
+
+INSTALLED = {name: backend for name, backend in BACKENDS.items() if backend.is_installed}
+FILES = ["CSVLogger", "JSONLinesLogger", "TensorBoardLogger"]
+KEEPS_NO_RECORD = {"ConsoleLogger", "InMemoryLogger", "RemoteUploader", "SlackLogger"}
+# Those of trackers are slow: their packages take seconds to import.
+EACH = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (not backend.is_quick)) for name, backend in INSTALLED.items()],
+)
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.chdir(tmp_path)  # where MLflow puts artifacts of a database
+
+
+def test_each_logger_is_tried() -> None:
+    assert {*BACKENDS, *KEEPS_NO_RECORD} == set(pl.loggers.__all__)
+
+
+def steps(series: records.Series) -> dict[str, list[int]]:
+    return {name: sorted(step for step, _ in series[name]) for name in STEPS}
+
+
+@EACH
+def test_what_is_logged_is_read_back_and_a_resumed_run_adds_to_it(name: str, tmp_path: Path) -> None:
+    """The run is finished, which trained past its last checkpoint, and resumes from there."""
+    backend, memory = BACKENDS[name], InMemoryLogger()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    pl.run(stream([backend.make(whole), memory], run_name="first"))
+    found = backend.read(whole)
+    assert steps(found) == STEPS
+    for metric in STEPS:
+        assert [value for _, value in found[metric]] == pytest.approx(memory.series(metric)[1], rel=1e-6), metric
+    if "inputs" in found:
+        assert [step for step, _ in found["inputs"]] == [4, 8, 12]
+    for _, state in stream([backend.make(tmp_path)], tmp_path / "checkpoints"):
+        if state.timestamp.batch == 6:
+            break
+    pl.run(stream([backend.make(tmp_path)], tmp_path / "checkpoints"))
+    assert steps(backend.read(tmp_path)) == STEPS
+
+
+def comparable(folder: Path) -> Any:
+    """A record without times, and without what names the run."""
+    table = [{key: value for key, value in row.items() if key != "time"} for row in records.rows(folder / "m.csv")]
+    kept = [line for line in records.lines(folder / "m.jsonl") if line["kind"] not in ("hyperparameters", "run")]
+    for line in kept:
+        del line["time"]
+        if line["kind"] == "images":
+            assert all((folder / image).exists() for image in line.pop("value"))
+    return table, kept
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    st.integers(1, 11),
+    st.sampled_from([Event.BATCH_START, Event.BATCH_END, Event.EVAL_END, Event.EPOCH_CHECKPOINT]),
+    st.sampled_from(["1ba", "50ba"]),
+)
+def test_a_run_that_is_killed_anywhere_and_resumes_has_the_record_of_one_that_is_not(
+    tmp_path_factory: pytest.TempPathFactory, at: int, event: Event, flush: str
+) -> None:
+    torn = {"m.csv": b"11,1,17.5,0.2", "m.jsonl": b'{"time": 17, "event": "BATCH_END", "epo'}
+    folder = tmp_path_factory.mktemp("killed")
+    pl.run(stream([BACKENDS[name].make(folder / "whole") for name in FILES[:2]], run_name="one"))
+    for name in FILES:
+        if name in INSTALLED:
+            checkpoints, before = folder / f"{name} checkpoints", set(folder.iterdir())
+            killed(BACKENDS[name].make(folder, flush=flush), checkpoints, at, event)
+            for path in set(folder.iterdir()) - before:
+                if path.name in torn or path.name.startswith("events"):
+                    with path.open("ab") as file:
+                        file.write(torn.get(path.name, b"\x20\0\0\0\0\0\0\0torn"))
+            pl.run(stream([BACKENDS[name].make(folder, flush=flush)], checkpoints))
+            assert steps(BACKENDS[name].read(folder)) == STEPS
+    assert comparable(folder) == comparable(folder / "whole")
+
+
+@pytest.mark.slow  # processes that are killed, with all trackers
+def test_a_run_that_is_killed_by_a_signal_twice_has_one_record(tmp_path: Path) -> None:
+    making = ", ".join(backend.code.removesuffix(")") + ', flush="3ba")' for backend in INSTALLED.values())
+    for at in (5, 9):
+        kill_process(making, tmp_path, at=at)
+    loggers = [backend.make(tmp_path) for backend in INSTALLED.values()]
+    assert len({logger.recorded_run_name for logger in loggers}) == 1, "one name for all"
+    pl.run(stream(loggers, tmp_path / "checkpoints"))
+    for name, backend in INSTALLED.items():
+        found = backend.read(tmp_path)
+        assert steps(found) == STEPS, name
+        assert [step for step, _ in found.get("inputs", [])] in ([], [4, 8, 12]), name
+    assert json.loads((tmp_path / "m.run.json").read_text())["hyperparameters"]["batch_size"] == 5
+    assert not list(tmp_path.glob("*_journal.jsonl")), "everything is sent"
+
+
+@EACH
+def test_a_fork_under_the_name_of_its_run(name: str, tmp_path: Path) -> None:
+    """Files drop what is recorded again, and trackers keep what they have."""
+    backend, run, fork = BACKENDS[name], InMemoryLogger(), InMemoryLogger()
+    pairs = stream([backend.make(tmp_path), run], run_name="one", donate=False)
+    kept, _ = (state for event, state in pairs if event is Event.EPOCH_CHECKPOINT)
+    other = pl.optim.sgd(lr=0.01)
+    pl.run(stream([backend.make(tmp_path), fork], start=kept, optimizer=other, run_name="one"))
+    before, after = (dict(zip(*each.series("train/loss"), strict=True)) for each in (run, fork))
+    assert all(after[batch] != before[batch] for batch in range(8, 13)), "other numbers"
+    wanted = {**before, **after} if backend.drops else {**after, **before}
+    assert dict(backend.read(tmp_path)["train/loss"]) == pytest.approx(wanted, rel=1e-6)
+
+
+def lose(name: str, folder: Path, last: int) -> None:
+    """Remove what is after a batch of a record."""
+    if name == "TensorBoardLogger":
+        from pure_loop.loggers.tensorboard import _cut, _event_files
+
+        for file in _event_files(folder):
+            _cut(file, last)
+    elif name == "CSVLogger":
+        head, *body = (folder / "m.csv").read_text().splitlines(keepends=True)
+        (folder / "m.csv").write_text("".join([head, *(row for row in body if int(row.split(",")[0]) <= last)]))
+    else:
+        body = (folder / "m.jsonl").read_text().splitlines(keepends=True)
+        (folder / "m.jsonl").write_text("".join(line for line in body if json.loads(line)["batch"] <= last))
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name in INSTALLED])
+def test_a_record_that_ends_before_the_checkpoint_is_said(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was cut, or restored from a copy: the batch at which it ends, and that at which the run resumes."""
+    for last in (8, 6):
+        folder = tmp_path / str(last)
+        pl.run(stream([BACKENDS[name].make(folder)], folder / "checkpoints", max_duration="8ba"))
+        lose(name, folder, last)
+        caplog.clear()
+        pl.run(stream([BACKENDS[name].make(folder)], folder / "checkpoints", max_duration="9ba"))
+        said = [text for text in caplog.messages if "what was recorded between them is not in it" in text]
+        assert len(said) == (last < 8)
+        assert all(f"ends at batch {last}, and the run resumes at batch 8" in text for text in said)
+
+
+# What ended the run.
+
+
+class EndedError(Exception):
+    pass
+
+
+def at_batch(event: Event, error: type[BaseException] = EndedError) -> Any:
+    def callback(now: Event, state: pl.State) -> None:
+        if now is event and state.timestamp.batch == 4:
+            raise error
+
+    return callback
+
+
+class Raises(pl.Logger):
+    """A logger that can't take what it is given, or raises by itself."""
+
+    def __init__(self, event: Event, *, by_recording: bool) -> None:
+        self.event, self.by_recording = event, by_recording
+
+    def run_event(self, now: Event, state: pl.State, logger: Any) -> None:
+        if not self.by_recording:
+            at_batch(self.event)(now, state)
+
+    def log_metrics(self, metrics: Any, state: pl.State) -> None:
+        name = "val/loss" if self.event is Event.EVAL_END else "train/loss"
+        if self.by_recording and name in metrics and state.timestamp.batch == 4:
+            raise EndedError
+
+
+def ways(event: Event) -> dict[str, dict[str, Any]]:
+    def function(state: pl.State) -> pl.State:
+        at_batch(event)(event, state)
+        return state
+
+    rate, speed = pl.callbacks.LRMonitor(name="rate"), pl.callbacks.SpeedMonitor()
+    return {
+        "an algorithm": {"algorithms": [pl.algorithm(event)(function)]},
+        "a callback": {"callbacks": [at_batch(event), speed, rate]},
+        "a later callback": {"callbacks": [rate, at_batch(event)]},
+        "an interrupt": {"callbacks": [at_batch(event, KeyboardInterrupt), rate]},
+        "a logger": {"loggers": [Raises(event, by_recording=False)]},
+        "a record": {"loggers": [Raises(event, by_recording=True)]},
+    }
+
+
+def fit(*loggers: Any, **options: Any) -> Any:
+    settings = {"evaluators": {"val": points(1)}, "eval_interval": "2ba", "strict": False, **options}
+    return problem.fit(**{**settings, "loggers": [*options.get("loggers", ()), *loggers]})
+
+
+@pytest.mark.parametrize("options", [{}, {"watch": ["fit_end"]}, {"strict": True}], ids=["every", "few", "strict"])
+def test_values_of_the_event_at_which_the_run_ended_are_recorded(options: Any, tmp_path: Path) -> None:
+    for event, evaluated in ((Event.BATCH_END, [2]), (Event.EVAL_END, [2, 4])):
+        for name, way in ways(event).items():
+            memory = InMemoryLogger()
+            files = [BACKENDS[each].make(tmp_path / f"{event} {name}") for each in FILES[:2]]
+            with pytest.raises((EndedError, KeyboardInterrupt)):
+                pl.run(fit(memory, *files, **way, **options))
+            found = [memory.series(each)[0] for each in ("train/loss", "val/loss")]
+            assert found == [[1, 2, 3, 4], evaluated], name
+            if "rate" in memory.metrics:
+                assert memory.series("rate")[0] == [1, 2, 3, 4]
+            for each in FILES[:2]:
+                series = BACKENDS[each].read(tmp_path / f"{event} {name}")
+                assert [step for step, _ in series["val/loss"]] == evaluated, (name, each)
+
+
+def test_what_the_body_raises_is_after_the_record_and_a_record_that_fails_is_a_note() -> None:
+    logger, body = InMemoryLogger(), at_batch(Event.EVAL_END)
+    with pytest.raises(EndedError):
+        [body(event, state) for event, state in fit(logger)]
+    assert logger.series("val/loss")[0] == [2, 4]
+    with pytest.raises(EndedError) as caught:
+        pl.run(fit(Raises(Event.EVAL_END, by_recording=True), callbacks=[at_batch(Event.EVAL_END)]))
+    assert "while recording EVAL_END: EndedError" in " ".join(caught.value.__notes__)
+
+
+def _two_ranks(rank: int) -> list[int]:
+    logger = InMemoryLogger()
+    with pytest.raises((EndedError, pl.DistributedError)):
+        pl.run(fit(logger, parallel="replicate", callbacks=[at_batch(Event.EVAL_END)]))
+    return logger.series("val/loss")[0] if "val/loss" in logger.metrics else []
+
+
+@pytest.mark.slow  # the compiler's tracing, and processes
+def test_in_compiled_runs_and_on_two_ranks_too(interpreted: None) -> None:
+    for event, evaluated in ((Event.BATCH_END, [2]), (Event.EVAL_END, [2, 4])):
+        logger = InMemoryLogger()
+        with pytest.raises(EndedError):
+            pl.run(fit(logger, compile=True, watch=["fit_end"], **ways(event)["a callback"]))
+        assert logger.series("val/loss")[0] == evaluated
+    assert pool().run(_two_ranks)[0] == [2, 4]
+
+
+# One name has one value at one step, whatever is attached.
+
+C = pl.callbacks
+MONITORS = {
+    "lr": C.LRMonitor,
+    "lr under another name": lambda: C.LRMonitor(name="rate"),
+    "speed": lambda: C.SpeedMonitor(window=1),
+    "gradients": lambda: C.GradMonitor(interval="1ba", per_layer=True),
+    "activations": lambda: C.ActivationMonitor(interval="1ba"),
+    "memory": lambda: C.MemoryMonitor(interval="1ba"),
+    "time": lambda: C.TimeLeft(interval="1ba"),
+}
+
+
+class Everything(pl.Logger):
+    """Each number with its name and step."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, int]] = []
+
+    def log_metrics(self, metrics: Any, state: pl.State) -> None:
+        self.values += [(name, state.timestamp.batch) for name in metrics]
+
+
+@given(
+    st.lists(st.sampled_from(sorted(MONITORS)), unique=True),
+    st.sampled_from([None, 2]),
+    st.sampled_from(["1ba", "2ba", "1ep", "7sp"]),
+    st.sampled_from(["1ba", "4ba", "2ep"]),
+    st.data(),
+)
+@settings(max_examples=12)
+def test_each_name_has_one_value_at_each_step(
+    names: list[str], size: int | None, interval: str, end: str, data: st.DataObject
+) -> None:
+    options: dict[str, Any] = {"microbatch_size": size, "eval_interval": interval, "max_duration": end}
+    options |= {"evaluators": {"val": points(1), "train": points(2)}, "train_metrics": None}
+    logger, more = Everything(), Everything()
+    pairs = fit(logger, callbacks=[MONITORS[name]() for name in names], **options)
+    kept = [state for event, state in pairs if event in (Event.BATCH_END, Event.EPOCH_END)]
+    assert len(set(logger.values)) == len(logger.values)
+    # The record of a resumed run adds to what was recorded up to there.
+    state = data.draw(st.sampled_from(kept), label="resumed from")
+    pl.run(fit(more, model=state, callbacks=[MONITORS[name]() for name in names], **options))
+    later = [(name, step) for name, step in more.values if step > state.timestamp.batch]
+    assert len(set(later)) == len(later)
+    assert {key for key in logger.values if key[1] > state.timestamp.batch} == set(later)
+
+
+class OfTheLibrary(pl.Callback):
+    def batch_end(self, state: pl.State, logger: Any) -> None:
+        logger.log_metrics({"train/loss": 0.0}, state)
+
+
+class Both(pl.Callback):
+    def batch_end(self, state: pl.State, logger: Any) -> None:
+        logger.log_metrics({"f1": {"a/b": 1.0}, "f1/a": {"b": 2.0}}, state)
+
+
+def observed(*callbacks: Any) -> Any:
+    return fit(InMemoryLogger(), callbacks=callbacks, clock=itertools.count().__next__)
+
+
+SPEEDS = C.SpeedMonitor(window=1), C.SpeedMonitor(window=2)
+AT_ONCE: dict[str, Any] = {
+    "another name: LRMonitor(optimizer,": lambda: observed(C.LRMonitor(pl.optim.sgd(lr=0.5))),
+    "two loggers write to": lambda: stream([CSVLogger("m.csv"), CSVLogger("m.csv")]),
+    "CSVLogger path='..' is a folder: write the path of a file": lambda: CSVLogger(".."),
+    "JSONLinesLogger path='.' is a folder": lambda: JSONLinesLogger("."),
+}
+LATER: dict[str, Any] = {
+    "'f1/a/b' would be the name of two values": lambda: observed(Both()),
+    "where callback SpeedMonitor": lambda: observed(*SPEEDS),
+    "records 'train/loss' at batch 1, where callback": lambda: observed(OfTheLibrary()),
+}
+REFUSED = [
+    Refusal(says, call, pl.ArgumentError, (says,), at_once)
+    for at_once, calls in ((True, AT_ONCE), (False, LATER))
+    for says, call in calls.items()
+]
+PACKAGES = {
+    "CometMLLogger": ("comet_ml", "comet_ml", {"project": "digits", "mode": "offline"}),
+    "MLFlowLogger": ("mlflow", "mlflow", {"experiment": "digits"}),
+    "NeptuneLogger": ("neptune", "neptune", {"mode": "offline"}),
+    "RemoteUploader": ("fsspec", "remote", {"url": "memory://x"}),
+    "SlackLogger": ("slack_sdk", "slack", {"channel": "#training", "token": "x"}),
+    "TensorBoardLogger": ("tensorboard", "tensorboard", {"folder": "runs"}),
+    "WandBLogger": ("wandb", "wandb", {"project": "digits"}),
+}
+
+
+@rows(REFUSED)
+def test_it_is_refused(refusal: Refusal) -> None:
+    check(refusal)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, extra, arguments = PACKAGES[name]
+    for module in [module for module in sys.modules if module == package or module.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(pl.MissingExtraError, match=rf"{package}.*pip install 'pure_loop\[{extra}\]'"):
+        getattr(pl.loggers, name)(**arguments)
+
+
+@EACH
+def test_a_folder_that_cant_be_written_is_an_error_at_fit_start(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    seen: list[Event] = []
+    logger = BACKENDS[name].make(tmp_path / "file" / "m")
+    with pytest.raises(OSError, match=rf"{name} can't write to the folder.*{tmp_path.name}/file"):
+        pl.run(stream([logger], callbacks=[lambda event, _: seen.append(event)]))
+    assert seen[-1] is Event.FIT_START, "no batch is trained"
+
+
+@pytest.mark.slow  # packages of trackers
+def test_trackers_refuse_bad_input_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # with no file of Comet's own
+    for variable in ("COMET_API_KEY", "NEPTUNE_API_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    own = {"CometMLLogger": "tags", "WandBLogger": "id", "NeptuneLogger": "with_id"}
+    for name, option in own.items():
+        if name in INSTALLED:
+            make = getattr(pl.loggers, name)
+            for options, says in (
+                ({"options": {option: "x"}}, f"options has '{option}'"),
+                ({"tags": "a"}, "tags"),
+                ({"mode": "of line"}, "mode"),
+                ({"mode": "online" if name == "CometMLLogger" else "async"}, r'api_key="\.\.\.".*mode="offline"|mode'),
+            ):
+                with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=says):
+                    make(**{"mode": "offline", **options})
+
+
+def test_values_are_read_from_the_device_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self.numel()) or tolist(self))
+    pl.run(stream([JSONLinesLogger(tmp_path / "m.jsonl", flush="5ba", include="train/loss")], callbacks=[]))
+    assert reads == [5, 5, 2]
