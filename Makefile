@@ -53,7 +53,7 @@ test-shuffled: $(STAMP)  ## the fast tier in another order, with other examples 
 	PURE_LOOP_SEED=$(SEED) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not thorough" \
 		--hypothesis-seed=$(SEED)
 
-COMPILED := test_compile test_connected test_refusals test_kept test_inductor
+COMPILED := test_compile test_graphs test_refusals test_kept test_inductor
 
 test-compiler: $(STAMP)  ## compiled steps through torch's compiler, and not operation by operation: about 40 minutes
 	PURE_LOOP_COMPILER=1 $(BIN)/python -m pytest -n 2 --timeout=3600 $(COMPILED:%=tests/compile/%.py)
