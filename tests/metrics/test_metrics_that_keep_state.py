@@ -92,8 +92,8 @@ def test_a_metric_that_keeps_nothing_is_not() -> None:
         assert "own" in fit(make()).metrics["val"], kind
 
 
-@pytest.mark.parametrize("field", WRITES)
-def test_a_metric_that_writes_to_what_it_measures_is_refused_for_that(field: str) -> None:
+def test_a_metric_that_writes_to_what_it_measures_is_refused_for_that() -> None:
     """It measures another batch the second time, and keeps nothing."""
-    with pytest.raises(pl.ImpurityError, match=rf"a metric changed {field}.* in place"):
-        fit(metric(WRITES[field]))
+    for field, update in WRITES.items():
+        with pytest.raises(pl.ImpurityError, match=rf"a metric changed {field}.* in place"):
+            fit(metric(update))

@@ -121,35 +121,35 @@ def test_what_comes_after_the_end_is_refused_at_the_call(refusal: Refusal) -> No
     check(refusal)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        # Not known.
-        lambda: fit(S.chain(0.0, ("1ep", 0.1)), "8ba", Unsized(TEN)),
-        lambda: fit(warm("1000sp"), "1ep", Unsized(TEN)),
-        lambda: fit(warm("500ba"), "1ep", Unsized(TEN)),
-        lambda: fit(warm("10m"), "1ep"),
-        lambda: fit(lambda timestamp: 0.1 * min(1.0, timestamp.batch / 500), "1ep"),
-        # The last batch has the peak.
-        lambda: fit(warm("18sp"), "1ep", LOADER),
-        lambda: fit(S.piecewise({"0ba": 0.0, "9ba": 0.1}), "1ep"),
-        lambda: fit(warm("0.9dur"), "1ep"),
-        lambda: fit(S.one_cycle("1dur"), "1ep"),
-        # Begins above 0, or is left before it ends.
-        lambda: fit(S.cyclic("20ba", 0.1, 1.0), "1ep"),
-        lambda: fit(S.chain(S.warmup("10ba"), ("5ba", S.warmup("50ba"))), "1ep"),
-        # Meant.
-        lambda: fit(0.0, "1ep"),
-        lambda: fit(S.linear(0.0, 0.1, "1dur"), "1ep"),
-        lambda: fit(parted(pl.optim.sgd(lr=S.piecewise({"0ba": 0.0, "500ba": 0.1}))), "1ep"),  # frozen at first
-        *[
-            lambda start=start: fit(0.1, "1ep", algorithms=[pl.algorithms.swa(start, interval="1ba")])
-            for start in ("10ba", "1ep", "20sp", "1dur")
-        ],
+TAKEN: list[Callable[[], pl.Stream]] = [
+    # Not known.
+    lambda: fit(S.chain(0.0, ("1ep", 0.1)), "8ba", Unsized(TEN)),
+    lambda: fit(warm("1000sp"), "1ep", Unsized(TEN)),
+    lambda: fit(warm("500ba"), "1ep", Unsized(TEN)),
+    lambda: fit(warm("10m"), "1ep"),
+    lambda: fit(lambda timestamp: 0.1 * min(1.0, timestamp.batch / 500), "1ep"),
+    # The last batch has the peak.
+    lambda: fit(warm("18sp"), "1ep", LOADER),
+    lambda: fit(S.piecewise({"0ba": 0.0, "9ba": 0.1}), "1ep"),
+    lambda: fit(warm("0.9dur"), "1ep"),
+    lambda: fit(S.one_cycle("1dur"), "1ep"),
+    # Begins above 0, or is left before it ends.
+    lambda: fit(S.cyclic("20ba", 0.1, 1.0), "1ep"),
+    lambda: fit(S.chain(S.warmup("10ba"), ("5ba", S.warmup("50ba"))), "1ep"),
+    # Meant.
+    lambda: fit(0.0, "1ep"),
+    lambda: fit(S.linear(0.0, 0.1, "1dur"), "1ep"),
+    lambda: fit(parted(pl.optim.sgd(lr=S.piecewise({"0ba": 0.0, "500ba": 0.1}))), "1ep"),  # frozen at first
+    *[
+        lambda start=start: fit(0.1, "1ep", algorithms=[pl.algorithms.swa(start, interval="1ba")])
+        for start in ("10ba", "1ep", "20sp", "1dur")
     ],
-)
-def test_what_reaches_it_or_is_not_known_is_taken(call: Callable[[], pl.Stream]) -> None:
-    call()
+]
+
+
+def test_what_reaches_it_or_is_not_known_is_taken() -> None:
+    for call in TAKEN:
+        call()
 
 
 def test_the_error_says_what_to_write() -> None:
