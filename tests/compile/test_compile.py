@@ -131,7 +131,7 @@ OPTIMIZERS = [
 
 def test_each_optimizer_is_what_it_is_in_eager_steps() -> None:
     for optimizer in OPTIMIZERS:
-        same({**SHORT, "optimizer": optimizer, "max_duration": "3ba", "watch": BATCHES})
+        same({**SHORT, "optimizer": optimizer, "max_duration": "2ba", "watch": BATCHES})
 
 
 @pl.algorithm(Event.AFTER_LOSS)
