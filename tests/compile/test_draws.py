@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from threading import Event as Flag
@@ -26,9 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import operations, record
-from pure_loop.errors import ArgumentTypeError, CompileError
-from pure_loop.random.seeds import derive, generator, seeded, seeded_all, tracer
-from tests.support.models import batches
+from pure_loop.random.seeds import derive, generator, seeded, tracer
+from tests.support import problem
 from tests.support.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -173,29 +171,30 @@ def test_seeds_are_those_of_each_step_and_run() -> None:
     assert len(torch.unique(everything, dim=0)) == 24
 
 
-def test_several_steps_in_a_call() -> None:
+def test_several_steps_in_a_call_and_evaluations_draw() -> None:
     wanted, _ = drawn(by_the_batch)
     assert torch.equal(drawn(by_the_batch, compile=True, steps_per_call=4)[0], wanted)
 
-
-def small(algorithms: list[pl.Algorithm], event: Event, **options: Any) -> Iterator[pl.State]:
-    data = [(torch.ones(2, 4), torch.ones(2, 1))]
-    settings: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "3ep"}
-    torch.manual_seed(0)
-    stream = pl.fit(nn.Linear(4, 1), data, evaluators=data, algorithms=algorithms, watch={event}, **settings, **options)
-    return (state for _, state in stream)
-
-
-def test_evaluations_draw() -> None:
     def noise(state: pl.State) -> pl.State:
         inputs, targets = state.batch
         return state.replace(batch=(inputs + by_the_batch(state).sum(), targets))
 
-    def evaluated(**options: Any) -> list[Any]:
-        algorithm = pl.Algorithm("noise", {Event.EVAL_BATCH_START: noise})
-        return [state.metrics for state in small([algorithm], Event.EVAL_END, **options)]
+    algorithm = pl.Algorithm("noise", {Event.EVAL_BATCH_START: noise})
+    options: dict[str, Any] = {"algorithms": [algorithm], "evaluators": problem.points(1), "watch": {Event.EVAL_END}}
+    eager, compiled = (
+        [str(s.metrics) for _, s in problem.fit(compile=each, strict=None, **options)] for each in (False, True)
+    )
+    assert compiled == eager
 
-    assert str(evaluated(compile=True)) == str(evaluated())
+
+def test_an_optimizer_draws() -> None:
+    def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+        noise = generator(5, "own", timestamp.batch)
+        new = {n: p - 0.1 * grads[n] + 0.01 * torch.randn(p.shape, generator=noise) for n, p in params.items()}
+        return pl.FrozenDict(new), opt_state
+
+    own = pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=update, lr=lambda timestamp: 0.1)
+    same(by_the_batch, optimizer=own)
 
 
 class Drawing(nn.Module):
@@ -220,13 +219,13 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("checked")
 def test_a_model_draws_by_constants_and_through_distributions() -> None:
-    def trained(**options: Any) -> pl.State:
-        torch.manual_seed(0)
-        data = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.ones(6, 1))] * 5
-        others: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
-        return pl.run(pl.fit(Drawing(), data, watch={Event.EPOCH_END}, **others, **options))
+    def trained(**options: Any) -> Any:
+        data = [(x, torch.ones(4, 1)) for x, _ in problem.points()]
+        with seeded(0):
+            model = Drawing()
+        return dict(problem.run(model, data, loss=mse_loss, strict=None, watch={Event.EPOCH_END}, **options).params)
 
-    torch.testing.assert_close(dict(trained(compile=True).params), dict(trained().params), rtol=0, atol=1e-6)
+    torch.testing.assert_close(trained(compile=True), trained(), rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(0.0, -torch.ones(1))  # arguments are looked at as before
 
@@ -238,19 +237,16 @@ def test_what_a_draw_is_given_may_be_written_to_between_two_steps() -> None:
         def draw(state: pl.State) -> Tensor:
             return torch.normal(means, 1.0, generator=generator(state.seed, "x", state.timestamp.batch))
 
-        def remember(state: pl.State) -> pl.State:
-            return state.remember("drawn", draw(state))
-
+        remember = {Event.AFTER_LOSS: lambda state: state.remember("drawn", draw(state))}
         found = []
-        for state in small(
-            [pl.Algorithm("drawn", {Event.AFTER_LOSS: remember}, init=draw)], Event.BATCH_END, **options
-        ):
+        for _, state in problem.fit(algorithms=pl.Algorithm("drawn", remember, init=draw), **options):
             found.append(state.algorithm_state["drawn"])
             means += 10
         return found
 
-    compiled = shifted(compile=True)
-    assert all(map(torch.equal, compiled, shifted()))
+    options: dict[str, Any] = {"watch": {Event.BATCH_END}, "strict": None}
+    compiled = shifted(compile=True, **options)
+    assert all(map(torch.equal, compiled, shifted(**options)))
     assert compiled[-1].min() > 5
 
 
@@ -335,174 +331,17 @@ def test_compiling_changes_nothing_for_other_threads() -> None:
     assert changed == set()
 
 
-def from_a_generator_of_its_own(state: pl.State) -> Tensor:
-    return torch.rand(3, generator=OWN)
-
-
-def from_one_that_it_seeds_again(state: pl.State) -> Tensor:
-    return torch.rand(3, generator=generator(state.seed, "x").manual_seed(3))
-
-
-def from_data(state: pl.State) -> Tensor:
-    return torch.bernoulli(state.params["0.bias"].sigmoid(), generator=generator(state.seed, "x"))
-
-
-def from_what_it_wrote_data_to(state: pl.State) -> Tensor:
-    chances = torch.zeros(3)
-    chances[1:] += state.params["0.bias"].detach()[1:].sigmoid()
-    return torch.bernoulli(chances, generator=generator(state.seed, "x"))
-
-
-def from_what_it_drew(state: pl.State) -> Tensor:
-    random = generator(state.seed, "x")
-    return torch.bernoulli(torch.rand(3, generator=random), generator=random)
-
-
-def from_pythons(state: pl.State) -> Tensor:
-    return torch.tensor(random.Random(derive(state.seed, "x", state.timestamp.batch)).random())
-
-
-def from_pythons_by_an_int(state: pl.State) -> Tensor:
-    return torch.tensor(random.Random(int(derive(state.seed, "x", state.timestamp.batch))).random())
-
-
-def from_numpys(state: pl.State) -> Tensor:
-    return torch.tensor(numpy.random.default_rng(derive(state.seed, "x", state.timestamp.batch)).random())
-
-
-def from_one_that_it_makes(state: pl.State) -> Tensor:
-    return torch.rand(3, generator=torch.Generator().manual_seed(derive(state.seed, state.timestamp.batch)))
-
-
-def from_one_that_is_seeded_again(state: pl.State) -> Tensor:
-    with seeded(derive(state.seed, "x", state.timestamp.batch)):
-        torch.manual_seed(3)
-        return torch.rand(3)
-
-
-def from_one_that_is_put_back(state: pl.State) -> Tensor:
-    with seeded(derive(state.seed, "x", state.timestamp.batch)), torch.random.fork_rng(devices=[]):
-        return torch.rand(3)
-
-
-def from_any_by_the_batch(state: pl.State) -> Tensor:
-    with seeded_all(derive(state.seed, "x", state.timestamp.batch)):
-        return torch.rand(3) + random.random()
-
-
-A_GENERATOR = r"Draw from pl\.random\.generator\(seed, \"name\", state\.timestamp\.batch, "
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (from_a_generator_of_its_own, rf"generator=OWN.* a generator of its own.* {A_GENERATOR}"),
-        (from_one_that_it_seeds_again, rf"manual_seed\(3\).* a generator of its own.* {A_GENERATOR}"),
-        (
-            from_data,
-            r"test_draws.* by what the graph is given.* \(aten\.bernoulli\.default\).* torch\.rand_like\(p\) <",
-        ),
-        (from_what_it_wrote_data_to, r"by what the graph is given.* \(aten\.bernoulli\.default\)"),
-        (from_what_it_drew, r"by what the graph is given.* \(aten\.bernoulli\.default\)"),
-        (from_pythons, rf"seeds a generator of its own .* has no hash.* {A_GENERATOR}"),
-        (from_pythons_by_an_int, r"decides by state\.timestamp\.batch"),
-        (from_numpys, rf"bit_generator.* seeds a generator of its own .* {A_GENERATOR}"),
-        (from_one_that_it_makes, rf"manual_seed.* seeds a generator of its own .* {A_GENERATOR}"),
-        (lambda state: torch.zeros(()) + random.random(), rf"it calls random\.random.* {A_GENERATOR}"),
-        (
-            lambda state: torch.zeros(()) + numpy.random.beta(1, 1),
-            rf"it calls functions of numpy\.random \(in <lambda>.* {A_GENERATOR}",
-        ),
-        (from_one_that_is_seeded_again, rf"it calls torch\.manual_seed.* {A_GENERATOR}"),
-        (from_one_that_is_put_back, rf"it calls torch\.fork_rng.* {A_GENERATOR}"),
-        (from_any_by_the_batch, r"decides by state\.timestamp\.batch"),
-    ],
-)
-def test_what_cannot_be_drawn_in_a_graph(function: Callable[[pl.State], Any], says: str) -> None:
-    with pytest.raises(CompileError, match=rf"'drawn' at BATCH_END.*{says}.*where possible"):
-        drawn(function, compile=True)
-
-
-@pytest.mark.slow
-def test_it_runs_eagerly_where_possible() -> None:
-    for function in (from_data, from_pythons, from_numpys):
-        torch.testing.assert_close(drawn(function, compile="where possible"), drawn(function), rtol=0, atol=1e-6)
-
-
-def test_python_and_numpy_by_the_epoch_are_a_graph_an_epoch() -> None:
-    def draw(state: pl.State) -> Tensor:
-        with seeded_all(derive(state.seed, "x", state.timestamp.epoch)):
-            return torch.rand(3) + random.random() + numpy.random.rand()
-
-    same(draw, graphs=2)
-
-
-def test_a_path_of_something_else_is_the_mistake_that_it_is_in_eager_steps() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"1\.5 is a float"):
-        drawn(lambda state: by_the_batch(state) + generator(state.seed, 1.5).initial_seed(), compile=True)  # type: ignore[arg-type]
-
-
-def test_a_seed_that_python_cannot_take_is_refused_however_large_it_is() -> None:
-    modulus = sys.hash_info.modulus
-    names = [next(n for n in map(str, range(99)) if (derive(0, n, 0) < modulus) is small) for small in (True, False)]
-    for name in names:
-
-        def draw(state: pl.State, name: str = name) -> Tensor:
-            return torch.zeros(()) + random.Random(derive(state.seed, name, state.timestamp.epoch)).random()
-
-        with pytest.raises(CompileError, match=r"'drawn' at BATCH_END.* has no hash"):
-            drawn(draw, compile=True)
-
-
-def test_a_generator_does_not_outlive_its_trace() -> None:
-    kept: list[torch.Generator] = []
-
-    def keeps(state: pl.State) -> Tensor:
-        kept.append(generator(state.seed, "x"))
-        return torch.zeros(3)
-
-    drawn(keeps, compile=True)
-    with pytest.raises(CompileError, match=r"generator=kept\[-1\].* a generator of its own"):
-        drawn(lambda state: torch.rand(3, generator=kept[-1]), compile=True)
-
-    def remembers(state: pl.State) -> pl.State:
-        return state.remember("x", (torch.zeros(1), generator(state.seed, "x")))
-
-    with pytest.raises(CompileError, match="'x' at AFTER_LOSS can't be compiled: its memory is a generator"):
-        list(small([pl.Algorithm("x", {Event.AFTER_LOSS: remembers})], Event.BATCH_END, compile=True))
-
-
-def noisy(noise: Callable[[Tensor, pl.Timestamp], Tensor]) -> pl.optim.Optimizer:
-    def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
-        new = {name: p - 0.1 * grads[name] + 0.01 * noise(p, timestamp) for name, p in params.items()}
-        return pl.FrozenDict(new), opt_state
-
-    return pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=update, lr=lambda timestamp: 0.1)
-
-
-def test_an_optimizer_that_draws() -> None:
-    same(by_the_batch, optimizer=noisy(lambda p, t: torch.randn(p.shape, generator=generator(5, "own", t.batch))))
-    stray = noisy(lambda p, t: torch.randn_like(p))
-    with pytest.raises(CompileError, match=rf"optimizer 'own' can't be compiled: .* global generator.* {A_GENERATOR}"):
-        drawn(by_the_batch, compile=True, optimizer=stray)
-    drawn(by_the_batch, compile="where possible", optimizer=stray)
-
-
 def test_a_checkpointed_segment_may_ask_for_the_state_of_the_generator() -> None:
     class Segment(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
             return found
 
-    def trained(**options: Any) -> Any:
-        torch.manual_seed(0)
-        model = Segment(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-        settings: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep"}
-        data = [(torch.ones(2, 4), torch.ones(2, 1))]
-        return dict(pl.run(pl.fit(model, data, watch={Event.FIT_END}, **settings, **options)).params)
-
-    torch.testing.assert_close(trained(compile=True), trained())
+    model = Segment(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
+    found, wanted = (
+        problem.run(model, compile=each, strict=None, watch={Event.FIT_END}).params for each in (True, False)
+    )
+    torch.testing.assert_close(dict(found), dict(wanted))
 
 
 class Attends(nn.Module):
@@ -531,11 +370,8 @@ class Attends(nn.Module):
         return cast(Tensor, self.last(found.flatten(1)))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("how", ["by name", "by place", "in a module", "in an encoder"])
-def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(
-    p: float, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a GPU has; on a CPU torch has none that drops out."""
     plain: list[bool] = []
     kernels: list[bool] = []
@@ -550,16 +386,16 @@ def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(
         kernels.append(cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
         return real(*args, **kwargs)
 
-    def run(**options: Any) -> pl.State:
-        torch.manual_seed(0)
-        settings: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
-        return pl.run(pl.fit(Attends(how, p), batches((8,) * 3, seed=0), max_duration="2ep", **settings, **options))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(operations, "sdpa_kernel", noted)
-        if how.startswith("in"):
-            patch.setattr(functional, "scaled_dot_product_attention", inside)
-        found = run(compile=True, watch={Event.EPOCH_END})
-    assert plain == [True] * bool(p)
-    assert kernels == [not p] * how.startswith("in")
-    torch.testing.assert_close(dict(found.params), dict(run().params))
+    for p in (0.0, 0.5):
+        plain.clear()
+        kernels.clear()
+        with seeded(0):
+            model = Attends(how, p)
+        with monkeypatch.context() as patch:
+            patch.setattr(operations, "sdpa_kernel", noted)
+            if how.startswith("in"):
+                patch.setattr(functional, "scaled_dot_product_attention", inside)
+            found = problem.run(model, compile=True, strict=None, watch={Event.EPOCH_END})
+        assert plain == [True] * bool(p)
+        assert kernels == [not p] * how.startswith("in")
+        torch.testing.assert_close(dict(found.params), dict(problem.run(model).params))

@@ -1,22 +1,33 @@
-"""Compiled steps through the compiler itself, and that nothing imports it before it is asked for."""
+"""Compiled steps through the compiler itself: where it would change numbers, or how they lie in memory.
+
+Each graph takes it seconds; what is marked thorough is of one setting, or of one mistake of torch 2.13.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pixel_shuffle, relu
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.compile import _torch, record
+from pure_loop.compile import _torch, interpreted, record
 from pure_loop.errors import NonFiniteError
-from tests.support.compiling import assert_close, fit, several
-from tests.support.models import CLASSES, FEATURES, batches, plain
+from tests.support import problem
+from tests.support.compiling import BATCHES, FIVE, WITH_NAN, fit, net, same, several
+from tests.support.problem import CLASSES
+from tests.support.streams import leaves
+
+TWO = FIVE[:2]
+END = {Event.FIT_END}
 
 
 @pytest.fixture(autouse=True)
@@ -24,43 +35,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
 
 
-@pytest.mark.thorough
-def test_compiled_steps() -> None:
-    settings: dict[str, Any] = {
-        "data": batches((8, 8), 1),
-        "algorithms": several(),
-        "evaluators": batches((8,), 2),
-        "watch": {Event.EPOCH_END, Event.EVAL_END},
-    }
-    with record() as made:
-        compiled = fit(compile=True, **settings)
-    assert_close(compiled, fit(**settings), 1e-5)
-    assert all(each.seconds > 0 and each.operations > 10 for each in made)
+def images(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pixels come last where the compiler likes it, and it may give some of the outputs as one tensor."""
+    out: Tensor = self.two(self.one(x.repeat(1, 4).reshape(-1, 1, 4, 4)))
+    return out, out * torch.ones_like(out), out.detach(), out[:, :2]
 
 
-@pytest.mark.thorough
-def test_a_compiler_that_forgets_factors() -> None:
-    # torch 2.13 merges `a + 0.01 * b` with a matrix product, and leaves out the 0.01.
-    settings: dict[str, Any] = {
-        "model": plain,
-        "data": batches((8, 8), 1),
-        "optimizer": pl.optim.sgd(lr=0.1, momentum=0.9, weight_decay=0.01),
-        "watch": {Event.FIT_END},
-    }
-    assert_close(fit(compile=True, **settings), fit(**settings), 1e-5)
-
-
-class Images(nn.Module):
-    """Pixels come last where the compiler likes it, and what a forward keeps is laid out as it chose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
-        self.head = nn.Linear(8 * 4, CLASSES)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        out: Tensor = self.head(self.features(x.reshape(-1, 1, 4, 4)))
-        return out, out * torch.ones_like(out), out.detach(), out[:, :2]  # which the compiler may give as one tensor
+def pixels() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
 
 
 def of_all(outputs: tuple[Tensor, Tensor, Tensor, Tensor], targets: Tensor) -> dict[str, Tensor]:
@@ -74,54 +56,6 @@ def summed(state: pl.State) -> pl.State:
     """The gradient by one of the outputs is one number, seen in each place."""
     out, again, target, part = state.outputs
     return state.replace(outputs=(out, again.sum(0), target, part))
-
-
-@pytest.mark.slow
-def test_a_forward_that_is_observed() -> None:
-    generator = torch.Generator().manual_seed(1)
-    data = [(torch.randn(8, 16, generator=generator), torch.arange(8) % CLASSES) for _ in range(2)]
-    settings: dict[str, Any] = {"model": Images, "loss": of_all, "data": data, "max_duration": "2ba"}
-    settings |= {"watch": {Event.AFTER_FORWARD, Event.AFTER_LOSS}, "algorithms": [summed]}
-    with record() as made:
-        compiled = fit(compile=True, **settings)
-    assert_close(compiled, fit(**settings), 1e-5)
-    assert [each.segment for each in made] == ["forward", "BEFORE_LOSS to loss", "update"]
-
-
-class Twins(nn.Module):
-    """Gives the same twice, once without its graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(FEATURES, CLASSES), nn.Linear(CLASSES, CLASSES)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        out = self.one(x)
-        return {"out": out, "more": self.two(out), "target": out.detach() * torch.ones(out.shape)}
-
-
-def of_twins(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
-    return cross_entropy(outputs["out"], targets) + (outputs["more"].exp() * outputs["target"]).mean()
-
-
-@pytest.mark.thorough
-def test_a_compiler_that_gives_two_outputs_as_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch 2.13 does with this setting, which is off for other reasons.
-    monkeypatch.setitem(_torch._SETTINGS, "joint_graph_constant_folding", True)
-    settings: dict[str, Any] = {"model": Twins, "loss": of_twins, "watch": {Event.AFTER_FORWARD, Event.BATCH_END}}
-    settings |= {"data": batches((8,), 1), "optimizer": pl.optim.sgd(lr=0.05)}
-    assert_close(fit(compile=True, **settings), fit(**settings), 1e-5)
-
-
-class Showing(nn.Module):
-    """Gives its weights, and a view of one of them, with what it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.layer(x), self.layer.weight, self.layer.bias[1:]
 
 
 def rows(state: pl.State) -> dict[str, Tensor]:
@@ -143,18 +77,7 @@ def rotated(state: pl.State) -> pl.State:
     new |= {"copied": old["moved"], "moved": copied, "times_one": old["times_one"] + 1}
     shown = (torch.ones(12) * old["times_one"].view(-1)).view(4, 3)
     number = torch.zeros(()) + state.timestamp.batch
-    return state.remember("rotated", new).replace(outputs=(*state.outputs, *old.values(), shown, number))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("watch", [{Event.EPOCH_END}, {Event.BATCH_END}], ids=["not shown", "shown"])
-def test_memory_that_is_overwritten_with_what_was_elsewhere(watch: set[Event]) -> None:
-    # torch 2.13 takes copies of what a graph writes to out of it, and computes in the place of what is overwritten.
-    def loss(outputs: tuple[Tensor, ...], targets: Tensor) -> Tensor:
-        return cross_entropy(outputs[0], targets) + 0.01 * outputs[1].square().sum()
-
-    settings: dict[str, Any] = {"model": Showing, "loss": loss, "algorithms": [rotated], "data": batches((8, 8), 1)}
-    assert_close(fit(compile=True, watch=watch, **settings), fit(watch=watch, **settings), 1e-5)
+    return state.remember("rotated", new).replace(outputs=(state.outputs, *old.values(), shown, number))
 
 
 @pl.algorithm(Event.BATCH_END, init=lambda state: {"now": torch.arange(3) * 1j, "was": torch.zeros(3) * 1j})
@@ -163,55 +86,84 @@ def complex_memory(state: pl.State) -> pl.State:
     return state.remember("complex_memory", {"now": old["now"] + 1, "was": old["now"]})
 
 
-@pytest.mark.thorough
+def by_a_kernel(self: Any, x: Tensor) -> Tensor:
+    """It has a constant, which code is given beside its arguments."""
+    kernel = torch.tensor([[float(i * j % 7) for i in range(CLASSES)] for j in range(CLASSES)])
+    out: Tensor = self.one(x) @ kernel
+    return out
+
+
+WHOLE: dict[str, Any] = {"evaluators": problem.points(1), "watch": {Event.EPOCH_END, Event.EVAL_END}}
+MOVED: dict[str, Any] = {"model": problem.mlp, "algorithms": [rotated]}
+# torch 2.13 takes copies of what a graph writes to out of it, and computes in the place of what is overwritten; it
+# merges `a + 0.01 * b` with a matrix product, and leaves out the 0.01.
+SETTINGS: dict[str, tuple[dict[str, Any], list[str] | None]] = {
+    "a forward that is observed": (
+        {
+            "model": net(images, pixels, lambda: nn.Linear(32, CLASSES)),
+            "loss": of_all,
+            "algorithms": [summed],
+            "watch": {Event.AFTER_FORWARD, Event.AFTER_LOSS},
+        },
+        ["forward", "BEFORE_LOSS to loss", "update"],
+    ),
+    "memory that moves": (MOVED, ["step"]),
+    "memory that moves, and is shown": (MOVED | {"watch": BATCHES}, ["step"]),
+    "a constant": ({"model": net(by_a_kernel), "optimizer": pl.optim.sgd(lr=0.01)}, ["step"]),
+    "algorithms and evaluators": (WHOLE | {"algorithms": several()}, None),
+    "factors": ({"model": problem.mlp, "optimizer": pl.optim.sgd(lr=0.1, momentum=0.9, weight_decay=0.01)}, None),
+    "complex numbers": ({"model": problem.mlp, "algorithms": [complex_memory]}, None),
+}
+
+
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_complex_memory_that_moves() -> None:
-    settings: dict[str, Any] = {"model": plain, "algorithms": [complex_memory], "data": batches((8, 8), 1)}
-    found, wanted = (fit(compile=each, **settings)[-1][1].algorithm_state for each in (True, False))
-    for name, tensor in wanted["complex_memory"].items():
-        torch.testing.assert_close(found["complex_memory"][name], tensor)
-
-
-@pytest.mark.thorough
-def test_a_compiler_that_believes_in_zero() -> None:
-    with pytest.raises(NonFiniteError, match=r"batch 0 .*optimizer's step"):
-        fit(plain, compile=True, optimizer=pl.optim.sgd(lr=1e38), loss=lambda o, t: 1e10 * cross_entropy(o, t))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if s else pytest.mark.thorough) for n, (_, s) in SETTINGS.items()]
+)
+def test_a_compiled_step_is_the_eager_one(name: str) -> None:
+    settings, segments = SETTINGS[name]
+    with record() as made:
+        fit(**{"watch": END, "data": TWO, "max_duration": "2ba"} | settings, compile=True)
+    assert segments is None or [each.segment for each in made] == segments
+    assert all(each.seconds > 0 and each.operations > 10 for each in made)
+    same({"watch": END, "data": TWO, "max_duration": "2ba"} | settings, 1e-5)
 
 
 @pytest.mark.slow
 def test_a_bias_is_added_by_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not by a product."""
+    """And not by a product; the code of one step is looked at."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    settings: dict[str, Any] = {"model": plain, "data": batches((8, 8), 1), "watch": {Event.FIT_END}}
-    assert_close(fit(compile=True, **settings), fit(**settings), 1e-5)
+    same({"model": problem.mlp, "data": TWO, "watch": END}, 1e-5)
     made = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
     assert "mm_out(" in made
     assert "addmm_out(" not in made
 
 
-class Kernel(nn.Module):
-    """It has a constant, which code is given beside its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        kernel = torch.tensor([[float(i * j % 7) for i in range(CLASSES)] for j in range(CLASSES)])
-        out: Tensor = self.head(x) @ kernel
-        return out
+def twins(self: Any, x: Tensor) -> dict[str, Tensor]:
+    out = self.one(x)
+    return {"out": out, "more": self.two(out), "target": out.detach() * torch.ones(out.shape)}
 
 
-@pytest.mark.slow
-def test_a_constant_of_a_forward() -> None:
-    settings: dict[str, Any] = {"model": Kernel, "data": batches((8, 8), 1), "watch": {Event.FIT_END}}
-    assert_close(fit(compile=True, **settings), fit(**settings), 1e-4)
+def of_twins(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return cross_entropy(outputs["out"], targets) + (outputs["more"].exp() * outputs["target"]).mean()
+
+
+@pytest.mark.thorough
+def test_a_compiler_that_gives_two_outputs_as_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 does with this setting, which is off for other reasons."""
+    monkeypatch.setitem(_torch._SETTINGS, "joint_graph_constant_folding", True)
+    settings: dict[str, Any] = {"model": net(twins), "loss": of_twins, "watch": {Event.AFTER_FORWARD, *BATCHES}}
+    same(settings | {"data": TWO[:1], "optimizer": pl.optim.sgd(lr=0.05)}, 1e-5)
+
+
+@pytest.mark.thorough
+def test_a_compiler_that_believes_in_zero() -> None:
+    """A product with zero is not zero where the other factor is not finite."""
+    with pytest.raises(NonFiniteError, match="batch 1 "):
+        fit(problem.mlp, compile=True, data=WITH_NAN)
 
 
 def test_importing_pure_loop_imports_no_compiler() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys, torch; before = set(sys.modules); import pure_loop; new = set(sys.modules) - before; "
         "compilers = ('pure_loop.compile', 'torch._inductor', 'torch._dynamo', 'torch.fx'); "
@@ -219,3 +171,70 @@ def test_importing_pure_loop_imports_no_compiler() -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+# Images: how they lie in memory is that of eager steps.
+
+
+@torch.library.custom_op("pure_loop_tests::first_of_memory", mutates_args=())
+def first_of_memory(tensor: Tensor) -> Tensor:
+    """Takes it for granted that memory is in the order of the indices."""
+    return torch.as_strided(tensor, tensor.shape, tensor.new_empty(tensor.shape, device="meta").stride()).clone()
+
+
+@first_of_memory.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+first_of_memory.register_autograd(lambda _, gradient: gradient)
+
+
+def written(images: Tensor) -> Tensor:
+    images = images.clone()
+    images.view(len(images), -1)[:, 3] = 1.0
+    return images
+
+
+Function = Callable[[Tensor], Tensor]
+# What stands between two convolutions, and after them.
+LAYOUTS: dict[str, tuple[Function, Function]] = {
+    "strides": (lambda images: images.as_strided(images.shape, (64, 1, 4, 16)), lambda images: images.flatten(1)),
+    "a custom operation": (lambda images: first_of_memory(images), lambda images: images.flatten(1)),
+    "a view of a mean": (relu, lambda images: images.mean(2).view(len(images), -1)),
+    "a transposed view": (relu, lambda images: images.permute(0, 2, 3, 1).contiguous().view(len(images), -1)),
+    "channels in groups": (relu, lambda images: pixel_shuffle(images[:, :4], 2).flatten(1)),
+    "a view that is written to": (relu, lambda images: written(images).flatten(1)),
+}
+IMAGES = [(torch.randn(6, 3, 6, 6, generator=problem.noise(i)), torch.arange(6) % 3 + i % 2) for i in range(2)]
+
+
+def assert_layout(layout: str, channels: int = 3, **settings: Any) -> None:
+    between, after = LAYOUTS[layout]
+
+    def forward(self: Any, images: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.two(between(self.one(images[:, :channels].contiguous())))
+        return outputs, after(outputs)
+
+    first = lambda: nn.Sequential(nn.Conv2d(channels, 4, 3, bias=False), nn.BatchNorm2d(4))  # noqa: E731
+    settings |= {"model": net(forward, first, lambda: nn.Conv2d(4, 5, 3)), "data": IMAGES, "max_duration": "2ba"}
+    settings |= {"loss": lambda outputs, y: cross_entropy(outputs[1], y), "optimizer": pl.optim.sgd(0.1, momentum=0.9)}
+    found, wanted = (fit(compile=compiles, **{"watch": BATCHES} | settings) for compiles in (True, False))
+    for (_, one), (_, other) in zip(found, wanted, strict=True):
+        actual = leaves(one)
+        for path, value in leaves(other).items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(actual[path], value, rtol=1e-4, atol=1e-5, check_stride=True, msg=path)
+
+
+def test_images_lie_in_memory_as_in_eager_steps() -> None:
+    with interpreted():
+        for layout in LAYOUTS:
+            assert_layout(layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_through_the_compiler(channels: int) -> None:
+    """Strides say nothing of a single channel; those of a microbatch are a part of those of the batch."""
+    assert_layout("a view of a mean", channels, microbatch_size=3 if channels == 1 else None)

@@ -13,26 +13,18 @@ from torch.fx import Graph, GraphModule
 
 from pure_loop import Event
 from pure_loop.compile import _torch, interpreted, operations
-from tests.support.compiling import Pair, assert_close, fit, mlp, several
-from tests.support.models import batches
+from tests.support import problem
+from tests.support.compiling import EPOCHS, FIVE, mlp, same, several
 
-CACHED = (_torch._find, _torch._has_inductor, _torch.schema_of)
-STEP, PARTS = {Event.EPOCH_END}, {Event.AFTER_LOSS, Event.BATCH_END}
+PARTS = {Event.AFTER_LOSS, Event.BATCH_END}
 ENTRY = "torch._inductor.compile_fx:compile_fx_inner"
-
-
-def dotted(name: str) -> str:
-    return name.replace(":", ".")
 
 
 @pytest.fixture
 def hide(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """From here on torch lacks these names, as far as pure_loop sees."""
     real = _torch._attribute
-
-    def clear() -> None:
-        for function in CACHED:
-            function.cache_clear()
+    cached = (_torch._find, _torch._has_inductor, _torch.schema_of)
 
     def hide(*names: str) -> None:
         def attribute(path: str) -> Any:
@@ -40,12 +32,14 @@ def hide(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
                 raise AttributeError(path)
             return real(path)
 
-        clear()
+        for function in cached:
+            function.cache_clear()
         monkeypatch.setattr(_torch, "missing", {})
         monkeypatch.setattr(_torch, "_attribute", attribute)
 
     yield hide
-    clear()
+    for function in cached:
+        function.cache_clear()
 
 
 @pytest.fixture
@@ -54,46 +48,38 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-def assert_as_eager(watch: set[Event], **settings: Any) -> None:
-    settings = {"model": mlp, "data": batches((8, 8), 1), "max_duration": "2ba", "watch": watch} | settings
-    assert_close(fit(compile=True, **settings), fit(**settings), 1e-5)
+def assert_as_eager(watch: set[Event] = EPOCHS, **settings: Any) -> None:
+    same({"model": mlp, "data": FIVE[:2], "max_duration": "2ba", "watch": watch} | settings, 1e-5)
 
 
-def test_this_torch_lacks_none() -> None:
+def dotted(*names: str) -> set[str]:
+    return {name.replace(":", ".") for name in names}
+
+
+@pytest.mark.usefixtures("no_code")
+def test_a_step_is_traced_and_called_without_all(hide: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     assert not _torch.look_up_all()
-
-
-@pytest.mark.parametrize("watch", [STEP, PARTS], ids=["step", "parts"])
-def test_a_step_is_traced_without_all(watch: set[Event], hide: Callable[..., None]) -> None:
     hide(*_torch.NAMES)
     with interpreted():
-        assert_as_eager(watch, algorithms=several())
-    assert _torch.missing.keys() >= {dotted(ENTRY), "torch._dispatch.python.enable_python_dispatcher"}
-
-
-@pytest.mark.usefixtures("no_code")
-def test_a_step_is_called_without_all(hide: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
-    hide(*_torch.NAMES)
-    assert_as_eager(STEP)
-    assert f"has no {dotted(ENTRY)}: graphs are compiled by torch.compile" in caplog.text
-    assert _torch.look_up_all().keys() == set(map(dotted, _torch.NAMES))
+        assert_as_eager(algorithms=several())
+        assert_as_eager(PARTS)
+    assert _torch.missing.keys() >= dotted(ENTRY, "torch._dispatch.python.enable_python_dispatcher")
+    assert_as_eager(model=problem.mlp)
+    assert f"has no {dotted(ENTRY).pop()}: graphs are compiled by torch.compile" in caplog.text
+    assert _torch.look_up_all().keys() == dotted(*_torch.NAMES)
 
 
 @pytest.mark.slow
-def test_a_step_is_compiled_without_all(hide: Callable[..., None]) -> None:
+def test_steps_are_compiled_without_each(hide: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without all by the compiler, and without each by ``torch.compile``: minutes."""
     hide(*_torch.NAMES)
-    assert_as_eager(STEP)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_code")
-@pytest.mark.parametrize("name", _torch.NAMES)
-def test_steps_are_compiled_without_each(name: str, hide: Callable[..., None]) -> None:
-    # What isn't inductor's is asked for by its own tests, too; with its entry it would take a minute.
-    hide(*dict.fromkeys((name, ENTRY)))
-    assert_as_eager(STEP)
-    assert_as_eager(PARTS, model=Pair, loss=lambda out, y: out["out"].square().mean() + out["more"].square().mean())
-    assert dotted(name) in _torch.look_up_all()
+    assert_as_eager()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for name in _torch.NAMES:
+        # What isn't inductor's is asked for by its own tests, too; with its entry it would take a minute.
+        hide(*dict.fromkeys((name, ENTRY)))
+        assert_as_eager(model=problem.mlp, max_duration="1ba", watch=PARTS)
+        assert dotted(name) <= _torch.look_up_all().keys()
 
 
 @pytest.mark.slow
@@ -102,6 +88,7 @@ def test_steps_are_compiled_without_each(name: str, hide: Callable[..., None]) -
 def test_a_compiler_that_takes_other_arguments(
     change: str, hide: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A later torch, by the compiler itself."""
     hide()
     if change == "a setting":
         monkeypatch.setitem(_torch._SETTINGS, "a_setting_of_the_past", False)
@@ -112,7 +99,7 @@ def test_a_compiler_that_takes_other_arguments(
             raise AssertionError("it is called with more")
 
         monkeypatch.setattr(_torch, "_find", lambda path: compile_inner if path == ENTRY else find(path))
-    assert_as_eager(STEP)
+    assert_as_eager()
     (said,) = _torch.missing
     assert ("a_setting_of_the_past" if change == "a setting" else "unexpected keyword argument") in said
 
@@ -136,32 +123,25 @@ def test_a_graph_writes_after_all_that_it_reads() -> None:
 
 
 def test_batch_norm_of_a_gpu_is_that_of_the_graph() -> None:
-    generator = torch.Generator().manual_seed(0)
-    images, grad = (torch.randn(4, 3, 2, 2, generator=generator, requires_grad=i == 0) for i in range(2))
-    weight, bias = torch.rand(3, generator=generator, requires_grad=True), torch.zeros(3, requires_grad=True)
+    images, grad = (torch.randn(4, 3, 2, 2, generator=problem.noise(i), requires_grad=i == 0) for i in range(2))
+    weight, bias = torch.rand(3, generator=problem.noise(), requires_grad=True), torch.zeros(3, requires_grad=True)
     known, ours = ((torch.zeros(3), torch.ones(3)) for _ in range(2))
     wanted = torch.nn.functional.batch_norm(images, *known, weight, bias, True, 0.1, 1e-5)
-    table = operations.declared()
+    table, aten = operations.declared(), torch.ops.aten
     with torch.no_grad():
-        out, mean, var, reserved = table[torch.ops.aten.cudnn_batch_norm.default](
-            images, weight, bias, *ours, True, 0.1, 1e-5
-        )
-        gradients = table[torch.ops.aten.cudnn_batch_norm_backward.default](
-            images, grad, weight, *ours, mean, var, 1e-5, reserved
-        )
+        out, *saved, reserved = table[aten.cudnn_batch_norm.default](images, weight, bias, *ours, True, 0.1, 1e-5)
+        back = table[aten.cudnn_batch_norm_backward.default]
+        gradients = back(images, grad, weight, *ours, *saved, 1e-5, reserved)
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(ours, known)
     torch.testing.assert_close(gradients, torch.autograd.grad(wanted, (images, weight, bias), grad))
 
 
-@pytest.mark.parametrize(
-    "name", ["add_", "add", "view", "_foreach_add_", "_scaled_dot_product_flash_attention_for_cpu"]
-)
-def test_what_a_name_says_of_an_operation(name: str) -> None:
-    packet = getattr(torch.ops.aten, name)
-    target = getattr(packet, packet.overloads()[0])
-    known, by_name = _torch.schema_of(target), _torch._schema_by_name(target)
-    assert known is not None
-    assert (by_name.writes, by_name.is_view) == (known.writes, known.is_view)
-    if "dropout_p" in known.names:
-        assert by_name.names.index("dropout_p") == known.names.index("dropout_p")
+def test_what_a_name_says_of_an_operation() -> None:
+    for name in ("add_", "add", "view", "_foreach_add_", "_scaled_dot_product_flash_attention_for_cpu"):
+        packet = getattr(torch.ops.aten, name)
+        target = getattr(packet, packet.overloads()[0])
+        known, by_name = _torch.schema_of(target), _torch._schema_by_name(target)
+        assert (by_name.writes, by_name.is_view) == (known.writes, known.is_view)
+        if "dropout_p" in known.names:
+            assert by_name.names.index("dropout_p") == known.names.index("dropout_p")

@@ -1,4 +1,7 @@
-"""Compiled steps on several ranks: what each does alone is graphs, and together they are one rank on the whole."""
+"""Compiled steps on several ranks: what each does alone is graphs, and together they are one rank on the whole.
+
+All are real processes; those that others contain are slow.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from pure_loop.testing import LawViolation
 from pure_loop.testing.comparison import Keeper
 from pure_loop.testing.laws.ranks import compare, whole, witness
 from pure_loop.testing.ranks import RankError
-from tests.support.tiers import examples, pairwise, tiers
+from tests.support.tiers import examples, tiers
 from tests.support.worlds import ALGORITHMS, KINDS, an_epoch, pool, two_halves
 
 EPOCHS = {Event.EPOCH_END, Event.FIT_END}
@@ -44,6 +47,10 @@ def compiled(case, make=lambda: (), ranks=2, wrong=nullcontext, kind="replicate"
     return pool(ranks, kind).run(program)
 
 
+def inputs(samples, features, batches=2):
+    return [torch.randn(samples, features, generator=torch.Generator().manual_seed(i)) for i in range(batches)]
+
+
 @pytest.mark.slow
 @given(
     testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=["fp32"]),
@@ -53,6 +60,7 @@ def compiled(case, make=lambda: (), ranks=2, wrong=nullcontext, kind="replicate"
 )
 @examples(4, 300)
 def test_ranks_are_one_rank(case, watch, ranks, kind):
+    """Of any plan."""
     alone = witness(whole(case, ranks).stream(watch=watch))
     for rank, seen in enumerate(compiled(case, ranks=ranks, watch=watch, kind=kind)):
         compare(seen, alone, f"rank {rank} of {ranks}", 1e-5)
@@ -60,76 +68,14 @@ def test_ranks_are_one_rank(case, watch, ranks, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", tiers(ALGORITHMS, ["asam", "composed"]))
+@pytest.mark.parametrize("name", tiers(ALGORITHMS, ["composed"]))
 def test_algorithms_of_the_library_keep_the_law(name, kind):
+    """With microbatches and evaluators."""
     plan = Plan(batches=(7, 4), max_duration="5ba", microbatch_size=2, evaluators={"val": EvaluatorPlan((3,))})
     case = testing.Case(plan=plan, problem="tied")
     alone = witness(whole(case, 2).stream(ALGORITHMS[name](), watch=BATCHES))
     for rank, seen in enumerate(compiled(case, ALGORITHMS[name], watch=BATCHES, kind=kind)):
         compare(seen, alone, f"rank {rank}", 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("watch", [{Event.BATCH_END}, {Event.EPOCH_END}], ids=["batches", "epochs"])
-def test_states_that_were_kept_stay_what_they_were(watch, kind):
-    """With statistics, which the graph of the gradients writes to, before that of the update."""
-    data = [(torch.randn(8, 3, generator=torch.Generator().manual_seed(i)), torch.ones(8, 1)) for i in range(3)]
-
-    def program(rank):
-        keeper = Keeper()
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        with interpreted():
-            options = {"compile": True, "watch": watch, "max_duration": "3ep", "parallel": kind}
-            for _, state in an_epoch(model, data, **options):
-                keeper.keep(state)
-        found = keeper.changed()
-        return None if found is None else str(found[1])
-
-    assert pool(kind=kind).run(program) == [None, None]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("uneven", "precision", "kind"), pairwise(["stop", "pad"], ["fp32", "amp_bf16"], KINDS))
-def test_dropout_running_statistics_and_padding_are_those_of_eager_ranks(uneven, precision, kind):
-    def stream(rank, **options):
-        generator = torch.Generator().manual_seed(rank)
-        data = [(torch.randn(8, 3, generator=generator), torch.ones(8, 1)) for _ in range(3 + rank)]
-        torch.manual_seed(0)
-        # No bias before the BatchNorm: its gradient is rounding error.
-        model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
-        parallel = Parallel(kind=kind, data="own", uneven=uneven)
-        settings = {"microbatch_size": 4, "max_duration": "2ep", "precision": precision, "watch": BATCHES}
-        return an_epoch(model, data, parallel=parallel, nonfinite="skip", **settings, **options)
-
-    def program(rank):
-        eager = witness(stream(rank))
-        with interpreted():
-            return witness(stream(rank, compile=True)), eager
-
-    for rank, (found, eager) in enumerate(pool(kind=kind).run(program)):
-        compare(found, eager, f"rank {rank}", 1e-5 if precision == "fp32" else 2e-2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_scale_backs_off_on_all_ranks_together(kind):
-    # One sample overflows, and stands on one rank only.
-    data = [(torch.ones(4, 3), torch.zeros(4, 1)) for _ in range(3)]
-    data[1][0][3] = 6e4
-
-    def program(rank):
-        torch.manual_seed(0)
-        settings = {"precision": "amp_fp16", "nonfinite": "skip", "parallel": kind, "watch": BATCHES}
-        with interpreted():
-            stream = an_epoch(nn.Linear(3, 1), data, optimizer=pl.optim.sgd(lr=1e-3), compile=True, **settings)
-            return [(float(state.loss_scale), int(state.skipped)) for event, state in stream]
-
-    one, other = pool(kind=kind).run(program)
-    assert one == other
-    assert [skipped for _, skipped in one] == [0, 1, 1, 1]
-    assert one[1][0] == one[0][0] / 2
 
 
 class Sometimes(nn.Module):
@@ -144,52 +90,6 @@ class Sometimes(nn.Module):
         return self.one(x) + (self.two(x) if len(x) != 3 else 0.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("unused", [None, True])
-@pytest.mark.parametrize("samples", [(6, 8), (7, 8), (6, 6)])
-def test_parameters_that_a_batch_leaves_out_on_some_ranks_or_all(samples, unused):
-    data = [(torch.ones(n, 1) * (1 + i), torch.zeros(n, 1)) for i, n in enumerate(samples)]
-
-    def program(rank):
-        eager = an_epoch(Sometimes(), data, parallel=Parallel(find_unused_parameters=True), watch=BATCHES)
-        parallel = Parallel(find_unused_parameters=unused)
-        with interpreted():
-            graphs = an_epoch(Sometimes(), data, parallel=parallel, compile=True, watch=BATCHES)
-            return witness(graphs), witness(eager)
-
-    for rank, (found, eager) in enumerate(pool().run(program)):
-        compare(found, eager, f"rank {rank}", 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("samples", [(6, 8), (8, 6)])
-def test_parameters_that_a_batch_leaves_out_on_all_sharded_ranks(samples):
-    data = [(torch.ones(n, 1) * (1 + i), torch.zeros(n, 1)) for i, n in enumerate(samples)]
-    options = {"parallel": "shard", "watch": BATCHES}
-
-    def stream(**compile):
-        return an_epoch(Sometimes(), data, optimizer=pl.optim.adamw(lr=0.1), **options, **compile)
-
-    def program(rank):
-        with interpreted():
-            return witness(stream(compile=True)), witness(stream())
-
-    for rank, (found, eager) in enumerate(pool(kind="shard").run(program)):
-        compare(found, eager, f"rank {rank}", 1e-6)
-
-
-def test_parameters_that_other_ranks_reach():
-    """In eager steps they are an error, with parallel="shard"."""
-    data = [(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.zeros(4, 1))] * 2
-    alone = witness(an_epoch(two_halves(), data, watch=BATCHES))
-
-    def program(rank):
-        return witness(an_epoch(two_halves(), data, parallel="shard", compile="where possible", watch=BATCHES))
-
-    for rank, found in enumerate(pool(kind="shard").run(program)):
-        compare(found, alone, f"rank {rank}", 1e-6)
-
-
 class Idle(nn.Module):
     """With a layer that no loss reaches."""
 
@@ -202,92 +102,106 @@ class Idle(nn.Module):
         return self.used(x)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("samples", "size"), [(5, 1), (1, None), (4, 3)])
-def test_parameters_that_no_loss_reaches_and_microbatches_of_padding(kind, samples, size):
-    data = [
-        (torch.randn(samples, 2, generator=torch.Generator().manual_seed(i)), torch.ones(samples, 1)) for i in (0, 1)
-    ]
-    options = {"optimizer": pl.optim.adamw(lr=0.1, weight_decay=0.5), "microbatch_size": size, "watch": BATCHES}
-    alone = witness(an_epoch(Idle(), data, **options))
-
-    def program(rank):
-        with interpreted():
-            return witness(an_epoch(Idle(), data, compile=True, parallel=kind, **options))
-
-    for rank, found in enumerate(pool(kind=kind).run(program)):
-        compare(found, alone, f"rank {rank}", 1e-5)
+def linear(*sizes):
+    torch.manual_seed(0)
+    return nn.Linear(*sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_first_batch_of_no_weight_says_nothing_of_parameters_that_no_loss_reaches(compile):
-    inputs = [torch.randn(4, 2, generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
-    data = [*zip(inputs, [torch.full((4,), -100), torch.arange(4) % 3], strict=True)]
-    options = {"optimizer": pl.optim.sgd(lr=0.1), "microbatch_size": 2, "loss": nn.functional.cross_entropy}
-    options |= {"nonfinite": "skip", "max_duration": "2ba"}
-    alone = witness(an_epoch(Idle(3), data, watch={Event.BATCH_END}, **options))
-
-    def program(rank):
-        with interpreted():
-            stream = an_epoch(Idle(3), data, compile=compile, parallel="replicate", watch=WATCHES[3], **options)
-            return witness(pair for pair in stream if pair[0] is Event.BATCH_END)
-
-    for rank, found in enumerate(pool().run(program)):
-        compare(found, alone, f"rank {rank}", 1e-5)
+def batch_norm(rank, kind, uneven, **options):
+    """And what was kept stays what it was: the graph of the gradients writes statistics before that of the update."""
+    data = [(x + rank, torch.ones(8, 1)) for x in inputs(8, 3, 3 + rank)]
+    # No bias before the BatchNorm: its gradient is rounding error.
+    model = nn.Sequential(linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+    model[0].bias.requires_grad_(False)
+    options |= {"parallel": Parallel(kind=kind, data="own", uneven=uneven), "nonfinite": "skip", "microbatch_size": 4}
+    keeper = Keeper()
+    for event, state in an_epoch(model, data, **options, max_duration="2ep"):
+        keeper.keep(state)
+        yield event, state
+    assert keeper.changed() is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("event", [Event.AFTER_BACKWARD, Event.EVAL_BEFORE_FORWARD, Event.EVAL_AFTER_FORWARD])
-def test_a_rank_that_makes_the_mapping_of_parameters_anew_lets_no_rank_wait(event):
-    data = [(torch.randn(5, 3, generator=torch.Generator().manual_seed(i)), torch.ones(5, 1)) for i in range(2)]
-
-    def stream(rank, **options):
-        @pl.algorithm(event)
-        def anew(state):
-            if event is Event.EVAL_AFTER_FORWARD:
-                # Not observed on a rank whose batch has weight 0.
-                others = {name: 1 * tensor for name, tensor in state.params.items()}
-                return state.replace(params=others, outputs=1 * state.outputs)
-            return state if rank else state.replace(params=dict(state.params))
-
-        torch.manual_seed(0)
-        options |= {"microbatch_size": 1, "eval_interval": "1ba", "watch": BATCHES, "algorithms": anew}
-        return an_epoch(nn.Linear(3, 1), data, evaluators={"val": pl.Evaluator(data, microbatch_size=1)}, **options)
-
-    def program(rank):
-        with interpreted():
-            return witness(stream(rank, parallel="shard", compile=True))
-
-    alone = witness(stream(0))
-    for rank, found in enumerate(pool(kind="shard").run(program)):
-        compare(found, alone, f"rank {rank}", 1e-6)
+def left_out(rank, kind, samples, **options):
+    data = [(torch.ones(n, 1) * (1 + i), torch.zeros(n, 1)) for i, n in enumerate(samples)]
+    parallel = "shard" if kind == "shard" else Parallel(find_unused_parameters=True)
+    return an_epoch(Sometimes(), data, parallel=parallel, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("event", [Event.AFTER_BACKWARD, Event.EVAL_START])
-def test_whole_parameters_and_gradients_that_an_algorithm_puts_in_count_as_in_eager_ranks(event):
-    data = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), torch.ones(4, 1)) for i in range(2)]
+def idle(rank, kind, samples, size, **options):
+    data = [(x, torch.ones(samples, 1)) for x in inputs(samples, 2)]
+    options |= {"optimizer": pl.optim.adamw(lr=0.1, weight_decay=0.5), "microbatch_size": size, "parallel": kind}
+    return an_epoch(Idle(), data, **options)
+
+
+def no_weight(rank, kind, **options):
+    """A first batch of no weight says nothing of parameters that no loss reaches."""
+    data = list(zip(inputs(4, 2), [torch.full((4,), -100), torch.arange(4) % 3], strict=True))
+    options |= {"microbatch_size": 2, "loss": nn.functional.cross_entropy, "nonfinite": "skip", "watch": WATCHES[3]}
+    return (pair for pair in an_epoch(Idle(3), data, parallel=kind, **options) if pair[0] is Event.BATCH_END)
+
+
+def anew(rank, kind, event, **options):
+    """A rank that makes the mapping of parameters anew, where others may not observe a batch of weight 0."""
 
     @pl.algorithm(event)
-    def puts_in(state):
+    def makes(state):
+        if event is Event.EVAL_AFTER_FORWARD:
+            others = {name: 1 * tensor for name, tensor in state.params.items()}
+            return state.replace(params=others, outputs=1 * state.outputs)
+        return state if rank else state.replace(params=dict(state.params))
+
+    data = [(x, torch.ones(5, 1)) for x in inputs(5, 3)]
+    options |= {"evaluators": {"val": pl.Evaluator(data, microbatch_size=1)}, "eval_interval": "1ba", "parallel": kind}
+    return an_epoch(linear(3, 1), data, algorithms=makes, microbatch_size=1, **options)
+
+
+def puts_in(rank, kind, event, **options):
+    """Whole parameters, or gradients."""
+
+    @pl.algorithm(event)
+    def puts(state):
         if event is Event.AFTER_BACKWARD:
             return state.replace(grads=state.params)
         return state.replace(params={name: 0.5 * full_tensor(tensor) for name, tensor in state.params.items()})
 
-    def program(rank):
-        torch.manual_seed(0)
-        # Between the microbatches of a batch they are refused.
-        options = {"microbatch_size": None if event is Event.AFTER_BACKWARD else 1}
-        options |= {"evaluators": {"val": data}, "watch": BATCHES, "algorithms": puts_in}
-        model = nn.Linear(3, 2)
-        eager = witness(an_epoch(model, data, parallel="shard", **options))
-        with interpreted():
-            return eager, witness(an_epoch(model, data, parallel="shard", compile=True, **options))
+    data = [(x, torch.ones(4, 1)) for x in inputs(4, 3)]
+    return an_epoch(linear(3, 2), data, evaluators={"val": data}, algorithms=puts, parallel=kind, **options)
 
-    for rank, (eager, found) in enumerate(pool(kind="shard").run(program)):
-        compare(found, eager, f"rank {rank}", 1e-6)
+
+# Streams that have to be those of eager ranks, or (with True) of one rank alone.
+STREAMS = {
+    "replicated statistics": (batch_norm, "replicate", {"uneven": "stop", "precision": "amp_bf16"}, False),
+    "sharded statistics": (batch_norm, "shard", {"uneven": "pad"}, False),
+    "left out on all": (left_out, "replicate", {"samples": (6, 8)}, False),
+    "left out on one": (left_out, "replicate", {"samples": (7, 8)}, False),
+    "left out later": (left_out, "shard", {"samples": (8, 6)}, False),
+    "idle, and one sample": (idle, "replicate", {"samples": 1, "size": None}, True),
+    "idle, and a rest": (idle, "shard", {"samples": 5, "size": 1}, True),
+    "idle, and padding": (idle, "shard", {"samples": 4, "size": 3}, True),
+    "no weight": (no_weight, "replicate", {}, True),
+    "anew after the backward": (anew, "shard", {"event": Event.AFTER_BACKWARD}, True),
+    "anew in evaluations": (anew, "shard", {"event": Event.EVAL_BEFORE_FORWARD}, True),
+    "anew for a part of the ranks": (anew, "shard", {"event": Event.EVAL_AFTER_FORWARD}, True),
+    "gradients put in": (puts_in, "shard", {"event": Event.AFTER_BACKWARD}, False),
+    "parameters put in": (puts_in, "shard", {"event": Event.EVAL_START, "microbatch_size": 1}, False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_ranks_see_in_graphs_is_what_they_see_in_eager_steps(name):
+    """Each was a fault of its own, or would be one."""
+    make, kind, options, is_alone = STREAMS[name]
+    options = {"watch": BATCHES} | options
+    alone = witness(make(0, None, **options)) if is_alone else None
+
+    def program(rank):
+        with interpreted():
+            found = witness(make(rank, kind, compile=True, **options))
+        return found, alone or witness(make(rank, kind, **options))
+
+    for rank, (found, wanted) in enumerate(pool(kind=kind).run(program)):
+        compare(found, wanted, f"rank {rank}", 2e-2 if "precision" in options else 1e-5)
 
 
 def test_what_the_first_batch_reached_the_others_have_to():
@@ -302,9 +216,9 @@ def test_what_the_first_batch_reached_the_others_have_to():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("microbatch_size", [None, 1])
+@pytest.mark.parametrize(("kind", "microbatch_size"), [("replicate", 1), ("shard", None)])
 def test_where_it_is_possible(kind, microbatch_size):
+    """Parameters that other ranks reach are an error in eager steps, with parallel="shard"."""
     data = [(torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]), torch.zeros(4, 1)) for _ in range(3)]
     options = {"parallel": kind, "watch": BATCHES, "microbatch_size": microbatch_size, "evaluators": {"val": data}}
     alone = witness(an_epoch(two_halves(), data, **{**options, "parallel": None}))
@@ -317,12 +231,8 @@ def test_where_it_is_possible(kind, microbatch_size):
     for rank, (found, graphs) in enumerate(pool(kind=kind).run(program)):
         compare(found, alone, f"rank {rank}", 1e-6)
         assert graphs == (["update"] if kind == "replicate" else [])
-
-    def refused(rank):
-        pl.run(an_epoch(two_halves(), data, compile=True, **options))
-
     with pytest.raises(RankError, match="the forward of Halves can't be compiled"):
-        pool(kind=kind).run(refused)
+        pool(kind=kind).run(lambda rank: pl.run(an_epoch(two_halves(), data, compile=True, **options)))
 
 
 class OfThree(nn.Module):
@@ -338,10 +248,10 @@ class OfThree(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("watch", [BATCHES, {Event.AFTER_FORWARD, *BATCHES}])
+@pytest.mark.parametrize(("kind", "watch"), [("replicate", {Event.AFTER_FORWARD, *BATCHES}), ("shard", BATCHES)])
 def test_where_it_is_possible_on_the_other_rank_only(kind, watch):
-    data = [(torch.randn(n, 2, generator=torch.Generator().manual_seed(n)), torch.ones(n, 1)) for n in (4, 5, 4, 5)]
+    """One rank has three samples, the other two."""
+    data = [(inputs(n, 2)[0], torch.ones(n, 1)) for n in (4, 5, 4, 5)]
     options = {"evaluators": {"val": data}, "watch": watch}
     alone = witness(an_epoch(OfThree(), data, **options))
 
@@ -356,33 +266,17 @@ def test_where_it_is_possible_on_the_other_rank_only(kind, watch):
         compare(found, alone, f"rank {rank}", 1e-6)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_by_torch_s_compiler(kind):
-    case = testing.Case(plan=Plan(batches=(4, 4), max_duration="2ep", evaluators={"val": EvaluatorPlan((4,))}))
-    alone = witness(case.stream(watch=EPOCHS))
-
-    def program(rank):
-        with record() as graphs:
-            seen = witness(case.stream(parallel=kind, compile=True, watch=EPOCHS))
-        return seen, sorted(graph.segment for graph in graphs)
-
-    for rank, (seen, graphs) in enumerate(pool(kind=kind).run(program)):
-        compare(seen, alone, f"rank {rank}", 1e-5)
-        assert graphs == ["evaluation", "microbatch", *(["update"] if kind == "replicate" else [])]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_and_prediction_by_themselves(kind):
-    data = [(torch.randn(n, 3, generator=torch.Generator().manual_seed(n)), torch.zeros(n, 2)) for n in (6, 5)]
+    """Compiled and eager."""
+    data = [(inputs(n, 3)[0], torch.zeros(n, 2)) for n in (6, 5)]
 
     def looks(**options):
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
-        options |= {"parallel": kind}
-        evaluated = pl.run(pl.evaluate(model, {"test": data}, loss=nn.functional.mse_loss, **options))
-        predicted = pl.predict(model, data, watch={Event.PREDICT_BATCH_END}, **options)
+        evaluated = pl.run(pl.evaluate(model, {"test": data}, loss=nn.functional.mse_loss, parallel=kind, **options))
+        predicted = pl.predict(model, data, watch={Event.PREDICT_BATCH_END}, parallel=kind, **options)
         return evaluated.metrics["test"]["loss"], [state.outputs for _, state in predicted]
 
     def program(rank):
@@ -398,14 +292,12 @@ def test_evaluation_and_prediction_by_themselves(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_that_an_algorithm_takes_meanwhile_changes_nothing(kind):
-    data = [(torch.randn(8, 3, generator=torch.Generator().manual_seed(i)), torch.ones(8, 1)) for i in range(2)]
+    """At any event."""
+    data = [(x, torch.ones(8, 1)) for x in inputs(8, 3)]
 
-    def meanwhile(event):
-        def changes_nothing(state, stages):
-            stages.backward(stages.loss(stages.forward(state.replace(grads=None))))
-            return state
-
-        return pl.algorithm(event)(changes_nothing)
+    def changes_nothing(state, stages):
+        stages.backward(stages.loss(stages.forward(state.replace(grads=None))))
+        return state
 
     def run(*algorithms):
         torch.manual_seed(0)
@@ -417,13 +309,10 @@ def test_a_gradient_that_an_algorithm_takes_meanwhile_changes_nothing(kind):
         with interpreted():
             plain = run()
             events = (Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH)
-            return [event for event in events if not all(map(torch.equal, run(meanwhile(event)), plain))]
+            runs = {event: run(pl.algorithm(event)(changes_nothing)) for event in events}
+            return [event for event, found in runs.items() if not all(map(torch.equal, found, plain))]
 
     assert pool(kind=kind).run(program) == [[], []]
-
-
-def _adds_nothing_up():
-    return patch.object(ReplicateEngine, "accumulate", lambda self, state, before, last: state)
 
 
 def _draws_as_rank_0():
@@ -437,10 +326,6 @@ def _draws_as_rank_0():
     return patch.object(MultiRankEngine, "single_rank", alone)
 
 
-def _forgets_microbatches():
-    return patch.object(UnshardedParameters, "add", lambda self, gradients: None)
-
-
 def _counts_a_rank_twice():
     def parts(self, sums, group, copies):
         return real(self, sums, group, copies) if dist.get_rank() else real(self, 2 * sums, group, copies)
@@ -449,22 +334,26 @@ def _counts_a_rank_twice():
     return patch.object(_Bucket, "parts", parts)
 
 
+WRONG = {
+    "adds nothing up": (
+        "replicate",
+        lambda: patch.object(ReplicateEngine, "accumulate", lambda self, state, before, last: state),
+    ),
+    "draws as rank 0": ("replicate", _draws_as_rank_0),
+    "draws as rank 0, sharded": ("shard", _draws_as_rank_0),
+    "forgets microbatches": ("shard", lambda: patch.object(UnshardedParameters, "add", lambda self, gradients: None)),
+    "counts a rank twice": ("shard", _counts_a_rank_twice),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [
-        *(("replicate", _adds_nothing_up), ("replicate", _draws_as_rank_0), ("shard", _draws_as_rank_0)),
-        *(("shard", _forgets_microbatches), ("shard", _counts_a_rank_twice)),
-    ],
-)
-def test_a_wrong_engine_is_found(kind, wrong):
-    problem = "mlp" if wrong is _draws_as_rank_0 else "linear"
-    case = testing.Case(plan=Plan(batches=(5, 3), max_duration="3ba", microbatch_size=2), problem=problem)
-
-    def eagerly(rank):
-        return witness(case.stream(parallel=kind, watch=BATCHES))
-
-    eager = pool(kind=kind).run(eagerly)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_engine_is_found(name):
+    """By comparing with eager ranks."""
+    kind, wrong = WRONG[name]
+    plan = Plan(batches=(5, 3), max_duration="3ba", microbatch_size=2)
+    case = testing.Case(plan=plan, problem="mlp" if name.startswith("draws") else "linear")
+    eager = pool(kind=kind).run(lambda rank: witness(case.stream(parallel=kind, watch=BATCHES)))
     found = compiled(case, wrong=wrong, watch=BATCHES, kind=kind)
 
     def hold():

@@ -1,130 +1,78 @@
-"""What one compiled piece of a microbatch can't hand on to the next is refused, or runs eagerly "where possible"."""
+"""What a graph can't hold is refused with what to write, or runs eagerly; other errors are those of eager steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.compile import record
-from pure_loop.errors import AlgorithmStructureError, ArgumentError, CompileError, LossError
-from tests.support.compiling import BATCHES, INSIDE, SHORT, Pair, assert_close, fit
-from tests.support.models import CLASSES, FEATURES, plain
-from tests.support.tiers import tiers
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError
+from pure_loop.random.seeds import derive, generator, seeded, seeded_all
+from tests.support import problem
+from tests.support.compiling import (
+    BATCHES,
+    EPOCHS,
+    FIVE,
+    INSIDE,
+    NAMED,
+    PROBLEMS,
+    SHORT,
+    WITH_NAN,
+    Named,
+    default_dtype,
+    fit,
+    net,
+    same,
+)
+from tests.support.problem import cross_entropy
+from tests.support.refused import Refusal, check, rows
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-
-@pl.algorithm(Event.AFTER_LOSS)
-def second_derivatives(state: pl.State) -> pl.State:
-    params = list(state.params.values())
-    slopes = torch.autograd.grad(state.loss, params, create_graph=True)
-    return state.replace(loss=state.loss + 0.1 * sum(slope.square().sum() for slope in slopes))
+PLAIN: dict[str, Any] = {"model": problem.mlp, "data": FIVE[:2], "max_duration": "2ba", "watch": BATCHES}
+FORWARD, BEFORE_LOSS, LOSS = ({event, *BATCHES} for event in INSIDE[:3])
 
 
-@pytest.mark.slow
-def test_a_second_derivative_is_part_of_a_graph_or_refused() -> None:
-    settings: dict[str, Any] = {"model": plain, "algorithms": [second_derivatives], "max_duration": "2ba"}
-    watch = {Event.BEFORE_BACKWARD, Event.BATCH_END}
-    assert_close(fit(compile=True, watch=watch, **settings), fit(watch=watch, **settings))
-    with pytest.raises(CompileError, match=r"create_graph=True.*leave its event out of watch="):
-        fit(compile=True, watch={Event.AFTER_LOSS}, **settings)
+def doing(event: Event, name: str, function: Callable[[pl.State], pl.State], **options: Any) -> dict[str, Any]:
+    at_the_end = {"watch": EPOCHS} if event is Event.BATCH_END else {}  # else it runs eagerly
+    return {"algorithms": [pl.Algorithm(name, {event: function}, **options)]} | at_the_end
 
 
-@pytest.mark.slow
-def test_an_algorithm_that_differentiates_through_a_forward_in_another_graph_is_refused_or_runs_eagerly() -> None:
-    @pl.algorithm(Event.AFTER_LOSS)
-    def slopes(state: pl.State) -> pl.State:
-        found = torch.autograd.grad(state.loss, list(state.params.values()), retain_graph=True, allow_unused=True)
-        return state.remember("size", sum(slope.square().sum() for slope in found if slope is not None))
-
-    settings: dict[str, Any] = {"model": plain, "algorithms": [slopes], "watch": {Event.AFTER_FORWARD, *BATCHES}}
-    with pytest.raises(CompileError, match=r"'slopes' at AFTER_LOSS can't be compiled: it differentiates"):
-        fit(compile=True, **settings)
-    assert_close(fit(compile="where possible", **settings), fit(**settings))
+def if_large(state: pl.State) -> pl.State:
+    if state.loss > 0.5:
+        return state.replace(grads={name: grad / 2 for name, grad in state.grads.items()})
+    return state
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_parameters_replaced_inside_a_graph_are_refused_as_they_are_in_eager_steps(compile: bool) -> None:
-    @pl.algorithm(Event.AFTER_FORWARD)
-    def replaces(state: pl.State) -> pl.State:
-        return state.replace(params={name: 2 * each for name, each in state.params.items()})
-
-    with pytest.raises(AlgorithmStructureError, match="replaced params at AFTER_FORWARD, between"):
-        fit(plain, compile=compile, algorithms=[replaces], watch={Event.AFTER_LOSS})
+def reads(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = self.one(x)
+    return out if out.abs().max().item() < 100 else out.clamp(-100, 100)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_clipped_gradients_of_another_dtype_are_refused_as_they_are_in_eager_steps(compile: bool) -> None:
-    def imaginary(grads: Any, _: Any) -> Any:
-        return {name: 1j * grad for name, grad in grads.items()}
-
-    with pytest.raises(ArgumentError, match=r"clip_grad=.*imaginary returned a gradient of dtype torch.complex64"):
-        fit(plain, compile=compile, clip_grad=imaginary)
+def halved_memory(state: pl.State) -> pl.State:
+    return state.remember("np", state.algorithm_state["np"] * 0.5 + 1)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_loss_without_a_graph_is_refused_as_it_is_in_eager_steps(compile: bool) -> None:
-    with pytest.raises(LossError, match="does not depend on any parameter"):
-        fit(plain, compile=compile, loss=lambda outputs, _: outputs.detach().mean(), watch={Event.AFTER_FORWARD})
+def slopes(state: pl.State, **options: Any) -> pl.State:
+    found = torch.autograd.grad(state.loss, list(state.params.values()), allow_unused=True, **options)
+    size = 0.1 * sum(each.square().sum() for each in found if each is not None)
+    return state.replace(loss=state.loss + size) if options.get("create_graph") else state.remember("size", size)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_loss_that_closes_over_the_module_is_refused_as_it_is_in_eager_steps(compile: bool) -> None:
-    module = plain()
-
-    def penalised(outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs.mean() + next(module.parameters()).square().sum()
-
-    with pytest.raises(pl.errors.ModelError, match="was not called with"):
-        fit(lambda: module, compile=compile, loss=penalised, watch={Event.AFTER_FORWARD})
-
-
-def test_an_algorithm_that_cannot_be_traced_leaves_the_rest_compiled() -> None:
-    @pl.algorithm(Event.AFTER_FORWARD)
-    def reads(state: pl.State) -> pl.State:
-        return state.replace(outputs=state.outputs * (1 + (state.outputs.max().item() > 0)))
-
-    settings: dict[str, Any] = {"model": plain, "algorithms": [reads], "watch": BATCHES, "microbatch_size": 3}
-    with record() as graphs:
-        assert_close(fit(compile="where possible", **settings), fit(**settings))
-    names = {graph.segment for graph in graphs}
-    assert names == {"forward", "BEFORE_LOSS to BEFORE_BACKWARD", "update"}
-
-
-def test_a_loss_that_cannot_be_traced_resumes_eagerly_from_a_compiled_forward() -> None:
-    def clipped(outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(outputs, targets)
-        return loss if loss.item() < 100 else loss / 2
-
-    settings: dict[str, Any] = {"loss": clipped, "watch": {Event.AFTER_FORWARD, *BATCHES}, "microbatch_size": 3}
-    with record() as graphs:
-        assert_close(fit(compile="where possible", **settings), fit(**settings))
-    assert [graph.segment for graph in graphs] == ["forward", "update"]
-
-
-def slope(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+def slope_of_outputs(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
     total = outputs["more"].sum() + 0.5 * outputs["out"].square().sum()
     (found,) = torch.autograd.grad(total, outputs["out"], create_graph=True)
     return found.square().mean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("event", INSIDE)
-def test_a_loss_that_differentiates_one_output_by_another(event: Event) -> None:
-    settings: dict[str, Any] = {"model": Pair, "loss": slope, "watch": {event, *BATCHES}}
-    if event in INSIDE[:2]:
-        with pytest.raises(CompileError, match="the loss can't be compiled: it differentiates"):
-            fit(compile=True, **settings)
-        assert_close(fit(compile="where possible", **settings), fit(**settings))
-    else:
-        assert_close(fit(compile=True, **settings), fit(**settings))
 
 
 @pl.algorithm(Event.AFTER_FORWARD)
@@ -137,16 +85,6 @@ def adds_what_was_remembered(state: pl.State) -> pl.State:
     return state.replace(loss=state.loss + state.algorithm_state["size"]).remember("size", torch.zeros(()))
 
 
-@pytest.mark.parametrize("event", INSIDE[:3])
-def test_memory_that_carries_a_graph_from_one_piece_to_the_next(event: Event) -> None:
-    algorithms = [remembers_a_graph, adds_what_was_remembered]
-    settings: dict[str, Any] = {"model": plain, "algorithms": algorithms, "watch": {event, *BATCHES}}
-    with pytest.raises(CompileError, match=r"state.algorithm_state\['size'\] carries a graph"):
-        fit(compile=True, **settings)
-    assert_close(fit(compile="where possible", **settings), fit(**settings))
-
-
-@pl.algorithm(Event.AFTER_FORWARD)
 def numbered(state: pl.State) -> pl.State:
     return state.replace(outputs=(state.outputs, state.timestamp.batch))
 
@@ -158,46 +96,6 @@ class Closed:
         self.scores = scores
 
 
-class Closing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Closed:
-        return Closed(self.layer(x))
-
-
-@pytest.mark.parametrize("event", [*INSIDE, Event.AFTER_BACKWARD])
-def test_what_a_graph_would_hold_for_ever_is_refused(event: Event) -> None:
-    watch = {event, *BATCHES}
-    if event is not Event.AFTER_FORWARD:  # where the algorithm runs eagerly
-        with pytest.raises(CompileError, match="a number of the step is put into"):
-            fit(
-                plain,
-                compile=True,
-                algorithms=[numbered],
-                loss=lambda outputs, targets: outputs[0].sum() * outputs[1],
-                watch=watch,
-            )
-    with pytest.raises(CompileError, match="a Closed holds tensors where no graph finds them"):
-        fit(Closing, compile=True, loss=lambda outputs, _: outputs.scores.sum(), watch=watch)
-
-
-@pl.algorithm(Event.AFTER_TRAIN_BATCH)
-def doubled_gradients(state: pl.State) -> pl.State:
-    return state.replace(grads={name: 2 * gradient for name, gradient in state.grads.items()})
-
-
-@pytest.mark.parametrize("event", tiers([*INSIDE, Event.AFTER_BACKWARD], [Event.AFTER_FORWARD, Event.AFTER_LOSS]))
-def test_closed_outputs_of_an_eager_forward_go_by_a_graph(event: Event) -> None:
-    settings: dict[str, Any] = {"model": Closing, "loss": lambda outputs, _: outputs.scores.square().sum()}
-    settings |= {"algorithms": [doubled_gradients], "watch": {event, *BATCHES}}
-    found, wanted = (fit(compile=each, **settings) for each in ("where possible", False))
-    for (_, one), (_, other) in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.outputs.scores, other.outputs.scores)
-        torch.testing.assert_close(dict(one.params), dict(other.params))
-
-
 class Reading(torch.autograd.Function):
     """Its backward reads a number."""
 
@@ -206,88 +104,426 @@ class Reading(torch.autograd.Function):
         return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return 2 * gradient if float(gradient.sum()) < 1e9 else gradient
 
 
-@pytest.mark.parametrize("event", INSIDE)
-def test_a_backward_that_cannot_be_traced(event: Event) -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        found: Tensor = nn.functional.cross_entropy(Reading.apply(outputs), targets)
-        return found
-
-    settings: dict[str, Any] = {"model": plain, "loss": loss, "watch": {event, *BATCHES}}
-    with pytest.raises(CompileError, match=r"the backward can't be compiled: .*reads a number"):
-        fit(compile=True, **settings)
-    assert_close(fit(compile="where possible", **settings), fit(**settings))
+def in_float64(self: Any, x: Tensor) -> Tensor:
+    with default_dtype(torch.float64):
+        weights = torch.linspace(0, 1, 4)
+    out: Tensor = self.one((x * weights).float())
+    return out
 
 
-class InFloat64(nn.Module):
-    """Computes its features under another default dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with default_dtype(torch.float64):
-            weights = torch.linspace(0, 1, FEATURES)
-        out: Tensor = self.layer((x * weights).float())
-        return out
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@pl.algorithm(Event.AFTER_LOSS)
 def thirds(state: pl.State) -> pl.State:
     with default_dtype(torch.float64):
         return state.replace(loss=state.loss * ((state.loss.detach() * 100).long() / 3))
 
 
-@pl.algorithm(Event.BATCH_END)
 def for_good(state: pl.State) -> pl.State:
     torch.set_default_dtype(torch.float64)
     return state
 
 
-@pytest.mark.parametrize(
-    ("what", "options"),
-    [
-        ("the forward of InFloat64", {"model": InFloat64}),
-        ("algorithm 'thirds' at AFTER_LOSS", {"algorithms": [thirds]}),
-        ("algorithm 'for_good' at BATCH_END", {"algorithms": [for_good], "watch": {Event.EPOCH_END}}),
-    ],
-    ids=["a model", "an algorithm", "for good"],
-)
-def test_another_default_dtype_inside_a_graph_is_refused_or_runs_eagerly(what: str, options: dict[str, Any]) -> None:
-    settings: dict[str, Any] = {"model": plain, "watch": BATCHES, **options}
+COUNTS, OWN = torch.zeros(2), torch.Generator()
+
+
+def counting(self: Any, x: Tensor) -> Tensor:
+    COUNTS[:] = COUNTS + 1
+    out: Tensor = self.one(x)
+    return out
+
+
+def counts_batches(state: pl.State) -> pl.State:
+    COUNTS[1].add_(1)
+    return state
+
+
+def counted(outputs: Tensor, targets: Tensor) -> Tensor:
+    torch.add(COUNTS, 1, out=COUNTS)
+    return cross_entropy(outputs, targets)
+
+
+PAIRS = [(each[:8], each[:8]) for each in (x.repeat(2, 1) for x, _ in FIVE[:2])]
+ITEMS = [{**batch, "name": [f"{i}", "b"], "index": i} for i, batch in enumerate(NAMED * 4)]
+# What is refused: settings of a run, and what the error says; "where possible" they train as eager steps do.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an if about a tensor": (
+        doing(Event.AFTER_TRAIN_BATCH, "halves", if_large),
+        "'halves' at AFTER_TRAIN_BATCH|state.loss > 0.5|torch.where",
+    ),
+    "a model that reads": ({"model": net(reads)}, "forward of Net|out.abs().max().item()"),
+    "memory in NumPy": (
+        doing(Event.BATCH_END, "np", halved_memory, init=lambda state: numpy.zeros(3)),
+        "algorithm 'np' at BATCH_END|its memory is NumPy's",
+    ),
+    "a derivative of a forward elsewhere": (
+        doing(Event.AFTER_LOSS, "slopes", partial(slopes, retain_graph=True)) | {"watch": FORWARD},
+        "'slopes' at AFTER_LOSS can't be compiled: it differentiates",
+    ),
+    "a loss that differentiates": (
+        PROBLEMS["outputs that share memory"] | {"loss": slope_of_outputs, "watch": BEFORE_LOSS},
+        "the loss can't be compiled: it differentiates",
+    ),
+    "memory with a graph": (
+        {"algorithms": [remembers_a_graph, adds_what_was_remembered], "watch": BEFORE_LOSS},
+        "state.algorithm_state['size'] carries a graph",
+    ),
+    "a backward that reads": (
+        {"loss": lambda outputs, targets: cross_entropy(Reading.apply(outputs), targets), "watch": FORWARD},
+        "the backward can't be compiled: |reads a number",
+    ),
+    "a model of another dtype": ({"model": net(in_float64)}, "the forward of Net can't be|another default dtype"),
+    "an algorithm of another dtype": (doing(Event.AFTER_LOSS, "thirds", thirds), "'thirds' at AFTER_LOSS can't"),
+    "another dtype for good": (doing(Event.BATCH_END, "for_good", for_good), "'for_good' at BATCH_END|another default"),
+    "a model that counts": ({"model": net(counting)}, "the forward of Net can't be compiled: it writes to a tensor"),
+    "an algorithm that counts": (
+        doing(Event.AFTER_TRAIN_BATCH, "counts", counts_batches),
+        "'counts' at AFTER_TRAIN_BATCH can't be compiled: it writes to a tensor outside of the State",
+    ),
+    "a loss that counts": ({"loss": counted}, "the loss can't be compiled: it writes to a tensor outside of the State"),
+    "inputs that are targets": (
+        {
+            "model": net(lambda self, x: self.two(x.relu_()), None, partial(nn.Linear, 4, 4)),
+            "data": PAIRS,
+            "loss": mse_loss,
+        },
+        "the forward of Net can't be | shares |x = x.clone()",
+    ),
+    "what each batch holds besides": (
+        {"model": Named, "data": ITEMS, "loss": None, "max_duration": "1ep"},
+        "batch 8 would need |'index'] is 8, |'name'] is ['8', 'b'].",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_can_not_hold_is_refused_or_runs_eagerly(name: str) -> None:
+    settings, says = PLAIN | REFUSED[name][0], tuple(REFUSED[name][1].split("|"))
     with default_dtype(torch.float32):
-        with pytest.raises(CompileError, match=f"{what} can't be compiled: .*another default dtype"):
-            fit(compile=True, **settings)
+        error = check(Refusal(name, partial(fit, compile=True, **settings), CompileError, says))
+        assert type(error) is CompileError
         assert torch.get_default_dtype() is torch.float32
         found = fit(compile="where possible", **settings)
     with default_dtype(torch.float32):
-        assert_close(found, fit(**settings))
+        wanted = fit(**settings)
+    for (_, one), (_, other) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(dict(one.params), dict(other.params))
+
+
+def by_a_float(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * float(1 + state.timestamp.batch))
+
+
+def with_numbers(function: Callable[[Any], Any], name: str = "own") -> dict[str, Any]:
+    """An algorithm that makes something of the State at the end of a batch."""
+    return doing(Event.BATCH_END, name, lambda state: state.remember(name, function(state)), init=function)
+
+
+def by_the_batch(state: pl.State, name: str = "x") -> Any:
+    return derive(state.seed, name, state.timestamp.batch)
+
+
+def one_of(state: pl.State) -> torch.Generator:
+    return generator(state.seed, "x")
+
+
+def from_what_it_wrote_data_to(state: pl.State) -> Tensor:
+    chances = torch.zeros(3)
+    chances[1:] += state.params["2.bias"].detach()[1:].sigmoid()
+    return torch.bernoulli(chances, generator=one_of(state))
+
+
+def seeded_again(state: pl.State) -> Tensor:
+    with seeded(by_the_batch(state)):
+        torch.manual_seed(3)
+        return torch.rand(3)
+
+
+def put_back(state: pl.State) -> Tensor:
+    with seeded(by_the_batch(state)), torch.random.fork_rng(devices=[]):
+        return torch.rand(3)
+
+
+def of_all_by_the_batch(state: pl.State) -> Tensor:
+    with seeded_all(by_the_batch(state)):
+        return torch.rand(3) + random.random()
+
+
+NONE = torch.zeros(())
+A_GENERATOR = 'Draw from pl.random.generator(seed, "name", state.timestamp.batch, '
+TAKES_INT = "'own' at BATCH_END |write int(number)"
+BY_DATA = "by what the graph is given|(aten.bernoulli.default)"
+# How numbers of the step and random numbers are used.
+USED: dict[str, tuple[Callable[[pl.State], Any], str]] = {
+    "a size among others": (lambda state: torch.ones(state.timestamp.batch + 1, 2).sum(), TAKES_INT),
+    "a size of an expansion": (lambda state: NONE.expand(state.timestamp.batch + 1, 2).sum(), TAKES_INT),
+    "its own generator": (
+        lambda state: torch.rand(3, generator=OWN),
+        "generator=OWN|a generator of its own|" + A_GENERATOR,
+    ),
+    "seeded again": (lambda state: torch.rand(3, generator=one_of(state).manual_seed(3)), "a generator of its own"),
+    "by data": (
+        lambda state: torch.bernoulli(state.params["2.bias"].sigmoid(), generator=one_of(state)),
+        f"test_refusals|{BY_DATA}|torch.rand_like(p) <",
+    ),
+    "by what was written": (from_what_it_wrote_data_to, BY_DATA),
+    "by what was drawn": (
+        lambda state: torch.bernoulli(torch.rand(3, generator=one_of(state)), generator=one_of(state)),
+        BY_DATA,
+    ),
+    "Python's": (lambda state: NONE + random.Random(by_the_batch(state)).random(), "has no hash|" + A_GENERATOR),
+    "Python's, by an int": (
+        lambda state: NONE + random.Random(int(by_the_batch(state))).random(),
+        "decides by state.timestamp.batch",
+    ),
+    "NumPy's": (
+        lambda state: NONE + numpy.random.default_rng(by_the_batch(state)).random(),
+        "bit_generator|seeds a generator of its own|" + A_GENERATOR,
+    ),
+    "one that it makes": (
+        lambda state: torch.rand(3, generator=torch.Generator().manual_seed(by_the_batch(state))),
+        "manual_seed|seeds a generator of its own|" + A_GENERATOR,
+    ),
+    "Python's global": (lambda state: NONE + random.random(), "it calls random.random|" + A_GENERATOR),
+    "NumPy's global": (lambda state: NONE + numpy.random.beta(1, 1), "calls functions of numpy.random (in <lambda>"),
+    "torch's, seeded": (seeded_again, "it calls torch.manual_seed|" + A_GENERATOR),
+    "torch's, put back": (put_back, "it calls torch.fork_rng|" + A_GENERATOR),
+    "all, by the batch": (of_all_by_the_batch, "decides by state.timestamp.batch"),
+}
+
+
+def noisy_update(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+    return pl.FrozenDict({name: p - 0.1 * grads[name] + torch.randn_like(p) for name, p in params.items()}), memory
+
+
+NOISY = pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=noisy_update, lr=lambda t: 0.1)
+Z, TARGETS = torch.view_as_complex(torch.randn(8, 4, 2, generator=problem.noise())), torch.zeros(8, dtype=torch.long)
+
+
+def of_real(which: str, *before: Any) -> dict[str, Any]:
+    lazy = Z.conj().imag if which == "neg" else Z.conj()
+    return {"model": net(lambda self, z: self.one(z.real)), "data": [*before, (lazy, TARGETS)]}
+
+
+def shrinking() -> dict[str, Any]:
+    weights = torch.ones(3)
+
+    def shrink(event: Event, state: pl.State) -> None:
+        if event is Event.BATCH_END:
+            weights.resize_(())
+
+    return {"loss": lambda outputs, targets: (cross_entropy(outputs, targets) * weights).sum(), "callbacks": [shrink]}
+
+
+def compiled(**settings: Any) -> Callable[[], Any]:
+    return lambda: fit(compile=True, **PLAIN | settings)
+
+
+RUNS = [
+    Refusal(
+        "a generator that is remembered",
+        compiled(**with_numbers(lambda state: (torch.zeros(1), one_of(state)))),
+        CompileError,
+        ("can't be compiled: its memory is a generator",),
+    ),
+    Refusal(
+        "an optimizer that draws",
+        compiled(optimizer=NOISY),
+        CompileError,
+        ("optimizer 'own' can't be compiled: ", "global generator", A_GENERATOR),
+    ),
+    Refusal(
+        "a second derivative",
+        compiled(**doing(Event.AFTER_LOSS, "slopes", partial(slopes, create_graph=True)) | {"watch": LOSS}),
+        CompileError,
+        ("create_graph=True", "leave its event out of watch="),
+    ),
+    Refusal(
+        "a number in every graph",
+        compiled(**doing(Event.AFTER_LOSS, "own", by_a_float), data=FIVE, max_duration="2ep"),
+        CompileError,
+        ("'own'", "AFTER_LOSS", "state.timestamp.batch", "where possible"),
+    ),
+    Refusal("a negative", compiled(**of_real("neg", (Z.imag, TARGETS))), CompileError, ("tensor.resolve_neg()",)),
+    Refusal("a conjugate", compiled(**of_real("conj", (Z, TARGETS))), CompileError, ("tensor.resolve_conj()",)),
+    Refusal("a first conjugate", compiled(**of_real("conj")), CompileError, ("tensor.resolve_conj()",)),
+    Refusal("another shape", compiled(**shrinking()), CompileError, ("shape (3,) and dtype ", " () ", " at batch 1")),
+    Refusal(
+        "closed outputs",
+        compiled(
+            model=net(lambda self, x: Closed(self.two(self.one(x)))), loss=lambda outputs, _: outputs.scores.sum()
+        ),
+        CompileError,
+        ("a Closed holds tensors where no graph finds them",),
+    ),
+    Refusal(
+        "a number as an output",
+        compiled(**doing(Event.AFTER_FORWARD, "x", numbered), loss=lambda o, _: o[0].sum() * o[1], watch=BEFORE_LOSS),
+        CompileError,
+        ("a number of the step is put into",),
+    ),
+]
+
+
+def test_numbers_that_are_used_or_drawn_as_no_graph_can_are_refused() -> None:
+    for name, (function, says) in USED.items():
+        more = {"data": FIVE, "max_duration": "2ep"} if says.startswith("decides") else {}  # by graph after graph
+        check(Refusal(name, compiled(**with_numbers(function), **more), CompileError, tuple(says.split("|"))))
+
+
+DOOR = [
+    Refusal("always", lambda: fit(compile="always"), ArgumentError, ("where possible",)),
+    Refusal("1", lambda: fit(compile=1), ArgumentError, ("compile=1",)),
+    Refusal("no step", lambda: fit(compile=True, steps_per_call=0), ArgumentError, ("at least 1",)),
+    Refusal("half a step", lambda: fit(compile=True, steps_per_call=2.5), ArgumentTypeError, ("whole number",)),
+    Refusal("eager steps", lambda: fit(steps_per_call=2), ArgumentError, ("compile=True",)),
+    Refusal("2021", lambda: fit(compile=True, steps_per_call=2, order="2021"), ArgumentError, ("2021",)),
+]
+
+
+def test_the_door() -> None:
+    for refusal in DOOR:
+        check(refusal)
+
+
+@rows(RUNS)
+def test_what_can_not_be_is_refused(refusal: Refusal) -> None:
+    check(refusal)
+
+
+def test_what_is_not_finite_is_named_with_its_batch() -> None:
+    with pytest.raises(pl.NonFiniteError, match=r"batch 1 .*the loss is not finite"):
+        fit(compile=True, data=WITH_NAN)
+    huge = PLAIN | {"optimizer": pl.optim.sgd(lr=1e38), "loss": lambda o, t: 1e10 * cross_entropy(o, t)}
+    with pytest.raises(pl.NonFiniteError, match=r"batch 0 .*optimizer's step"):
+        fit(compile=True, **huge)
+
+
+def test_a_second_derivative_is_part_of_a_graph() -> None:
+    slope = doing(Event.AFTER_LOSS, "slopes", partial(slopes, create_graph=True))
+    same(PLAIN | slope | {"watch": {Event.BEFORE_BACKWARD, Event.BATCH_END}})
+
+
+def test_a_generator_does_not_outlive_its_trace() -> None:
+    kept: list[Any] = []
+    fit(compile=True, **PLAIN | with_numbers(lambda state: kept.append(one_of(state)) or torch.zeros(3)))
+    with pytest.raises(CompileError, match=r"generator=kept\[-1\].* a generator of its own"):
+        fit(compile=True, **PLAIN | with_numbers(lambda state: torch.rand(3, generator=kept[-1])))
+
+
+def test_a_seed_that_python_cannot_take_is_refused_however_large_it_is() -> None:
+    for small in (True, False):
+        is_small = lambda name: (derive(0, name, 0) < sys.hash_info.modulus) is small  # noqa: E731
+        name = next(filter(is_small, map(str, range(99))))
+        settings = with_numbers(lambda state, name=name: NONE + random.Random(by_the_batch(state, name)).random())
+        with pytest.raises(CompileError, match="has no hash"):
+            fit(compile=True, **PLAIN | settings)
+
+
+# What is an error in eager steps, too, is the same one.
+
+
+def replaces(state: pl.State) -> pl.State:
+    return state.replace(params={name: 2 * each for name, each in state.params.items()})
+
+
+def penalised() -> dict[str, Any]:
+    module = problem.mlp()
+    return {"model": lambda: module, "loss": lambda o, t: o.mean() + next(module.parameters()).square().sum()}
+
+
+def at_the_end(function: Callable[[Any], Any]) -> dict[str, Any]:
+    """A function of 0, 1 and 2 in the first, second and third batch."""
+
+    def remember(state: pl.State) -> pl.State:
+        return state.remember("own", NONE.double() + torch.as_tensor(function(state.timestamp.batch)).sum())
+
+    return doing(Event.AFTER_LOSS, "own", remember, init=lambda state: NONE.double()) | {"data": FIVE}
+
+
+BYTES = torch.arange(9).reshape(3, 3).byte()
+ALIKE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "parameters replaced inside": (
+        lambda: doing(Event.AFTER_FORWARD, "replaces", replaces) | {"watch": LOSS},
+        "AlgorithmStructureError|replaced params at AFTER_FORWARD, between",
+    ),
+    "complex gradients": (
+        lambda: {"clip_grad": lambda grads, _: {name: 1j * grad for name, grad in grads.items()}},
+        "ArgumentError|clip_grad=|returned a gradient of dtype torch.complex64",
+    ),
+    "a loss without a graph": (
+        lambda: {"loss": lambda outputs, _: outputs.detach().mean(), "watch": FORWARD},
+        "LossError|does not depend on any parameter",
+    ),
+    "a loss that closes over the module": (penalised, "ModelError|was not called with"),
+    "a path of something else": (
+        lambda: with_numbers(lambda state: NONE + generator(state.seed, 1.5).initial_seed()),
+        "ArgumentTypeError|1.5 is a float",
+    ),
+    # In the third batch, after two that go through the same graph.
+    "a number decides": (
+        lambda: at_the_end(lambda n: 1 if 1 / (2 - n) < 2 else 2),
+        "ZeroDivisionError|division|batch 2",
+    ),
+    **{
+        name: (lambda function=function: at_the_end(function), "batch 2")
+        for name, function in {
+            "beside a tensor": lambda n: NONE + 1 / (2 - n),
+            "remembered": lambda n: 1 / (2 - n),
+            "a tensor of bytes": lambda n: torch.tensor(n + 254, dtype=torch.uint8),
+            "filled": lambda n: torch.full((2,), n + 254, dtype=torch.uint8),
+            "filled in": lambda n: BYTES.clone().fill_(n + 254),
+            "masked": lambda n: BYTES.masked_fill(BYTES > 3, n + 254),
+            "clamped": lambda n: BYTES.clamp(max=n + 254),
+            "one of two": lambda n: torch.where(BYTES > 3, BYTES, n + 254),
+            "an exponent": lambda n: BYTES ** (n + 254),
+            "large": lambda n: torch.tensor(n << 62),
+            "large beside a tensor": lambda n: BYTES.long() + (n << 63),
+        }.items()
+    },
+}
+
+
+def test_an_error_is_that_of_eager_steps() -> None:
+    for name, (make, says) in ALIKE.items():
+        assert_alike(name, make, says)
+
+
+def assert_alike(name: str, make: Callable[[], dict[str, Any]], says: str) -> None:
+    errors = []
+    for compiles in (False, True):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - its class is compared
+            fit(**PLAIN | {"max_duration": "5ba"} | make() | {"compile": compiles})
+        notes = [note for note in getattr(caught.value, "__notes__", []) if note.startswith("raised by")]
+        errors.append((type(caught.value), notes))
+        text = f"{type(caught.value).__name__} {caught.value} {notes}"
+        assert all(part in text for part in says.split("|")), text
+    if name == "large":  # torch's own class is another one there
+        errors = [notes for _, notes in errors]
+    assert errors[0] == errors[1]
 
 
 def test_a_graph_is_of_the_default_dtype_that_it_was_made_under() -> None:
-    def doubled() -> nn.Module:
-        return plain().double()
+    def numbers_in_float64(state: pl.State) -> pl.State:
+        return state.replace(loss=state.loss * torch.linspace(0.1, 1, 3).prod() / torch.tensor(3.0))
 
-    data = [(x.double(), y) for x, y in SHORT["data"]]
+    settings = SHORT | {"model": lambda: problem.mlp().double(), "data": [(x.double(), y) for x, y in FIVE]}
     with default_dtype(torch.float64):
-        settings: dict[str, Any] = {"model": doubled, "data": data, "algorithms": [numbers_in_float64]}
-        assert_close(fit(compile=True, **settings), fit(**settings), 1e-12)
+        same(settings | doing(Event.AFTER_LOSS, "thirds", numbers_in_float64), 1e-12)
 
 
-@pl.algorithm(Event.AFTER_LOSS)
-def numbers_in_float64(state: pl.State) -> pl.State:
-    return state.replace(loss=state.loss * torch.linspace(0.1, 1, 3).prod() / torch.tensor(3.0))
+@pytest.mark.parametrize("event", [Event.AFTER_FORWARD, Event.AFTER_LOSS])
+def test_closed_outputs_of_an_eager_forward_go_by_a_graph(event: Event) -> None:
+    def doubled(state: pl.State) -> pl.State:
+        return state.replace(grads={name: 2 * gradient for name, gradient in state.grads.items()})
+
+    settings = PLAIN | doing(Event.AFTER_TRAIN_BATCH, "doubled", doubled) | {"watch": {event, *BATCHES}}
+    settings |= {
+        "model": net(lambda self, x: Closed(self.two(self.one(x)))),
+        "loss": lambda o, _: o.scores.square().sum(),
+    }
+    found, wanted = (fit(compile=each, **settings) for each in ("where possible", False))
+    for (_, one), (_, other) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.outputs.scores, other.outputs.scores)
+        torch.testing.assert_close(dict(one.params), dict(other.params))

@@ -8,31 +8,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data._utils import collate
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile.segment import Segment
 from pure_loop.data.dataloaders import source
+from pure_loop.data.source import Iterated, Listed
+from tests.support import problem
 from tests.support.compiling import EPOCHS, assert_close, every_third, fit, mlp
 from tests.support.loaders import noisy_collate
-from tests.support.models import FEATURES, batches, plain
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-SEVEN = batches((8,) * 7, 1)
+SEVEN = problem.points(7, 8, 1)
+ROWS = [(torch.zeros(1), i) for i in range(4)]
 
 
-class Overwriting:
-    """A loader that gives the same memory each time, with other numbers."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        x, y = torch.empty(8, FEATURES), torch.empty(8, dtype=torch.int64)
-        for inputs, targets in SEVEN:
-            x.copy_(inputs)
-            y.copy_(targets)
-            yield x, y
+@pytest.fixture(autouse=True)
+def torchs_collate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other libraries extend it when they are imported, and one that was extended is not trusted."""
+    functions = collate.default_collate_fn_map
+    for kind in [kind for kind, function in functions.items() if function.__module__ != collate.__name__]:
+        monkeypatch.delitem(functions, kind)
 
 
 @pytest.fixture
@@ -49,97 +49,20 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def as_often(settings: dict[str, Any]) -> list[tuple[Event, pl.State]]:
-    settings = {"watch": EPOCHS, "max_duration": "3ep", **settings}
-    given = fit(compile=True, steps_per_call=3, **settings)
-    assert_close(given, fit(**settings))
-    return given
+class Overwriting:
+    """A loader that gives the same memory each time, with other numbers."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = (torch.empty_like(each) for each in SEVEN[0])
+        for inputs, targets in SEVEN:
+            x.copy_(inputs)
+            y.copy_(targets)
+            yield x, y
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("data", "wanted"),
-    [
-        # The first step after a State was observed copies, and is the loop's.
-        (SEVEN, [3, 3, 0]),
-        (tuple(SEVEN), [3, 3, 0]),
-        (Overwriting(), [1, 1, 1, 1, 1, 1, 0]),
-        (DataLoader(TensorDataset(*map(torch.cat, zip(*SEVEN, strict=True))), batch_size=8), [3, 3, 0]),
-        (batches((8, 8, 8, 8, 8, 5), 1), [3, 1, 0]),
-    ],
-    ids=["list", "tuple", "a loader that overwrites", "DataLoader", "ragged"],
-)
-def test_batches_are_loaded_ahead_only_if_they_stay_as_they_are(
-    data: Any, wanted: list[int], together: list[int]
-) -> None:
-    as_often({"data": data, "model": plain})
-    assert together[: len(wanted)] == wanted
-
-
-def test_loading_ahead_what_is_overwritten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pure_loop.data.source import Iterated
-
-    monkeypatch.setattr(Iterated, "batches_stay", True)
-    with pytest.raises(AssertionError):
-        as_often({"data": Overwriting(), "model": plain})
-
-
-def test_a_collate_that_was_extended_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils.data._utils import collate
-
-    loader = DataLoader(ROWS, batch_size=2)
-    assert source(loader, seed=0, stream="train").batches_stay
-    monkeypatch.setitem(collate.default_collate_fn_map, torch.nn.Parameter, lambda batch, **_: batch[0])
-    assert not source(loader, seed=0, stream="train").batches_stay
-
-
-def lazy() -> Any:
-    class Lazy:
-        def __len__(self) -> int:
-            return 2
-
-        def __getitem__(self, index: int) -> Tensor:
-            return torch.zeros(2, 1)
-
-    return Lazy()
-
-
-ROWS = [(torch.zeros(1), i) for i in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("make", "wanted"),
-    [
-        (lambda: [torch.zeros(2, 1)], True),
-        (lazy, False),
-        (lambda: iter([torch.zeros(2, 1)]), False),
-        (lambda: DataLoader(ROWS, batch_size=2), True),
-        (lambda: DataLoader(lazy(), batch_size=2), True),
-        (lambda: DataLoader(lazy(), batch_size=None), False),
-        (lambda: DataLoader(ROWS, batch_size=2, collate_fn=noisy_collate), False),
-        (lambda: DataLoader(ROWS, batch_size=2, collate_fn=noisy_collate, num_workers=1), True),
-    ],
-    ids=[
-        *("list", "sequence", "iterator", "DataLoader", "default collate", "no collate"),
-        *("own collate", "in workers"),
-    ],
-)
-def test_which_batches_stay(make: Callable[[], Any], wanted: bool) -> None:
-    assert source(make(), seed=0, stream="train").batches_stay is wanted
-    assert source(make(), seed=0, stream="train").keeps_pinned is wanted
-
-
-def test_each_batch_that_a_loader_pins_stays() -> None:
-    """In pinned memory of its own, whatever the loader does with what it was made of."""
-    loader = DataLoader(lazy(), batch_size=None, pin_memory=True)
-    given = source(loader, seed=0, stream="train")
-    assert given.keeps_pinned
-    assert not given.batches_stay
-
-
-def test_a_step_that_needs_another_graph_is_the_loops(together: list[int]) -> None:
-    as_often({"data": SEVEN, "model": plain, "algorithms": [every_third]})
-    assert together[:2] == [2, 0]  # batch 3 (and 6) needs another one, and so does what follows it
+def as_often(model: Any = problem.mlp, **settings: Any) -> None:
+    settings = {"model": model, "data": SEVEN, "watch": EPOCHS, "max_duration": "2ep", **settings}
+    assert_close(fit(compile=True, steps_per_call=3, **settings), fit(**settings))
 
 
 def remembering(step: Callable[[Any], Any]) -> Any:
@@ -154,83 +77,119 @@ def remembering(step: Callable[[Any], Any]) -> Any:
     return pl.Algorithm("remembers", {Event.BATCH_END: update}, init=lambda state: 0)
 
 
-def until(last: int) -> Callable[[Any], Any]:
-    """A whole number up to this one, and then a float, without a question that a graph would depend on."""
-    return lambda number: number + 1 + 0 * 2 ** (last - number)
+@pl.algorithm(Event.AFTER_LOSS)
+def halves(state: pl.State) -> pl.State:
+    """A count becomes a float beside whole numbers; it is not remembered, so that no type in the State changes."""
+    return state.replace(loss=state.loss * (torch.ones((), dtype=torch.int32) * 2 ** (3 - state.timestamp.batch)))
 
 
-STEPS: dict[str, Callable[[Any], Any]] = {
-    "an int": lambda number: number + 1,
-    "then a float": lambda number: number * 0.5 + 1.5,
-    "a float in the middle of a call": until(1),
-    "a float at the end of a call": until(2),
-    "a float in the next call": until(3),
+LOADER: Any = DataLoader(TensorDataset(*map(torch.cat, zip(*SEVEN, strict=True))), batch_size=8)
+# Settings, and through how many steps the first calls go: the first step after a State was observed copies, and is the
+# loop's.
+CALLS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "list": ({}, [3, 3, 0]),
+    "tuple": ({"data": tuple(SEVEN)}, [3, 3, 0]),
+    "a loader that overwrites": ({"data": Overwriting()}, [1, 1, 1, 1, 1, 1, 0]),
+    "DataLoader": ({"data": LOADER}, [3, 3, 0]),
+    "ragged": ({"data": problem.points(size=(8, 8, 8, 8, 8, 5), seed=1)}, [3, 1, 0]),
+    "dropout": ({"model": mlp}, [3, 3, 0]),
+    "an average of the weights": ({"algorithms": [ema(half_life="5sp")]}, [3, 3, 0]),
+    # Batch 3 (and 6) needs another graph, and so does what follows it.
+    "another graph": ({"algorithms": [every_third]}, [2, 0]),
+    # The loop takes those after which an evaluator is due (2, 5, 8), and those after them.
+    "evaluators": ({"evaluators": problem.points(1), "eval_interval": "3ba"}, [1, 1, 0, 0]),
+    "a count beside whole numbers": ({"algorithms": [halves]}, []),
+    "a number that is remembered": ({"algorithms": [remembering(lambda number: number + 1)]}, []),
+    "one that becomes a float": ({"algorithms": [remembering(lambda number: number * 0.5 + 1.5)]}, []),
+    # Without a question that a graph would depend on: in the middle of a call, at its end, and in the next call.
+    **{
+        f"a float after {last}": ({"algorithms": [remembering(lambda n, last=last: n + 1 + 0 * 2 ** (last - n))]}, [])  # type: ignore[misc]
+        for last in (1, 2, 3)
+    },
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_numbers_that_are_remembered(step: Callable[[Any], Any], together: list[int]) -> None:
-    as_often({"data": SEVEN, "model": plain, "algorithms": [remembering(step)]})
+@pytest.mark.parametrize("name", CALLS)
+def test_several_steps_are_those_one_by_one(name: str, together: list[int]) -> None:
+    settings, wanted = CALLS[name]
+    as_often(**settings)
     assert together
+    assert together[: len(wanted)] == wanted
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_a_count_that_becomes_a_float_beside_whole_numbers(dtype: torch.dtype) -> None:
-    """Computed from the time, not remembered: no type in the State changes."""
-
-    def update(state: pl.State) -> pl.State:
-        return state.replace(loss=state.loss * (torch.ones((), dtype=dtype) * 2 ** (3 - state.timestamp.batch)))
-
-    as_often({"data": SEVEN, "model": plain, "algorithms": [pl.Algorithm("halves", {Event.AFTER_LOSS: update})]})
+def test_a_duration_in_seconds_is_looked_at_after_each_batch(together: list[int]) -> None:
+    fit(problem.mlp, compile=True, steps_per_call=3, watch=EPOCHS, data=SEVEN, max_duration="1s")
+    assert set(together) <= {0, 1}
 
 
-def test_an_average_of_the_weights_keeps_no_step_from_going_with_others(together: list[int]) -> None:
-    """It remembers counts of the step, which Python continues between the calls."""
-    as_often({"data": SEVEN, "model": plain, "algorithms": [ema(half_life="5sp")]})
-    assert together[:3] == [3, 3, 0]
+def test_loading_ahead_what_is_overwritten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Iterated, "batches_stay", True)
+    with pytest.raises(AssertionError):
+        as_often(data=Overwriting())
 
 
-def test_dropout_masks_are_those_of_single_steps(together: list[int]) -> None:
-    as_often({"data": SEVEN, "model": mlp})
-    assert max(together) == 3
+class Lazy:
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.zeros(2, 1)
 
 
-@pytest.mark.parametrize("bad", [1, 2, 4, 6])
-def test_a_batch_that_is_not_finite_is_named(bad: int) -> None:
+def test_which_batches_stay_and_which_that_are_pinned() -> None:
+    lazy: Any = Lazy()
+    for loader, wanted in (
+        ([torch.zeros(2, 1)], True),
+        (lazy, False),
+        (iter([torch.zeros(2, 1)]), False),
+        (DataLoader(ROWS, batch_size=2), True),
+        (DataLoader(lazy, batch_size=2), True),
+        (DataLoader(lazy, batch_size=None), False),
+        (DataLoader(ROWS, batch_size=2, collate_fn=noisy_collate), False),
+        (DataLoader(ROWS, batch_size=2, collate_fn=noisy_collate, num_workers=1), True),
+    ):
+        given = source(loader, seed=0, stream="train")
+        assert (given.batches_stay, given.keeps_pinned) == (wanted, wanted), loader
+    # In pinned memory of its own, whatever the loader does with what it was made of.
+    given = source(DataLoader(lazy, batch_size=None, pin_memory=True), seed=0, stream="train")
+    assert (given.batches_stay, given.keeps_pinned) == (False, True)
+
+
+def test_a_collate_that_was_extended_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert source(DataLoader(ROWS, batch_size=2), seed=0, stream="train").batches_stay
+    monkeypatch.setitem(collate.default_collate_fn_map, torch.nn.Parameter, lambda batch, **_: batch[0])
+    assert not source(DataLoader(ROWS, batch_size=2), seed=0, stream="train").batches_stay
+
+
+class Broken(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index >= 24:
+            raise OSError(f"sample {index}")
+        return SEVEN[0][0][0] * (float("nan") if index == 16 else 1.0), SEVEN[0][1][0]
+
+
+def divides(state: pl.State) -> pl.State:
+    step = torch.ones(()) * (2 if 1 / (4 - state.timestamp.batch) > 0.1 else 3)
+    return state.replace(loss=state.loss * step)
+
+
+@pytest.mark.parametrize("bad", [1, 3, 6, "loading"])
+def test_what_fails_fails_after_the_steps_before_it(bad: Any) -> None:
+    """Whether the fifth step belongs to a call is asked before the call's steps run, and divides by zero."""
+    settings: dict[str, Any] = {"compile": True, "watch": EPOCHS, "model": problem.mlp}
+    if bad == "loading":
+        with pytest.raises(pl.NonFiniteError, match="batch 2 "):
+            fit(steps_per_call=3, data=DataLoader(Broken(), batch_size=8), **settings)
+        return
     data = [(x * float("nan") if i == bad else x, y) for i, (x, y) in enumerate(SEVEN)]
     with pytest.raises(pl.NonFiniteError, match=rf"batch {bad} \(epoch 0, batch {bad} in it\)"):
-        fit(compile=True, steps_per_call=3, watch=EPOCHS, model=plain, data=data)
-
-
-@pytest.mark.parametrize("bad", [2, 3])
-def test_an_arithmetic_that_fails_fails_after_the_steps_before_it(bad: int) -> None:
-    """Whether the fifth step belongs to a call is asked before the call's steps run, and fails."""
-
-    def update(state: pl.State) -> pl.State:
-        step = torch.ones(()) * (2 if 1 / (4 - state.timestamp.batch) > 0.1 else 3)
-        return state.replace(loss=state.loss * step)
-
-    data = [(x * float("nan") if i == bad else x, y) for i, (x, y) in enumerate(SEVEN)]
-    dividing = pl.Algorithm("divides", {Event.AFTER_LOSS: update})
-    with pytest.raises(pl.NonFiniteError, match=f"batch {bad} "):
-        fit(compile=True, steps_per_call=4, watch=EPOCHS, model=plain, data=data, algorithms=[dividing])
-    with pytest.raises(ZeroDivisionError):
-        fit(compile=True, steps_per_call=4, watch=EPOCHS, model=plain, data=SEVEN, algorithms=[dividing])
-
-
-def test_what_fails_to_load_fails_after_the_steps_before_it() -> None:
-    class Broken(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 40
-
-        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-            if index >= 24:
-                raise OSError(f"sample {index}")
-            return SEVEN[0][0][0] * (float("nan") if index == 16 else 1.0), SEVEN[0][1][0]
-
-    with pytest.raises(pl.NonFiniteError, match="batch 2 "):
-        fit(compile=True, steps_per_call=3, watch=EPOCHS, model=plain, data=DataLoader(Broken(), batch_size=8))
+        fit(steps_per_call=3, data=data, **settings)
+    dividing = pl.Algorithm("divides", {Event.AFTER_LOSS: divides})
+    with pytest.raises(pl.NonFiniteError if bad < 4 else ZeroDivisionError):
+        fit(steps_per_call=4, data=data, algorithms=[dividing], **settings)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])
@@ -250,20 +209,8 @@ def test_no_second_is_lost(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self, *args)
 
     monkeypatch.setattr(Segment, "_given", given)
-    monkeypatch.setattr("pure_loop.data.source.Listed.batches_stay", True)
-    settings: dict[str, Any] = {"evaluators": batches((8,), 2), "eval_interval": "5ba", "clock": lambda: now[0]}
-    settings |= {"model": plain, "data": Slow(SEVEN), "watch": EPOCHS, "max_duration": "2ep"}
-    state = fit(compile=True, steps_per_call=steps, **settings)[0][1]
+    monkeypatch.setattr(Listed, "batches_stay", True)
+    settings: dict[str, Any] = {"evaluators": problem.points(1), "eval_interval": "5ba", "clock": lambda: now[0]}
+    state = fit(problem.mlp, data=Slow(SEVEN), watch=EPOCHS, compile=True, steps_per_call=steps, **settings)[0][1]
     # Those of the last step and of what follows it are counted with the next batch.
     assert state.timestamp.total_seconds == 7 + 6 * 10 + 10
-
-
-def test_a_duration_in_seconds_is_looked_at_after_each_batch(together: list[int]) -> None:
-    fit(compile=True, steps_per_call=3, watch=EPOCHS, model=plain, data=SEVEN * 3, max_duration="1s")
-    assert set(together) <= {0, 1}
-
-
-def test_evaluators_that_are_due_end_a_call(together: list[int]) -> None:
-    as_often({"evaluators": batches((8,), 2), "eval_interval": "3ba", "data": SEVEN, "model": plain})
-    # The loop takes the first batch of an epoch, those after which an evaluator is due (2, 5, 8), and those after them.
-    assert together[:4] == [1, 1, 0, 0]

@@ -1,10 +1,16 @@
-"""Metrics of torchmetrics: their values in an evaluation, and their state as a value."""
+"""Metrics of torchmetrics: their values in an evaluation and in training, and their states, declared or not, as values.
+
+Tried: sums and lists, wrappers, collections, compositions; classes of one's own with numbers, lists and dicts in plain
+attributes, buffers that are written to, states declared in an update. What can't be carried is refused.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,73 +18,226 @@ import torch
 import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
-from torchmetrics.classification import MulticlassAUROC, MulticlassConfusionMatrix, MulticlassF1Score
+from torch import Tensor
+from torchmetrics.aggregation import MeanMetric, RunningMean, SumMetric
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    BinaryAUROC,
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+)
+from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric, MultioutputWrapper, Running
 
 import pure_loop as pl
-from pure_loop.loggers import InMemoryLogger
-from pure_loop.metrics import confusion_matrix, from_torchmetrics
-from tests.metrics.measuring import measured, splits
-from tests.support.runs import mlp, noise, points, stream
+from pure_loop import Event
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.metrics import from_torchmetrics
+from tests.metrics.test_metrics import measured, splits
+from tests.support import problem
+from tests.support.refused import Refusal, check, rows
+from tests.support.streams import assert_same
+from tests.support.tiers import examples
+from tests.support.worlds import pool
 
-CLASSES = 4
-MAKERS: dict[str, Any] = {
-    "sums": lambda: MulticlassF1Score(CLASSES, average=None),
+CLASSES = 3
+
+
+class Own(torchmetrics.Metric):
+    """Sums of batches in many places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.sums: list[float] = []
+        self.by_parity = {"even": torch.zeros(()), "odd": torch.zeros(())}
+        self.last: Tensor | None = None
+        self.register_buffer("written", torch.zeros(()))
+        self.add_state("total", torch.zeros(()), "sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        value = preds.sum()
+        self.by_parity["odd" if self.count % 2 else "even"] += value
+        self.count += 1
+        self.sums.append(float(value))
+        self.last = value
+        self.written += value
+        self.total += value
+
+    def compute(self) -> dict[str, Tensor]:
+        numbers = {"count": torch.tensor(self.count), "updates": torch.tensor(self.update_count)}
+        numbers |= {"mean": torch.tensor(sum(self.sums)) / self.count, **self.by_parity}
+        return numbers | {"last": self.last, "written": self.written, "total": self.total}
+
+
+class DeclaresLater(torchmetrics.Metric):
+    """Its number of classes is that of the first batch."""
+
+    is_ready = False
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        if not self.is_ready:
+            self.add_state("per_class", torch.zeros(preds.shape[1]), "sum")
+            self.is_ready = True
+        self.per_class = self.per_class + preds.sum(0)
+
+    def compute(self) -> Tensor:
+        return self.per_class
+
+
+def f1(**options: Any) -> Any:
+    return MulticlassF1Score(CLASSES, **options)
+
+
+def running(window: int = 2) -> Any:
+    return Running(MulticlassAccuracy(CLASSES), window=window)
+
+
+# Those that ranks can merge, and others.
+MERGED: dict[str, Callable[[], Any]] = {
     "lists": lambda: MulticlassAUROC(CLASSES),
-    "a wrapper": lambda: torchmetrics.ClasswiseWrapper(MulticlassF1Score(CLASSES, average=None)),
-    "a collection": lambda: torchmetrics.MetricCollection([MulticlassF1Score(CLASSES), MulticlassAUROC(CLASSES)]),
-    "a composition": lambda: 1 - MulticlassF1Score(CLASSES),
+    "classwise": lambda: ClasswiseWrapper(f1(average=None), prefix="c_"),
+    "collection": lambda: torchmetrics.MetricCollection({"a": f1(), "b": MulticlassAUROC(CLASSES)}),
+    "composition": lambda: 1 - f1(),
+    # torchmetrics updates one of them alone while they are equal, and gives its states to the others.
+    "equal at first": lambda: torchmetrics.MetricCollection(
+        {"a": MulticlassAccuracy(CLASSES, average=None), "b": MulticlassAccuracy(3, average=None, ignore_index=0)}
+    ),
 }
+ALONE: dict[str, Callable[[], Any]] = {
+    "running": running,
+    "own": Own,
+    "declares later": DeclaresLater,
+    "both": lambda: torchmetrics.MetricCollection({"a": Own(), "b": running(3)}),
+    "composed": lambda: 1 - running(3),
+}
+PARTS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+def batches_of(sizes: list[int], seed: int) -> list[tuple[Tensor, Tensor]]:
+    return [(x[:, :CLASSES].softmax(1), y) for x, y in problem.points(size=tuple(sizes), seed=seed)]
+
+
+def by_itself(make: Callable[[], Any], parts: list[tuple[Tensor, Tensor]]) -> Any:
+    metric = make()
+    if isinstance(metric, torchmetrics.MetricCollection) and isinstance(metric["b"], MulticlassAccuracy):
+        return {name: by_itself(lambda alone=alone: alone, parts) for name, alone in metric.items()}
+    for outputs, targets in parts:
+        metric.update(outputs, targets)
+    return metric.compute()
+
+
+def carried(metric: Any, parts: list[tuple[Tensor, Tensor]], accumulator: Any = None) -> Any:
+    accumulator = metric.init() if accumulator is None else accumulator
+    for outputs, targets in parts:
+        accumulator = metric.update(accumulator, outputs, (None, targets))
+    return accumulator
+
+
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
+@pytest.mark.parametrize("kind", [*MERGED, *ALONE])
+@examples(8, 100)
+@given(first=PARTS, second=PARTS, seed=st.integers(0, 99))
+def test_states_are_values(kind: str, first: list[int], second: list[int], seed: int) -> None:
+    """Two sequences of updates of one metric, in turns, have the values that each has in an object of its own."""
+    make = (MERGED | ALONE)[kind]
+    own = make()
+    metric, one, other = from_torchmetrics(own), batches_of(first, seed), batches_of(second, seed + 100)
+    accumulators: list[Any] = [metric.init(), metric.init()]
+    for number in range(max(len(one), len(other))):
+        for place, parts in enumerate((one, other)):
+            accumulators[place] = carried(metric, parts[number : number + 1], accumulators[place])
+            metric.compute(accumulators[place])  # which changes nothing
+    for accumulator, parts in zip(accumulators, (one, other), strict=True):
+        torch.testing.assert_close(metric.compute(accumulator), by_itself(make, parts))
+    assert_same({"": carried(metric, one[1:], carried(metric, one[:1]))}, {"": accumulators[0]}, kind)
+    assert kind != "lists" or not own.update_called
+    assert (metric.merge is None) == (kind in ALONE)
+
+
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
+@pytest.mark.parametrize("kind", MERGED)
+@examples(8, 100)
 @given(seed=st.integers(0, 1000), cuts=splits)
-def test_values_are_those_of_torchmetrics(kind: str, seed: int, cuts: list[int]) -> None:
-    generator = noise(seed)
-    outputs = torch.randn(12, CLASSES, generator=generator).softmax(dim=1)
-    targets = torch.randint(CLASSES, (12,), generator=generator)
-    targets[:CLASSES] = torch.arange(CLASSES)
-    metric = MAKERS[kind]()
-    found = measured(from_torchmetrics(metric), outputs, targets, cuts)
-    torch.testing.assert_close(found, MAKERS[kind]()(outputs, targets))
+def test_values_of_parts_are_merged(kind: str, seed: int, cuts: list[int]) -> None:
+    ((outputs, targets),) = batches_of([12], seed)
+    found = measured(from_torchmetrics(MERGED[kind]()), outputs, targets, cuts)
+    torch.testing.assert_close(found, by_itself(MERGED[kind], [(outputs, targets)]))
 
 
-def test_largest_and_smallest_are_merged() -> None:
+def test_what_is_merged_and_what_serves_one_rank() -> None:
     values = torch.tensor([1.0, 7.0, -3.0])
     for cls, expected in ((torchmetrics.MaxMetric, 7.0), (torchmetrics.MinMetric, -3.0)):
         metric = from_torchmetrics(cls(), targets=lambda batch: None)
         assert measured(metric, values, torch.zeros(3), [1, 2]) == expected
+    assert from_torchmetrics(torchmetrics.PearsonCorrCoef()).merge is None
+    assert from_torchmetrics(MultioutputWrapper(torchmetrics.MeanSquaredError(), 2)).merge is not None
+    assert from_torchmetrics(MulticlassConfusionMatrix(2)).compute(from_torchmetrics(f1()).init()).isnan()
 
 
-def test_accumulators_are_values() -> None:
-    """No update writes to an accumulator that was given, and two runs of one metric do not meet."""
-    own = MulticlassConfusionMatrix(2)
-    metric = from_torchmetrics(own)
-    batch = torch.tensor([[1.0, 0.0]]), (None, torch.tensor([0]))
-    first = metric.update(metric.init(), *batch)
-    kept = {name: value.clone() for name, value in first.items()}
-    second = metric.update(first, *batch)
-    assert metric.compute(second).tolist() == [[2, 0], [0, 0]]
-    assert metric.compute(first).tolist() == [[1, 0], [0, 0]]
-    torch.testing.assert_close(first, kept)
-    assert metric.compute(metric.init()).isnan()
-    assert not own.update_called
-
-
-def test_in_an_evaluation_with_parts_of_a_batch_and_in_loggers() -> None:
-    data, logger = points(3), InMemoryLogger()
-    own = MulticlassConfusionMatrix(3)
-    metrics = [
-        confusion_matrix(),
-        from_torchmetrics(own, outputs=lambda o: o.argmax(dim=1), targets=lambda b: b[1], name="theirs"),
-        from_torchmetrics(torchmetrics.ClasswiseWrapper(MulticlassF1Score(3, average=None), labels=["a", "b", "c"])),
-    ]
-    evaluator = pl.Evaluator(data, metrics=metrics, microbatch_size=2)
-    state = pl.run(pl.evaluate(mlp(), {"val": evaluator}, loss=torch.nn.functional.cross_entropy, loggers=[logger]))
+def test_in_evaluations_with_parts_of_a_batch_and_in_loggers() -> None:
+    """A running sum of 1, 2, 3 is 5 of the last two, in each of two evaluators."""
+    logger = pl.loggers.InMemoryLogger()
+    theirs = from_torchmetrics(
+        MulticlassConfusionMatrix(3), outputs=lambda o: o.argmax(dim=1), targets=lambda b: b[1], name="theirs"
+    )
+    classwise = from_torchmetrics(ClasswiseWrapper(f1(average=None), labels=["a", "b", "c"]))
+    metrics = [pl.metrics.confusion_matrix(), theirs, classwise]
+    evaluator = pl.Evaluator(problem.points(), metrics=metrics, microbatch_size=2)
+    options: Any = {"loss": problem.cross_entropy, "loggers": [logger]}
+    state = pl.run(pl.evaluate(problem.mlp(), {"val": evaluator}, **options))
     assert torch.equal(state.metrics["val"]["theirs"], state.metrics["val"]["confusion_matrix"])
     assert {f"val/ClasswiseWrapper/multiclassf1score_{label}" for label in "abc"} <= logger.metrics.keys()
-    assert repr(metrics[1]) == "from_torchmetrics(metric=MulticlassConfusionMatrix, outputs=<lambda>, " + (
-        "targets=<lambda>, name='theirs')"
+    assert repr(theirs).endswith("MulticlassConfusionMatrix, outputs=<lambda>, targets=<lambda>, name='theirs')")
+    data = [(torch.tensor([[float(value)]]), torch.zeros(1, dtype=torch.int64)) for value in (1, 2, 3)]
+    sums = [from_torchmetrics(each, targets=lambda _: None) for each in (Running(SumMetric(), 2), RunningMean(2))]
+    evaluators = {label: pl.Evaluator(data, metrics=sums, interval="1ep") for label in ("one", "two")}
+    same = torch.nn.Linear(1, 1)
+    same.load_state_dict({"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
+    for found in pl.run(pl.evaluate(same, evaluators)).metrics.values():
+        assert {name: float(value) for name, value in found.items()} == {"Running": 5.0, "RunningMean": 2.5}
+
+
+def test_the_metric_that_was_passed_stays_as_it_was() -> None:
+    own = Own()
+    own.update(torch.ones(1, 3), torch.tensor([0]))
+    from_torchmetrics(own)
+    assert (own.count, own.update_count, own.sums) == (1, 1, [3.0])
+
+
+def train_with(metric: Any, start: Any = None, **options: Any) -> list[pl.State]:
+    """With the values in training and of two evaluators after each batch."""
+    evaluators = {label: pl.Evaluator(problem.points(2, seed=i), metrics=[metric]) for i, label in enumerate("ab")}
+    options |= {"evaluators": evaluators, "eval_interval": "1ba", "train_metrics": [metric]}
+    stream = problem.fit(start, problem.points(4), **options)
+    return [state for event, state in stream if event is Event.BATCH_CHECKPOINT]
+
+
+@pytest.mark.parametrize("kind", ["own", "both"])
+def test_in_training_resumed_from_a_file_and_beside_other_evaluators(kind: str, tmp_path: Path) -> None:
+    whole = train_with(from_torchmetrics(ALONE[kind]()), microbatch_size=2, donate=False)
+    module = whole[-1].module(training=False)
+    for seed, label in enumerate("ab"):
+        with torch.no_grad():
+            wanted = by_itself(ALONE[kind], [(module(x), y) for x, y in problem.points(2, seed=seed)])
+        (found,) = whole[-1].metrics[label].values()
+        torch.testing.assert_close(found, wanted)
+    pl.save(whole[1], tmp_path / "middle.safetensors")
+    loaded = pl.load(tmp_path / "middle.safetensors", model=problem.mlp())
+    resumed = train_with(from_torchmetrics(ALONE[kind]()), loaded, microbatch_size=2)
+    for field in ("metrics", "algorithm_state"):
+        assert_same({"": getattr(resumed[-1], field)}, {"": getattr(whole[-1], field)}, field)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_compiled() -> None:
+    metric = from_torchmetrics(running())
+    eager, compiled = (
+        [float(state.metrics["train"]["Running"]) for state in train_with(metric, compile=traced, strict=False)]
+        for traced in (False, True)
     )
+    assert compiled == pytest.approx(eager)
 
 
 DETECTION = """
@@ -89,7 +248,6 @@ library = torch.library.Library("torchvision", "DEF")
 library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 from torchmetrics.detection import MeanAveragePrecision
-
 from pure_loop.metrics import from_torchmetrics
 
 corners = torch.rand(5, 4, 2, generator=torch.Generator().manual_seed(0)) * 9
@@ -108,42 +266,159 @@ assert 0 < expected.compute()["map"] < 1
 
 @pytest.mark.slow
 def test_mean_average_precision_of_boxes_in_images() -> None:
+    """A process of its own: torchvision registers operators."""
     for package in ("torchvision", "pycocotools"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"torchmetrics needs {package} for it, which is not installed")
     subprocess.run([sys.executable, "-W", "ignore", "-c", DETECTION], check=True)
 
 
-def test_states_that_can_not_be_merged_are_those_of_one_rank() -> None:
-    assert from_torchmetrics(torchmetrics.PearsonCorrCoef()).merge is None
-    assert from_torchmetrics(torchmetrics.MeanSquaredError()).merge is not None
+@pytest.mark.slow
+def test_on_two_ranks() -> None:
+    """Real processes: a trial by itself waits for no other rank, and sums of both are those of all samples."""
+
+    def value(**options: Any) -> Any:
+        evaluator = pl.Evaluator(problem.points(2, size=6), metrics=[from_torchmetrics(MERGED["classwise"]())])
+        state = pl.run(pl.evaluate(problem.mlp(), {"val": evaluator}, **options))
+        return dict(state.metrics["val"]["ClasswiseWrapper"])
+
+    for found in pool().run(lambda rank: value(parallel="replicate")):
+        torch.testing.assert_close(found, value())
 
 
-def test_what_is_no_metric_of_torchmetrics_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, text in ((MulticlassF1Score, "the class MulticlassF1Score"), (3, "3 of type int")):
-        with pytest.raises(pl.ArgumentTypeError, match=f"metric is {text}; give an instance"):
-            from_torchmetrics(value)
-    with pytest.raises(pl.ArgumentTypeError, match="outputs=3 is not a function"):
-        from_torchmetrics(MulticlassF1Score(3), outputs=3)  # type: ignore[arg-type]
+# What can't be carried.
+
+
+class KeepsTheBest(torchmetrics.Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = -1.0
+        self.add_state("total", torch.zeros(()), "sum")
+
+    def update(self, preds: Any, target: Any) -> None:
+        self.total += preds.sum()
+
+    def compute(self) -> Tensor:
+        self.best = max(self.best, float(self.total))
+        return torch.tensor(self.best)
+
+
+class OfTexts(KeepsTheBest):
+    """What no trial fits."""
+
+    def update(self, preds: list[str], target: list[str]) -> None:
+        self.total += sum(len(text.split()) for text in preds)
+
+
+class DeclaresAgain(DeclaresLater):
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.is_ready = "per_class" in self._defaults
+        super().update(preds, target)
+
+
+class KeepsAnObject(torchmetrics.Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = MeanHolder()
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.own.count += 1
+
+    def compute(self) -> Tensor:
+        return torch.tensor(self.own.count)
+
+
+class MeanHolder:
+    count = 0
+
+
+class KeepsAList(torchmetrics.Metric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = {"all": [MeanMetric()]}
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.parts["all"][0].update(preds)
+
+    def compute(self) -> Any:
+        return self.parts["all"][0].compute()
+
+
+class KeepsInItsClass(torchmetrics.Metric):
+    updates = 0
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        type(self).updates += 1
+
+    def compute(self) -> Tensor:
+        return torch.tensor(type(self).updates)
+
+
+def text_then_compute() -> None:
+    metric = from_torchmetrics(OfTexts())
+    metric.compute(metric.update(metric.init(), ["a b"], (None, ["a"])))
+
+
+def alone() -> pl.Stream:
+    return problem.fit(evaluators={"val": pl.Evaluator(problem.points(), metrics=[MulticlassAUROC(3)])})
+
+
+REFUSED = [
+    Refusal(name, call if says[0] == "" else lambda call=call: from_torchmetrics(call()), error, says)
+    for name, error, call, *says in (
+        ("minmax", ArgumentError, lambda: MinMaxMetric(BinaryAccuracy()), "compute() changes min_val, max_val,"),
+        (
+            *("in a collection", ArgumentError),
+            lambda: torchmetrics.MetricCollection({"a": MinMaxMetric(MulticlassAccuracy(5))}),
+            "compute() changes a.min_val, a.max_val,",
+        ),
+        ("best", ArgumentError, KeepsTheBest, "KeepsTheBest): compute() changes best,"),
+        ("declared again", ArgumentError, DeclaresAgain, "update() declares the state per_class again"),
+        ("object", ArgumentError, KeepsAnObject, "own is a ", ".MeanHolder, and changes in update()"),
+        ("list", ArgumentError, KeepsAList, "keeps metrics in the dict self.parts", "ModuleList"),
+        ("class", ArgumentError, KeepsInItsClass, "keeps something outside of its attributes"),
+        ("tracker", ArgumentTypeError, lambda: MetricTracker(f1()), "give an instance of a metric of torchmetrics"),
+        (
+            "a class itself",
+            ArgumentTypeError,
+            lambda: MulticlassF1Score,
+            "the class MulticlassF1Score; give an instance",
+        ),
+        ("a number", ArgumentTypeError, lambda: 3, "metric is 3 of type int; give an instance"),
+        (
+            "no function",
+            ArgumentTypeError,
+            lambda: from_torchmetrics(f1(), outputs=3),
+            "",
+            "outputs=3 is not a function",
+        ),
+        ("by the first value", ArgumentError, text_then_compute, "", "compute() changes best,"),
+        (
+            "by itself",
+            ArgumentTypeError,
+            alone,
+            "",
+            "'val'",
+            "write pl.metrics.from_torchmetrics(MulticlassAUROC(...))",
+        ),
+    )
+]
+
+
+@rows(REFUSED)
+def test_what_can_not_be_carried_is_refused(refusal: Refusal) -> None:
+    check(refusal)
+
+
+def test_torchmetrics_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(pl.MissingExtraError, match=r"pip install 'pure_loop\[torchmetrics\]'"):
         from_torchmetrics(3)
 
 
-def test_a_metric_of_torchmetrics_by_itself_is_refused_with_what_to_write() -> None:
-    evaluator = pl.Evaluator(points(), metrics=[MulticlassAUROC(CLASSES)])
-    says = r"evaluator 'val'.*write pl\.metrics\.from_torchmetrics\(MulticlassAUROC\(\.\.\.\)\)"
-    with pytest.raises(pl.ArgumentTypeError, match=says):
-        stream(mlp(), points(), evaluators={"val": evaluator})
-
-
 def test_an_error_of_the_value_names_metric_and_evaluator() -> None:
-    auroc = from_torchmetrics(torchmetrics.classification.BinaryAUROC())
-    data = [(torch.randn(32, 3, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 3)] * 2
-    stream = pl.evaluate(
-        torch.nn.Linear(3, 3), {"val": pl.Evaluator(data, metrics=[auroc])}, loss=torch.nn.functional.cross_entropy
-    )
+    evaluator = pl.Evaluator(problem.points(2, 32), metrics=[from_torchmetrics(BinaryAUROC())])
     with pytest.raises(IndexError) as caught:  # two classes are measured, and there are three
-        pl.run(stream)
+        pl.run(pl.evaluate(problem.mlp(), {"val": evaluator}, loss=problem.cross_entropy))
     assert any("raised by the metric 'BinaryAUROC'" in note and "'val'" in note for note in caught.value.__notes__)

@@ -1,10 +1,7 @@
 """A metric that keeps something outside of its accumulator is refused before training.
 
-Its numbers would go from one evaluation to the next, and be lost where training resumes. Tried: a variable of a
-closure, an attribute of an object, one accumulator for all calls of ``init``, a list, a generator of its own; functions
-that are passed to ``pl.metrics.mean``; as good ones accumulators that are written in place, numbers of Python, draws
-from the global generators, NaN, accumulators without numbers, and sums that differ by their rounding alone, as those
-of a device that adds in any order.
+Its numbers would go from one evaluation to the next, and be lost where training resumes. Good ones write accumulators
+in place, are numbers of Python, draw from the global generators, are NaN or no numbers, or differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -19,13 +16,12 @@ import torch
 from torch import Tensor
 
 import pure_loop as pl
-from tests.support.runs import cross_entropy, mlp, points
+from tests.support import problem
 
 
 def fit(metric: pl.Metric) -> pl.State:
-    evaluators = {"val": pl.Evaluator(points(2), metrics=[metric])}
-    options: dict[str, Any] = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ba"}
-    return pl.run(pl.fit(mlp(), points(2), evaluators=evaluators, **options))
+    evaluators = {"val": pl.Evaluator(problem.points(2), metrics=[metric])}
+    return problem.run(evaluators=evaluators, max_duration="1ba", strict=None)
 
 
 def metric(update: Callable[..., Any], init: Callable[[], Any] = lambda: torch.zeros(())) -> pl.Metric:
@@ -35,37 +31,17 @@ def metric(update: Callable[..., Any], init: Callable[[], Any] = lambda: torch.z
 class Largest:
     """The largest output, to which it adds how many batches it was ever given."""
 
-    def __init__(self) -> None:
-        self.batches = 0
+    batches = 0
 
     def update(self, accumulator: Tensor, outputs: Tensor, batch: Any) -> Tensor:
         self.batches += 1
         return torch.maximum(accumulator, outputs.max() + self.batches)
 
 
-def with_a_closure() -> pl.Metric:
+def counting(step: Callable[[Any, Any, int], Any], init: Callable[[], Any] = lambda: torch.zeros(())) -> pl.Metric:
+    """One whose update is told how often it was called before."""
     numbers = count()
-    return metric(lambda accumulator, outputs, batch: accumulator + next(numbers))
-
-
-def with_one_accumulator() -> pl.Metric:
-    total = torch.zeros(())
-    return metric(lambda accumulator, outputs, batch: accumulator.add_(1), lambda: total)
-
-
-def with_a_list() -> pl.Metric:
-    seen: list[Tensor] = []
-
-    def update(accumulator: Any, outputs: Tensor, batch: Any) -> Any:
-        seen.append(outputs)
-        return torch.cat(seen)
-
-    return metric(update, lambda: None)
-
-
-def with_a_generator() -> pl.Metric:
-    generator = random.Random(0)
-    return metric(lambda accumulator, outputs, batch: accumulator + generator.random())
+    return metric(lambda accumulator, outputs, batch: step(accumulator, outputs, next(numbers)), init)
 
 
 def with_a_mean() -> pl.Metric:
@@ -73,59 +49,51 @@ def with_a_mean() -> pl.Metric:
     return pl.metrics.mean(lambda outputs, batch: torch.full((len(outputs),), float(next(numbers))), "own")
 
 
-def with_rounding(dtype: torch.dtype) -> pl.Metric:
+def rounded(dtype: torch.dtype) -> pl.Metric:
     """Twice the same sum, but for the last bit that the dtype has."""
-    last_bits = count()
-
-    def update(accumulator: Tensor, outputs: Tensor, batch: Any) -> Tensor:
-        return torch.tensor(1 + next(last_bits) % 2 * torch.finfo(dtype).eps, dtype=dtype)
-
-    return metric(update)
+    return counting(lambda _, outputs, number: torch.tensor(1 + number % 2 * torch.finfo(dtype).eps, dtype=dtype))
 
 
-BAD = {
-    "closure": with_a_closure,
-    "object": lambda: metric(Largest().update),
-    "one accumulator": with_one_accumulator,
-    "list": with_a_list,
-    "generator": with_a_generator,
-    "mean": with_a_mean,
+TOTAL, RANDOM, SEEN = torch.zeros(()), random.Random(0), []
+BAD: dict[str, Callable[[], pl.Metric]] = {
+    "a closure": lambda: counting(lambda accumulator, outputs, number: accumulator + number),
+    "an object": lambda: metric(Largest().update),
+    "one accumulator": lambda: metric(lambda accumulator, outputs, batch: accumulator.add_(1), lambda: TOTAL),
+    "a list": lambda: metric(lambda accumulator, outputs, batch: SEEN.append(outputs) or torch.cat(SEEN), lambda: None),
+    "a generator": lambda: metric(lambda accumulator, outputs, batch: accumulator + RANDOM.random()),
+    "a mean": with_a_mean,
 }
-GOOD = {
+GOOD: dict[str, Callable[[], pl.Metric]] = {
     "in place": lambda: metric(lambda accumulator, outputs, batch: accumulator.add_(1)),
     "numbers": lambda: metric(lambda accumulator, outputs, batch: accumulator + 1, lambda: 10**300),
     "draws": lambda: metric(lambda accumulator, outputs, batch: accumulator + torch.rand(()) + random.random()),
     "NaN": lambda: metric(lambda accumulator, outputs, batch: accumulator * float("nan")),
     "texts": lambda: metric(lambda accumulator, outputs, batch: "a text", lambda: ""),
     "lists": lambda: metric(lambda accumulator, outputs, batch: [*accumulator, outputs], list),
-    "half precision": lambda: with_rounding(torch.bfloat16),
-    "single precision": lambda: with_rounding(torch.float32),
+    "half precision": lambda: rounded(torch.bfloat16),
+    "single precision": lambda: rounded(torch.float32),
     "complex": lambda: metric(lambda accumulator, outputs, batch: accumulator + 1j),
 }
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_metric_that_keeps_state_is_refused_before_training(kind: str) -> None:
-    with pytest.raises(
-        pl.ArgumentError, match=r"evaluator 'val': the metric 'own' .* measured one batch twice"
-    ) as caught:
-        fit(BAD[kind]())
-    assert "let init() return a new accumulator" in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", GOOD)
-def test_a_metric_that_keeps_nothing_is_not(kind: str) -> None:
-    assert "own" in fit(GOOD[kind]()).metrics["val"]
-
-
-WRITES: dict[str, Callable[..., Any]] = {
+WRITES = {
     "state.outputs": lambda accumulator, outputs, batch: accumulator + outputs.add_(1).sum(),
     "state.batch": lambda accumulator, outputs, batch: accumulator + batch[0].add_(1).sum(),
 }
 
 
-@pytest.mark.parametrize("field", WRITES)
-def test_a_metric_that_writes_to_what_it_measures_is_refused_for_that(field: str) -> None:
+@pytest.mark.parametrize("kind", BAD)
+def test_a_metric_that_keeps_state_is_refused_before_training(kind: str) -> None:
+    says = r"evaluator 'val': the metric 'own' .* measured one batch twice.*let init\(\) return a new accumulator"
+    with pytest.raises(pl.ArgumentError, match=says):
+        fit(BAD[kind]())
+
+
+def test_a_metric_that_keeps_nothing_is_not() -> None:
+    for kind, make in GOOD.items():
+        assert "own" in fit(make()).metrics["val"], kind
+
+
+def test_a_metric_that_writes_to_what_it_measures_is_refused_for_that() -> None:
     """It measures another batch the second time, and keeps nothing."""
-    with pytest.raises(pl.ImpurityError, match=rf"a metric changed {field}.* in place"):
-        fit(metric(WRITES[field]))
+    for field, update in WRITES.items():
+        with pytest.raises(pl.ImpurityError, match=rf"a metric changed {field}.* in place"):
+            fit(metric(update))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
+from tests.support.tiers import examples
 
 E = pl.Event
 BATCHES = 3
@@ -28,17 +29,13 @@ def batch(**changes: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
 
 
-def wrong_batch(mistake: str) -> dict[str, torch.Tensor]:
-    return {
-        "shape": batch(x=torch.zeros(4, 5)),
-        "dtype": batch(x=torch.zeros(4, 3, dtype=torch.int64)),
-        "dtype of targets": batch(y=torch.tensor([0.0, 1.0, 1.0, 0.0])),
-        "key": batch(y=None),
-        "key of inputs": batch(x=None),
-    }[mistake]
-
-
-KINDS = ["shape", "dtype", "dtype of targets", "key", "key of inputs"]
+WRONG = {
+    "shape": batch(x=torch.zeros(4, 5)),
+    "dtype": batch(x=torch.zeros(4, 3, dtype=torch.int64)),
+    "dtype of targets": batch(y=torch.tensor([0.0, 1.0, 1.0, 0.0])),
+    "key": batch(y=None),
+    "key of inputs": batch(x=None),
+}
 
 
 def plain(folder: Path) -> Options:
@@ -83,85 +80,82 @@ class Mistake:
         return self.name
 
 
-def mistakes() -> Iterator[Mistake]:
-    for kind in KINDS:
+def setting(*path: str) -> Callable[[Any], Callable[[Options, Path], None]]:
+    """A change of one option, or of one in another: to a value, or to what a function of the folder gives."""
 
-        def in_training(options: Options, folder: Path, kind: str = kind) -> None:
-            options["train"] = [wrong_batch(kind)] * BATCHES
+    def to(value: Any) -> Callable[[Options, Path], None]:
+        def change(options: Options, folder: Path) -> None:
+            *outer, last = path
+            for name in outer:
+                options = options[name]
+            new = value(folder) if callable(value) and not isinstance(value, pl.Algorithm) else value
+            if isinstance(options.get(last), list) and last != "train":
+                options[last].append(new)
+            else:
+                options[last] = new
 
-        def in_evaluation(options: Options, folder: Path, kind: str = kind) -> None:
-            options["evaluators"]["test"] = pl.Evaluator([wrong_batch(kind)], metrics=[pl.metrics.loss()])
+        return change
 
-        yield Mistake(f"{kind} in training", in_training, "batch 0")
-        yield Mistake(f"{kind} in evaluation", in_evaluation, "evaluator 'test', first batch")
-
-    def in_metric(options: Options, folder: Path) -> None:
-        options["evaluators"]["iou"] = pl.Evaluator([batch()], metrics=[accuracy("labels")])
-
-    def in_compute(options: Options, folder: Path) -> None:
-        options["evaluators"]["end"] = pl.Evaluator([batch()], metrics=[accuracy("y", fails_at_the_end=True)])
-
-    yield Mistake("key in a metric", in_metric, "metric 'right' of evaluator 'iou'")
-    yield Mistake("index at the end of a metric", in_compute, "metric 'right' of evaluator 'end'")
-
-    def in_callback(options: Options, folder: Path) -> None:
-        def watch(event: pl.Event, state: pl.State) -> None:
-            if event is E.EPOCH_CHECKPOINT:
-                assert state.metrics["val"]["accuracy"] >= 0
-
-        options["callbacks"].append(watch)
-
-    yield Mistake("key in a callback", in_callback, "callback")
-
-    def in_late_epoch(options: Options, folder: Path) -> None:
-        @pl.algorithm(E.AFTER_LOSS)
-        def penalty(state: pl.State) -> pl.State:
-            if state.timestamp.epoch < 2:
-                return state
-            return state.replace(loss=state.loss + state.params["nowhere"].sum())
-
-        options["algorithms"].append(penalty)
-
-    def rarely(options: Options, folder: Path) -> None:
-        @pl.algorithm(E.BATCH_END, when="7ba")
-        def cut(state: pl.State) -> pl.State:
-            return state.replace(params={name: tensor[:1] for name, tensor in state.params.items()})
-
-        options["algorithms"].append(cut)
-
-    yield Mistake("key in an algorithm of the last epoch", in_late_epoch, "algorithm 'penalty' at AFTER_LOSS")
-    yield Mistake("shape in an algorithm that is rarely due", rarely, "algorithm 'cut' at BATCH_END")
-
-    def blocked(folder: Path) -> Path:
-        (folder / "file").write_text("in the way")
-        return folder / "file" / "inside"
-
-    def saver(options: Options, folder: Path) -> None:
-        options["callbacks"][0] = pl.callbacks.CheckpointSaver(blocked(folder))
-
-    def logger(options: Options, folder: Path) -> None:
-        options["loggers"] = [pl.loggers.JSONLinesLogger(blocked(folder) / "metrics.jsonl")]
-
-    def load_path(options: Options, folder: Path) -> None:
-        options["load_path"] = folder / "missing.safetensors"
-
-    yield Mistake("path of checkpoints", saver, "folder of CheckpointSaver")
-    yield Mistake("path of a logger", logger, "path of JSONLinesLogger")
-    yield Mistake("path of a checkpoint to load", load_path, "arguments of fit")
-
-    def schedule(options: Options, folder: Path) -> None:
-        options["optimizer"] = pl.optim.sgd(lr=lambda t: 0.1 - 0.2 * (t.batch > 6))
-
-    def unsaved(options: Options, folder: Path) -> None:
-        keeper = pl.Algorithm("keeper", {E.BATCH_END: lambda state: state}, init=lambda state: {"a": object()})
-        options["algorithms"].append(keeper)
-
-    yield Mistake("learning rate below 0", schedule, "schedule of learning rate, end of the run")
-    yield Mistake("an object in algorithm state", unsaved, "callback CheckpointSaver at FIT_START")
+    return to
 
 
-MISTAKES = list(mistakes())
-PATHS = {"path of checkpoints", "path of a logger", "path of a checkpoint to load"}
+def blocked(folder: Path) -> Path:
+    (folder / "file").write_text("in the way")
+    return folder / "file" / "inside"
+
+
+def reads_too_early(event: pl.Event, state: pl.State) -> None:
+    if event is E.EPOCH_CHECKPOINT:
+        assert state.metrics["val"]["accuracy"] >= 0
+
+
+@pl.algorithm(E.AFTER_LOSS)
+def penalty(state: pl.State) -> pl.State:
+    return state if state.timestamp.epoch < 2 else state.replace(loss=state.loss + state.params["nowhere"].sum())
+
+
+@pl.algorithm(E.BATCH_END, when="7ba")
+def cut(state: pl.State) -> pl.State:
+    return state.replace(params={name: tensor[:1] for name, tensor in state.params.items()})
+
+
+def evaluator(label: str, *metrics: pl.Metric, data: Any = None) -> Callable[[Options, Path], None]:
+    return setting("evaluators", label)(pl.Evaluator([data or batch()], metrics=list(metrics)))
+
+
+def saver(options: Options, folder: Path) -> None:
+    options["callbacks"][0] = pl.callbacks.CheckpointSaver(blocked(folder))
+
+
+def logger(options: Options, folder: Path) -> None:
+    options["loggers"] = [pl.loggers.JSONLinesLogger(blocked(folder) / "metrics.jsonl")]
+
+
+KEEPER = pl.Algorithm("keeper", {E.BATCH_END: lambda state: state}, init=lambda state: {"a": object()})
+FALLING = pl.optim.sgd(lr=lambda t: 0.1 - 0.2 * (t.batch > 6))
+MISTAKES = [
+    Mistake(name, change, phase)
+    for name, change, phase in (
+        *((f"{kind} in training", setting("train")([wrong] * BATCHES), "batch 0") for kind, wrong in WRONG.items()),
+        *(
+            (f"{kind} in evaluation", evaluator("test", pl.metrics.loss(), data=wrong), "evaluator 'test', first batch")
+            for kind, wrong in WRONG.items()
+        ),
+        ("key in a metric", evaluator("iou", accuracy("labels")), "metric 'right' of evaluator 'iou'"),
+        (
+            *("index at the end of a metric", evaluator("end", accuracy("y", fails_at_the_end=True))),
+            "metric 'right' of evaluator 'end'",
+        ),
+        ("key in a callback", setting("callbacks")(lambda folder: reads_too_early), "callback"),
+        ("an algorithm of the last epoch", setting("algorithms")(penalty), "algorithm 'penalty' at AFTER_LOSS"),
+        ("an algorithm that is rarely due", setting("algorithms")(cut), "algorithm 'cut' at BATCH_END"),
+        ("path of checkpoints", saver, "folder of CheckpointSaver"),
+        ("path of a logger", logger, "path of JSONLinesLogger"),
+        ("checkpoint", setting("load_path")(lambda folder: folder / "missing.safetensors"), "arguments of fit"),
+        ("rate below 0", setting("optimizer")(FALLING), "schedule of learning rate, end of the run"),
+        ("an object in algorithm state", setting("algorithms")(KEEPER), "callback CheckpointSaver at FIT_START"),
+    )
+]
 
 
 def model() -> torch.nn.Module:
@@ -175,19 +169,12 @@ def make(drawn: list[Mistake], folder: Path) -> Options:
     return options
 
 
-def rehearsed(options: Options) -> pl.RehearsalError | None:
-    options = dict(options)
+def failing(how: Any, options: Options) -> Any:
+    """The error of a rehearsal, or of a run."""
     try:
-        pl.rehearse(model(), options.pop("train"), **options)
-    except pl.RehearsalError as error:
-        return error
-    return None
-
-
-def trained(options: Options) -> Exception | None:
-    options = dict(options)
-    try:
-        pl.run(pl.fit(model(), options.pop("train"), **options))
+        found = how(model(), options["train"], **{name: each for name, each in options.items() if name != "train"})
+        if how is pl.fit:
+            pl.run(found)
     except Exception as error:
         return error
     return None
@@ -195,37 +182,39 @@ def trained(options: Options) -> Exception | None:
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=repr)
 def test_a_mistake_is_named_with_its_phase_and_ends_the_run(mistake: Mistake, tmp_path: Path) -> None:
-    error = rehearsed(make([mistake], tmp_path))
+    error = failing(pl.rehearse, make([mistake], tmp_path))
     assert error is not None
     phases = [phase for phase, _ in error.failures]
     assert len(phases) == 1
     assert mistake.phase in phases[0]
     assert mistake.phase in str(error)
     assert error.__cause__ is error.failures[0][1]
-    assert trained(make([mistake], tmp_path)) is not None
+    assert failing(pl.fit, make([mistake], tmp_path)) is not None
 
 
-@settings(max_examples=15)
+@examples(8, 100)
 @given(st.lists(st.sampled_from(MISTAKES), unique_by=repr, max_size=3))
 def test_what_passes_does_not_fail_later_and_what_fails_fails(drawn: list[Mistake]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        error = rehearsed(make(drawn, folder))
+        error = failing(pl.rehearse, make(drawn, folder))
         assert (error is not None) == bool(drawn)
         assert {path.name for path in folder.iterdir()} <= {"file"}
-        assert (trained(make(drawn, folder)) is not None) == bool(drawn)
+        assert (failing(pl.fit, make(drawn, folder)) is not None) == bool(drawn)
 
 
-@settings(max_examples=15)
-@given(st.lists(st.sampled_from(MISTAKES), unique_by=lambda mistake: mistake.phase, min_size=2, max_size=3))
+INDEPENDENT = [mistake for mistake in MISTAKES if mistake.phase.startswith(("evaluator", "folder", "path", "schedule"))]
+
+
+@examples(8, 100)
+@given(st.lists(st.sampled_from(INDEPENDENT), unique_by=lambda mistake: mistake.phase, min_size=2, max_size=3))
 def test_mistakes_of_evaluators_paths_and_schedules_are_found_together(drawn: list[Mistake]) -> None:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        error = rehearsed(make(drawn, folder))
-        assert error is not None
-        if any("arguments of fit" in mistake.phase for mistake in drawn):
-            return
-        independent = ("evaluator", "folder", "path", "schedule")
-        for mistake in drawn:
-            if mistake.phase.startswith(independent):
-                assert mistake.phase in str(error)
+        error = failing(pl.rehearse, make(drawn, Path(name)))
+        assert all(mistake.phase in str(error) for mistake in drawn)
+
+
+def test_a_place_is_tried_where_the_arguments_are_refused(tmp_path: Path) -> None:
+    saver = pl.callbacks.CheckpointSaver(blocked(tmp_path), keep_best=1, metric="test/loss")
+    error = failing(pl.rehearse, plain(tmp_path) | {"callbacks": [saver]})
+    assert [phase for phase, _ in error.failures] == ["arguments of fit", "folder of CheckpointSaver"]

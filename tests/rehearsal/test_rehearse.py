@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
+from tests.rehearsal.rehearsing import DATA, RUN, phases, rehearse
+from tests.support.refused import Refusal, check, rows
 
 E = pl.Event
-DATA = [(torch.full((4, 3), 1.0), torch.tensor([0, 1, 1, 0]))] * 4
-
-
-def rehearse(*args: Any, **options: Any) -> Any:
-    plain = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=0.1), "max_duration": "3ep"}
-    return pl.rehearse(*(args or (torch.nn.Linear(3, 2), DATA)), **{**plain, **options})
-
-
-def phases(**options: Any) -> list[str]:
-    with pytest.raises(pl.RehearsalError) as caught:
-        rehearse(**options)
-    return [phase for phase, _ in caught.value.failures]
+WITHOUT_EVALUATORS = ["places", "data", "schedules", "two steps", "checkpoint", "end of the run"]
 
 
 class Noting(pl.Callback):
@@ -54,83 +44,81 @@ class Refusing(pl.Logger):
         raise AssertionError("called")
 
 
+def loader(generator: torch.Generator | None = None) -> Any:
+    inputs = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(inputs, torch.arange(16) % 2), batch_size=4, shuffle=True, generator=generator)
+
+
 def test_everything_stays_as_it_was(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(
-        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 2)
-    )
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     versions = {name: tensor._version for name, tensor in model.state_dict().items()}
-    generator = torch.Generator().manual_seed(7)
-    dataset = TensorDataset(torch.randn(16, 3), torch.arange(16) % 2)
-    loader = DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
+    own = torch.Generator().manual_seed(7)
+    data = loader(own)
     callback, logger = Noting(), Refusing()
     saver = pl.callbacks.CheckpointSaver(tmp_path / "checkpoints", keep_best=1, metric="val/accuracy")
-    drawn = generator.get_state(), torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    threads = threading.enumerate()
 
+    def drawn() -> list[Any]:
+        states = [own.get_state().tolist(), torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist()]
+        return [*states, random.getstate(), threading.enumerate()]
+
+    outside = drawn()
     report = rehearse(
         model,
-        loader,
-        evaluators={"val": loader},
+        data,
+        evaluators={"val": data},
         algorithms=[pl.algorithms.ema(half_life="4ba"), pl.algorithms.sam(rho=0.1)],
         callbacks=[callback, saver, pl.callbacks.LRMonitor()],
         loggers=[logger, pl.loggers.CSVLogger(tmp_path / "log" / "metrics.csv")],
         autoresume=tmp_path / "checkpoints",
     )
-
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert versions == {name: tensor._version for name, tensor in model.state_dict().items()}
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(generator.get_state(), drawn[0])
-    assert torch.equal(torch.get_rng_state(), drawn[1])
-    assert random.getstate() == drawn[2]
-    assert numpy.random.get_state()[1].tolist() == drawn[3]
-    assert threading.enumerate() == threads
-    assert list(tmp_path.iterdir()) == []
-    assert callback.seen == []
-    assert report.batches == 12
-    assert report.batches_per_epoch == 4
+    assert drawn() == outside
+    assert list(tmp_path.iterdir()) == callback.seen == []
+    assert (report.batches, report.batches_per_epoch) == (12, 4)
+    seen: list[bool] = []
+    model[0].register_forward_hook(lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
+    rehearse(model, data, deterministic=True)
+    assert seen[0]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_run_after_it_is_the_run_without_it() -> None:
-    def trained(*, rehearsed: bool) -> pl.State:
+    def trained(rehearsed: bool) -> Any:
         torch.manual_seed(0)
-        dataset = TensorDataset(torch.randn(16, 3), torch.arange(16) % 2)
-        loader = DataLoader(dataset, batch_size=4, shuffle=True)
-        model, options = torch.nn.Linear(3, 2), {"algorithms": [pl.algorithms.ema(half_life="4ba")]}
+        model, data, options = nn.Linear(3, 2), loader(), {"algorithms": [pl.algorithms.ema(half_life="4ba")]}
         if rehearsed:
-            rehearse(model, loader, **options)
-        return pl.run(
-            pl.fit(model, loader, loss=cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep", **options)
-        )
+            rehearse(model, data, **options)
+        return dict(pl.run(pl.fit(model, data, **RUN, max_duration="2ep", **options)).params)
 
-    one, other = (trained(rehearsed=rehearsed) for rehearsed in (False, True))
-    assert all(torch.equal(tensor, other.params[name]) for name, tensor in one.params.items())
+    torch.testing.assert_close(trained(True), trained(False), rtol=0, atol=0)
 
 
-def test_an_iterator_is_not_read() -> None:
-    iterator = iter(DATA)
-    with pytest.raises(pl.errors.ArgumentError, match="sample=batch"):
-        rehearse(torch.nn.Linear(3, 2), iterator)
-    report = rehearse(torch.nn.Linear(3, 2), iterator, evaluators={"val": iterator}, sample=DATA[0], max_duration="9ba")
-    assert len(list(iterator)) == len(DATA)
+class Stream:
+    """An object that has an iterator, or makes one."""
+
+    def __init__(self, batches: Any, once: bool) -> None:
+        self.batches = iter(batches) if once else batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def test_what_gives_each_batch_once_is_not_read() -> None:
+    iterator, stream = iter(DATA), Stream(DATA, once=True)
+    for data, says in ((iterator, "sample=batch"), (stream, "gives each batch once")):
+        with pytest.raises(pl.errors.ArgumentError, match=says):
+            rehearse(None, data)
+    report = rehearse(None, iterator, evaluators={"val": iterator}, sample=DATA[0], max_duration="9ba")
+    assert len(list(iterator)) == len(list(stream)) == len(DATA)
     assert "evaluator 'val': its dataloader gives each batch once: pass a DataLoader or a list." in report.skipped
     assert "none tried" in repr(report)
-
-
-def test_an_object_that_has_an_iterator_is_not_read() -> None:
-    class Stream:
-        def __init__(self) -> None:
-            self.batches = iter(DATA)
-
-        def __iter__(self) -> Iterator[Any]:
-            return self.batches
-
-    stream = Stream()
-    with pytest.raises(pl.errors.ArgumentError, match="gives each batch once"):
-        rehearse(torch.nn.Linear(3, 2), stream)
-    assert len(list(stream)) == len(DATA)
+    report = rehearse(None, Stream(DATA, once=False))
+    assert (report.batches, report.batches_per_epoch) == (None, None)
+    assert report.phases[-1].found == "from batch 2"
 
 
 def test_a_callback_sees_each_event_and_both_ends_of_the_run() -> None:
@@ -140,77 +128,49 @@ def test_a_callback_sees_each_event_and_both_ends_of_the_run() -> None:
         seen.append((event, state.timestamp.epoch))
 
     rehearse(evaluators={"val": DATA}, callbacks=[watch])
-    stream = pl.fit(
-        torch.nn.Linear(3, 2),
-        DATA,
-        loss=cross_entropy,
-        optimizer=pl.optim.sgd(lr=0.1),
-        max_duration="1ep",
-        evaluators={"val": DATA},
-    )
+    stream = pl.fit(nn.Linear(3, 2), DATA, **RUN, max_duration="1ep", evaluators={"val": DATA})
     assert {event for event, _ in seen} == {event for event, _ in stream}
     assert seen[-1] == (E.FIT_END, 3)
-    assert (E.BATCH_END, 0) in seen
-    assert (E.BATCH_END, 2) in seen
+    assert {(E.BATCH_END, 0), (E.BATCH_END, 2)} <= {*seen}
     seen.clear()
     report = rehearse(evaluators={"val": DATA}, callbacks=[watch], call_callbacks=False)
     assert seen == []
     assert report.skipped == ("callbacks: call_callbacks=False.",)
 
 
-@pytest.mark.parametrize("order", ["current", "2021"])
-@pytest.mark.parametrize("duration", ["1ba", "2ba", "5ba", "1ep", "20sp", "30s", "2iter"])
-def test_each_unit_and_order_of_a_run(duration: str, order: Any) -> None:
-    if duration == "2iter" and order == "2021":
-        return
-    options = {"iteration_length": "2ep"} if duration == "2iter" else {}
-    report = rehearse(max_duration=duration, order=order, evaluators={"val": DATA}, **options)
-    known = {"1ba": 1, "2ba": 2, "5ba": 5, "1ep": 4, "20sp": 5, "30s": None, "2iter": 16}
-    assert report.batches == known[duration]
-    assert [phase.name for phase in report.phases] == [
-        *("places", "data", "schedules", "evaluators", "two steps", "checkpoint", "end of the run")
-    ]
-
-
-def test_data_without_a_length() -> None:
-    class Unsized:
-        def __iter__(self) -> Iterator[Any]:
-            return iter(DATA)
-
-    report = rehearse(torch.nn.Linear(3, 2), Unsized())
-    assert (report.batches, report.batches_per_epoch) == (None, None)
-    assert report.phases[-1].found == "from batch 2"
+@pytest.mark.parametrize(
+    ("duration", "order", "batches"),
+    [("1ba", "2021", 1), ("5ba", "current", 5), ("1ep", "2021", 4), ("20sp", "current", 5), ("30s", "current", None)],
+)
+def test_each_unit_and_order_of_a_run(duration: str, order: Any, batches: int | None) -> None:
+    report = rehearse(max_duration=duration, order=order, evaluators={"val": DATA})
+    assert report.batches == batches
+    assert [phase.name for phase in report.phases] == [*WITHOUT_EVALUATORS[:3], "evaluators", *WITHOUT_EVALUATORS[3:]]
+    assert rehearse(max_duration="2iter", iteration_length="2ep").batches == 16
 
 
 @pytest.mark.parametrize("event", [E.BATCH_CHECKPOINT, E.EPOCH_CHECKPOINT, E.BATCH_END])
 def test_a_state_from_which_training_resumes(event: pl.Event) -> None:
-    stream = pl.fit(
-        torch.nn.Linear(3, 2), DATA, loss=cross_entropy, optimizer=pl.optim.adamw(lr=0.1), max_duration="2ep"
-    )
-    state = next(state for at, state in stream if at is event)
+    state = next(state for at, state in pl.fit(nn.Linear(3, 2), DATA, **RUN, max_duration="2ep") if at is event)
     before = {name: tensor.clone() for name, tensor in state.params.items()}
-    assert rehearse(state, DATA).batches == 12
+    assert rehearse(state).batches == 12
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.params.items())
-    with pytest.raises(pl.RehearsalError, match="arguments of fit: ResumeError"):
-        rehearse(state, DATA, optimizer=pl.optim.sgd(lr=0.1, momentum=0.9))
+    assert phases(state, optimizer=pl.optim.sgd(lr=0.1, momentum=0.9)) == ["arguments of fit"]
 
 
 @pytest.mark.parametrize("how", ["load_path", "autoresume"])
 def test_a_checkpoint_from_which_training_resumes(how: str, tmp_path: Path) -> None:
-    plain = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=0.1)}
     options = {"algorithms": [pl.algorithms.ema(half_life="4ba")], "evaluators": {"val": DATA}}
-    pl.run(pl.fit(torch.nn.Linear(3, 2), DATA, **plain, **options, max_duration="1ep", autoresume=tmp_path))
+    pl.run(pl.fit(nn.Linear(3, 2), DATA, **RUN, **options, max_duration="1ep", autoresume=tmp_path))
     files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     seen = []
-    where = {"autoresume": tmp_path} if how == "autoresume" else {"load_path": pl.latest(tmp_path)}
-    report = rehearse(**options, **where, callbacks=[lambda event, state: seen.append(state.timestamp.batch)])
+    options |= {"autoresume": tmp_path} if how == "autoresume" else {"load_path": pl.latest(tmp_path)}
+    report = rehearse(**options, callbacks=[lambda event, state: seen.append(state.timestamp.batch)])
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
     assert report.batches == 12
     assert (min(seen[3:]), max(seen)) == (4, 12)  # before AFTER_LOAD there is a fresh State
-    ended = rehearse(**options, **where, max_duration="1ep").skipped
-    assert ended == ("steps: training has ended at this State.",)
-    with pytest.raises(pl.RehearsalError, match="arguments of fit"):
-        rehearse(torch.nn.Linear(5, 2), DATA, **options, **where)
+    assert rehearse(**options, max_duration="1ep").skipped == ("steps: training has ended at this State.",)
+    assert phases(nn.Linear(5, 2), **options) == ["arguments of fit"]
 
 
 def test_what_a_predicate_puts_later_is_tried_at_its_time() -> None:
@@ -220,15 +180,48 @@ def test_what_a_predicate_puts_later_is_tried_at_its_time() -> None:
     late = pl.Algorithm("late", {E.BATCH_START: broken}, when=lambda state: state.timestamp.epoch == 2)
     never = pl.Algorithm("never", {E.BATCH_START: broken}, when=lambda state: False)
     assert phases(algorithms=[late]) == ["algorithm 'late' at BATCH_START"]
-    report = rehearse(algorithms=[never])
-    assert any("'never' at BATCH_START: its when= was False" in sentence for sentence in report.skipped)
+    skipped = rehearse(algorithms=[never]).skipped
+    assert any("'never' at BATCH_START: its when= was False" in sentence for sentence in skipped)
 
 
-def test_methods_of_the_loggers_can_be_called() -> None:
-    class Speaking(pl.Callback):
-        def batch_end(self, state: pl.State, logger: Any) -> None:
-            logger.log_audio("sound")
+class Locked(Noting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
 
+
+class Wrong(pl.Callback):
+    def batch_end(self, state: pl.State, logger: Any) -> None:
+        raise LookupError
+
+    def batch_checkpoint(self, state: pl.State, logger: Any) -> None:
+        raise LookupError
+
+
+class Returning(pl.Callback):
+    def epoch_end(self, state: pl.State, logger: Any) -> Any:
+        return 1
+
+
+class Closing(Noting):
+    def close(self) -> None:
+        raise OSError("no")
+
+
+class Speaking(pl.Callback):
+    def batch_end(self, state: pl.State, logger: Any) -> None:
+        logger.log_audio("sound")
+
+
+def test_callbacks_and_loggers_are_called_as_copies() -> None:
+    """One that fails is one failure, and the others are called; one that can't be copied is not called."""
+    assert phases(callbacks=[Wrong(), Returning(), Closing()]) == [
+        *("callback Wrong at BATCH_END", "callback Returning at EPOCH_END", "callback Closing, close")
+    ]
+    locked = Locked()
+    (sentence,) = rehearse(callbacks=[locked]).skipped
+    assert "callback Locked: it was not called, because a copy fails" in sentence
+    assert locked.seen == []
     report = rehearse(callbacks=[Speaking()], loggers=[Refusing()])
     assert report.skipped == ("logger Refusing: what it is given was kept in memory, and it was not called.",)
     assert phases(callbacks=[Speaking()], loggers=[pl.loggers.InMemoryLogger()]) == ["callback Speaking at BATCH_END"]
@@ -241,57 +234,36 @@ def test_callbacks_of_the_library_write_to_a_temporary_folder(tmp_path: Path) ->
         pl.callbacks.MLPerfCallback(tmp_path / "results", "linear", 0.9, "val/accuracy"),
         *(pl.callbacks.GradMonitor(), pl.callbacks.SpeedMonitor(), pl.callbacks.TimeLeft()),
     ]
-    report = rehearse(
-        evaluators={"val": DATA}, callbacks=callbacks, loggers=[pl.loggers.JSONLinesLogger(tmp_path / "l")]
-    )
+    logger = pl.loggers.JSONLinesLogger(tmp_path / "l")
+    report = rehearse(evaluators={"val": DATA}, callbacks=callbacks, loggers=[logger])
     assert list(tmp_path.iterdir()) == []
     assert report.skipped == ()
     assert sum("can be written to" in text for text in report.phases[0].found.split("; ")) == 4
 
 
-def test_a_callback_that_fails_is_one_failure_and_the_others_are_called() -> None:
-    class Wrong(pl.Callback):
-        def batch_end(self, state: pl.State, logger: Any) -> None:
-            raise LookupError
-
-        def batch_checkpoint(self, state: pl.State, logger: Any) -> None:
-            raise LookupError
-
-    class Returning(pl.Callback):
-        def epoch_end(self, state: pl.State, logger: Any) -> Any:
-            return 1
-
-    class Closing(Noting):
-        def close(self) -> None:
-            raise OSError("no")
-
-    assert phases(callbacks=[Wrong(), Returning(), Closing()]) == [
-        *("callback Wrong at BATCH_END", "callback Returning at EPOCH_END", "callback Closing, close")
-    ]
-
-
-def test_metrics_are_there_when_they_are_in_the_run() -> None:
+@pytest.mark.parametrize(
+    ("at", "interval", "found"),
+    [
+        (E.EPOCH_CHECKPOINT, "3ba", True),
+        (E.EPOCH_CHECKPOINT, "1ep", True),
+        (E.BATCH_CHECKPOINT, "1ba", True),
+        (E.BATCH_CHECKPOINT, "1ep", False),
+        (E.EPOCH_CHECKPOINT, "2ep", False),
+    ],
+    ids=str,
+)
+def test_metrics_are_there_when_they_are_in_the_run(at: pl.Event, interval: str, found: bool) -> None:
     """A callback that reads them too early would fail, and one that reads them after a long epoch would not."""
 
-    def reading(at: pl.Event) -> Any:
-        def read(event: pl.Event, state: pl.State) -> None:
-            if event is at:
-                assert state.metrics["val"]["loss"] >= 0
+    def read(event: pl.Event, state: pl.State) -> None:
+        if event is at:
+            assert state.metrics["val"]["loss"] >= 0
 
-        return read
-
-    def found(at: pl.Event, interval: str) -> list[str]:
-        try:
-            rehearse(evaluators={"val": DATA}, eval_interval=interval, callbacks=[reading(at)])
-        except pl.RehearsalError as error:
-            return [phase for phase, _ in error.failures]
-        return []
-
-    assert (
-        found(E.EPOCH_CHECKPOINT, "3ba") == found(E.EPOCH_CHECKPOINT, "1ep") == found(E.BATCH_CHECKPOINT, "1ba") == []
-    )
-    assert found(E.BATCH_CHECKPOINT, "1ep") == ["callback read at BATCH_CHECKPOINT"]
-    assert found(E.EPOCH_CHECKPOINT, "2ep") == ["callback read at EPOCH_CHECKPOINT"]
+    options = {"evaluators": {"val": DATA}, "eval_interval": interval, "callbacks": [read]}
+    if found:
+        rehearse(**options)
+    else:
+        assert phases(**options) == [f"callback read at {at.name}"]
 
 
 def test_a_step_of_several_batches() -> None:
@@ -299,47 +271,22 @@ def test_a_step_of_several_batches() -> None:
     found = next(phase.found for phase in report.phases if phase.name == "data")
     assert found.startswith("train: 2 batches a step, the first of them (tensor (")
     assert (report.batches, report.batches_per_epoch) == (6, 2)
-    report = rehearse(torch.nn.Linear(3, 2), iter(DATA), batches_per_step=2, sample=DATA[0], max_duration="4ba")
+    report = rehearse(None, iter(DATA), batches_per_step=2, sample=DATA[0], max_duration="4ba")
     assert report.memory["batch"] == 2 * (4 * 3 * 4 + 4 * 8)
 
 
-def test_switches_for_deterministic_algorithms_are_set() -> None:
-    seen = []
-
-    class Watching(torch.nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            seen.append(torch.are_deterministic_algorithms_enabled())
-            return super().forward(inputs)
-
-    rehearse(Watching(3, 2), DATA, deterministic=True)
-    assert seen[0]
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_callback_that_cannot_be_copied_is_not_called() -> None:
-    class Locked(Noting):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lock = threading.Lock()
-
-    callback = Locked()
-    (sentence,) = rehearse(callbacks=[callback]).skipped
-    assert "callback Locked: it was not called, because a copy fails" in sentence
-    assert callback.seen == []
-
-
 def test_memory_is_counted_by_what_it_holds() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    report = rehearse(model, DATA, optimizer=pl.optim.sgd(lr=0.1, momentum=0.9), world_size=4, parallel="shard")
-    parameters = 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert report.memory["parameters"] == report.memory["gradients"] == report.memory["optimizer state"] == parameters
-    assert report.memory["batch"] == 4 * 3 * 4 + 4 * 8
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    options = {"optimizer": pl.optim.sgd(lr=0.1, momentum=0.9), "world_size": 4}
+    report = rehearse(model, **options, parallel="shard")
+    memory, parameters = report.memory, 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert memory["parameters"] == memory["gradients"] == memory["optimizer state"] == parameters
+    assert memory["batch"] == 4 * 3 * 4 + 4 * 8
     # The output of the ReLU; that of the last layer as logarithms, and a weight of cross_entropy.
-    assert 4 * 8 * 4 + 4 * 2 * 4 <= report.memory["activations"] <= 4 * 8 * 4 + 2 * 4 * 2 * 4 + 16
+    assert 4 * 8 * 4 + 4 * 2 * 4 <= memory["activations"] <= 4 * 8 * 4 + 2 * 4 * 2 * 4 + 16
     assert report.memory_per_rank["parameters"] == -(-parameters // 4)
-    assert report.memory_per_rank["batch"] == report.memory["batch"] // 4
-    replicated = rehearse(model, DATA, world_size=4, parallel="replicate").memory_per_rank
-    assert replicated["parameters"] == parameters
+    assert report.memory_per_rank["batch"] == memory["batch"] // 4
+    assert rehearse(model, **options, parallel="replicate").memory_per_rank["parameters"] == parameters
 
 
 def test_the_report_is_text_and_a_table() -> None:
@@ -352,19 +299,16 @@ def test_the_report_is_text_and_a_table() -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
-def test_wrong_arguments_are_errors_of_fit() -> None:
-    with pytest.raises(pl.errors.ArgumentTypeError, match="no argument 'epochs'"):
-        rehearse(epochs=3)
-    with pytest.raises(pl.errors.ArgumentError, match="world_size must be"):
-        rehearse(world_size=0)
-    with pytest.raises(pl.errors.ArgumentTypeError, match="call_callbacks"):
-        rehearse(call_callbacks=1)
+REFUSED = [
+    Refusal("no argument", lambda: rehearse(epochs=3), pl.ArgumentTypeError, ("no argument 'epochs'",)),
+    Refusal("no rank", lambda: rehearse(world_size=0), pl.ArgumentError, ("world_size must be",)),
+    Refusal("no flag", lambda: rehearse(call_callbacks=1), pl.ArgumentTypeError, ("call_callbacks",)),
+]
 
 
-def test_a_place_is_tried_where_the_arguments_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    saver = pl.callbacks.CheckpointSaver(tmp_path / "file" / "in", keep_best=1, metric="test/loss")
-    assert phases(callbacks=[saver]) == ["arguments of fit", "folder of CheckpointSaver"]
+@rows(REFUSED)
+def test_wrong_arguments_are_errors_of_fit(refusal: Refusal) -> None:
+    check(refusal)
 
 
 def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,3 +316,26 @@ def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(pl.errors.ArgumentError, match="one of 2 ranks"):
         rehearse()
+
+
+@pl.algorithm(E.AFTER_LOSS)
+def branching(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * 2) if state.loss > 1e9 else state
+
+
+@pytest.mark.slow
+def test_a_step_that_is_to_be_compiled_is_traced() -> None:
+    """Without a compiler, but torch's is imported."""
+    stopping = {"evaluators": {"val": DATA}, "algorithms": [pl.algorithms.early_stopping("val/loss")]}
+    for options in ({"algorithms": [pl.algorithms.ema(half_life="4ba")]}, {"steps_per_call": 2}, stopping):
+        assert rehearse(compile=True, **options).phases[-1].name == "compile"
+    state = pl.run(pl.fit(nn.Linear(3, 2), DATA, **RUN, max_duration="1ep", seed=7))
+    assert rehearse(state, compile=True, seed=7).phases[-1].name == "compile"
+    options = {"algorithms": [branching], "watch": {E.BATCH_END}}
+    with pytest.raises(pl.RehearsalError) as caught:
+        rehearse(compile=True, **options)
+    ((phase, error),) = caught.value.failures
+    assert phase == "compile=, tracing of a step"
+    assert isinstance(error, pl.errors.CompileError)
+    assert rehearse(compile="where possible", **options).phases[-1].name == "compile"
+    assert "compile=: the steps were not traced." in rehearse(compile=True, fake=True).skipped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,179 +14,147 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import schedules as S
+from tests.schedules.test_schedules import Unsized
+from tests.support import problem
+from tests.support.refused import Refusal, check, rows
+from tests.support.tiers import examples
+
+BATCH = (torch.ones(2, 1), torch.ones(2, 1))
+TEN = [BATCH] * 10
+LOADER: DataLoader[Any] = DataLoader(TensorDataset(torch.ones(20, 1), torch.ones(20, 1)), batch_size=2)
 
 
-class Uncounted:
-    """Batches without a length."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-
-def batches(count: int) -> list[Any]:
-    return [(torch.ones(2, 1), torch.ones(2, 1))] * count
-
-
-def fit(lr: Any, duration: str, data: Any = 10, *, start: Any = None, **options: Any) -> pl.Stream:
+def fit(lr: Any, duration: str, data: Any = TEN, start: Any = None, **options: Any) -> pl.Stream:
     optimizer = lr if isinstance(lr, pl.optim.Optimizer) else pl.optim.sgd(lr=lr)
-    return pl.fit(
-        nn.Linear(1, 1) if start is None else start,
-        batches(data) if isinstance(data, int) else data,
-        loss=nn.functional.mse_loss,
-        optimizer=optimizer,
-        max_duration=duration,
-        **options,
-    )
+    options |= {"loss": nn.functional.mse_loss, "optimizer": optimizer, "max_duration": duration}
+    return problem.fit(nn.Linear(1, 1) if start is None else start, data, **options)
 
 
-def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.ones(20, 1), torch.ones(20, 1)), batch_size=2)
+# Schedules that rise over a time, and over which part of it.
+RISING: dict[str, tuple[Callable[[str], Any], float]] = {
+    "warmup": (lambda time: S.warmup(time, S.step("3ba")), 1.0),
+    "inverse_sqrt": (S.inverse_sqrt, 1.0),
+    "cosine": (lambda time: S.cosine("1dur", peak=0.1, warmup=time), 1.0),
+    "polynomial": (lambda time: S.polynomial("1dur", warmup=time), 1.0),
+    "warmup_stable_decay": (lambda time: S.warmup_stable_decay(time, "1000m", "10m"), 1.0),
+    "one_cycle": (S.one_cycle, 0.3),
+    "cyclic": (lambda time: S.cyclic(time, 0.0, 1.0), 0.5),
+    "product": (lambda time: 0.5 * S.warmup(time) * (lambda timestamp: 0.1), 1.0),
+    "chain": (lambda time: S.chain(S.warmup(time), ("1000000ba", S.constant(0.1))), 1.0),
+    "scaled": (lambda time: S.scaled(S.warmup(time), 1.0, warmup=True), 1.0),
+}
 
 
-TOO_LONG: list[tuple[Any, str, Any, dict[str, Any]]] = [
-    (S.cosine("1dur", peak=0.1, warmup="1ep"), "1ep", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="1ep"), "1ep", Uncounted(batches(10)), {}),
-    (S.cosine("1dur", peak=0.1, warmup="10ba"), "1ep", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="500ba"), "3ba", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="500ba"), "3ba", Uncounted(batches(10)), {}),
-    (S.cosine("1dur", peak=0.1, warmup="2ep"), "5ba", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="6ba"), "2ep", 10, {"batches_per_epoch": 3}),
-    (S.cosine("1dur", peak=0.1, warmup="20sp"), "1ep", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="20sp"), "1ep", loader(), {}),
-    (S.cosine("1dur", peak=0.1, warmup="40sp"), "40sp", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="20ba"), "40sp", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="40ba"), "40sp", Uncounted(batches(10)), {}),
-    (S.cosine("1dur", peak=0.1, warmup="1e6tok"), "1e6tok", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="10m"), "5m", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="2ep"), "1iter", 10, {"iteration_length": "2ep"}),
-    (S.polynomial("1dur", peak=0.1, warmup="10ba"), "1ep", 10, {}),
-    (S.inverse_sqrt("10ba", peak=0.1), "1ep", 10, {}),
-    (S.warmup_stable_decay("10ba", "1000ba", "10ba"), "1ep", 10, {}),
-    (S.warmup("10ba"), "1ep", 10, {}),
-    (S.warmup("1dur", S.step("3ba")), "1ep", 10, {}),
-    (0.5 * S.warmup("2ep"), "1ep", 10, {}),
-    (S.warmup("2ep") * (lambda timestamp: 0.1), "1ep", 10, {}),
-    (S.one_cycle("40ba"), "1ep", 10, {}),  # at its peak after 12 batches
-    (S.cyclic("20ba", 0.0, 1.0), "1ep", 10, {}),
-    (S.chain(S.warmup("10ba"), ("10ba", S.constant(0.1))), "1ep", 10, {}),
-    (S.scaled(S.cosine("1000ba", peak=0.1, warmup="5ba"), 2.0, warmup=True), "1ep", 10, {}),
-    (S.piecewise({"0ba": 0.0, "10ba": 0.1}), "1ep", 10, {}),  # 0 at each batch
-    (S.chain(0.0, ("1ep", 0.1)), "1ep", 10, {}),
-    (
-        pl.optim.partition(
-            {"head": pl.optim.sgd(lr=0.1), "rest": pl.optim.adamw(lr=S.warmup("1ep"))},
-            lambda name, tensor: "head" if name == "bias" else "rest",
-        ),
-        "1ep",
-        10,
-        {},
-    ),
-    (0.1, "1ep", 10, {"algorithms": [pl.algorithms.sam(rho=0.05 * S.warmup("1ep"))]}),
-]
-
-
-@pytest.mark.parametrize(("lr", "duration", "data", "options"), TOO_LONG)
-def test_what_would_never_reach_its_peak_is_refused_at_the_call(
-    lr: Any, duration: str, data: Any, options: dict[str, Any]
-) -> None:
-    """Every schedule with a warmup, every unit, loaders with and without a length, epochs that are cut, iterations,
-    parts of an optimizer, strengths of algorithms. Ten batches of two samples."""
-    with pytest.raises(pl.ArgumentError, match=r"which is not over before the end of the run|it is 0 at every batch"):
-        fit(lr, duration, data, **options)
-
-
-LONG_ENOUGH: list[tuple[Any, str, Any, dict[str, Any]]] = [
-    (S.chain(0.0, ("1ep", 0.1)), "8ba", Uncounted(batches(10)), {}),  # not known
-    (S.cosine("1dur", peak=0.1, warmup="9ba"), "1ep", 10, {}),  # its last batch has the peak
-    (S.cosine("1dur", peak=0.1, warmup="1ep"), "11ba", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="0.9dur"), "1ep", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="18sp"), "1ep", 10, {}),
-    (S.cosine("1dur", peak=0.1, warmup="18sp"), "1ep", loader(), {}),
-    (S.cosine("1dur", peak=0.1, warmup="1000sp"), "1ep", Uncounted(batches(10)), {}),  # not known
-    (S.cosine("1dur", peak=0.1, warmup="500ba"), "1ep", Uncounted(batches(10)), {}),  # not known
-    (S.cosine("1dur", peak=0.1, warmup="10m"), "1ep", 10, {}),  # not known
-    (S.one_cycle("1dur"), "1ep", 10, {}),
-    (S.one_cycle("30ba"), "1ep", 10, {}),  # at its peak after 9
-    (S.cyclic("20ba", 0.1, 1.0), "1ep", 10, {}),  # begins above 0
-    (S.linear(0.0, 0.1, "1dur"), "1ep", 10, {}),
-    (S.chain(S.warmup("10ba"), ("5ba", S.constant(0.1))), "1ep", 10, {}),  # left before it ends
-    (S.chain(S.warmup("2ba"), ("5ba", S.warmup("50ba"))), "1ep", 10, {}),
-    (S.piecewise({"0ba": 0.0, "9ba": 0.1}), "1ep", 10, {}),
-    (0.0, "1ep", 10, {}),
-    (S.constant(0.0), "1ep", 10, {}),
-    (lambda timestamp: 0.1 * min(1.0, timestamp.batch / 500), "1ep", 10, {}),  # not known
-    (
-        pl.optim.partition(
-            {"head": pl.optim.sgd(lr=0.1), "rest": pl.optim.sgd(lr=S.piecewise({"0ba": 0.0, "500ba": 0.1}))},
-            lambda name, tensor: "head" if name == "bias" else "rest",
-        ),
-        "1ep",
-        10,
-        {},
-    ),  # frozen at first
-]
-
-
-LATE = [
-    pl.algorithms.swa("500ba"),
-    pl.algorithms.swa("2ep"),
-    pl.algorithms.swa("21sp"),
-    pl.algorithms.layer_freezing(start="11ba"),
-    pl.algorithms.selective_backprop(start="11ba", end="12ba"),
-]
-
-
-@pytest.mark.parametrize("algorithm", LATE)
-def test_an_algorithm_that_begins_after_the_end_is_refused(algorithm: Any) -> None:
-    with pytest.raises(
-        pl.ArgumentError, match=rf"algorithm '{algorithm.name}': \w+='\w+' comes after the end of the run"
-    ):
-        fit(0.1, "1ep", algorithms=[algorithm])
-
-
-def test_an_algorithm_that_begins_with_the_end_is_not() -> None:
-    for start in ("10ba", "1ep", "20sp", "1dur"):
-        last = pl.run(fit(0.1, "1ep", algorithms=[pl.algorithms.swa(start, interval="1ba")]))
-        assert last.algorithm_state["swa"]
-
-
-@pytest.mark.parametrize(("lr", "duration", "data", "options"), LONG_ENOUGH)
-def test_what_reaches_it_or_is_not_known_trains(lr: Any, duration: str, data: Any, options: dict[str, Any]) -> None:
-    assert pl.run(fit(lr, duration, data, **options)).timestamp.batch > 0
-
-
+@examples(100, 1000)
 @given(
+    name=st.sampled_from(sorted(RISING)),
     warmup=st.integers(1, 60),
     unit=st.sampled_from(["ba", "ep", "sp"]),
     length=st.integers(1, 6),
     duration=st.tuples(st.integers(1, 30), st.sampled_from(["ba", "ep", "sp"])),
 )
 def test_a_warmup_is_refused_exactly_where_no_batch_has_the_peak(
-    warmup: int, unit: str, length: int, duration: tuple[int, str]
+    name: str, warmup: int, unit: str, length: int, duration: tuple[int, str]
 ) -> None:
-    """By a loop by hand over the batches of a run, of two samples each."""
-    amount, of = duration
+    """The peak comes after a part of the warmup's batches, of two samples each."""
+    (make, part), (amount, of) = RISING[name], duration
     in_batches = {"ba": 1.0, "ep": float(length), "sp": 0.5}
     run = -(-amount // 2) if of == "sp" else amount * int(in_batches[of])
-    reached = any(batch >= warmup * in_batches[unit] for batch in range(run))
-    for schedule in (S.warmup(f"{warmup}{unit}"), S.inverse_sqrt(f"{warmup}{unit}")):
-        refused = None
-        try:
-            fit(schedule, f"{amount}{of}", length)
-        except pl.ArgumentError as error:
-            refused = error
-        if reached:
-            assert refused is None
-        elif "sp" not in (unit, of):  # whose last batch may begin before what ends after it
-            assert refused is not None
+    peak = warmup * in_batches[unit] * part
+    try:
+        fit(make(f"{warmup}{unit}"), f"{amount}{of}", [BATCH] * length)
+        refused = False
+    except pl.ArgumentError:
+        refused = True
+    if refused:
+        assert not any(batch >= peak for batch in range(run))
+    else:  # the last batch of so many samples may begin before what ends after it
+        assert run > peak or "sp" in (unit, of)
+
+
+def warm(warmup: str) -> Any:
+    return S.cosine("1dur", peak=0.1, warmup=warmup)
+
+
+def parted(rest: pl.optim.Optimizer) -> pl.optim.Optimizer:
+    return pl.optim.partition(
+        {"head": pl.optim.sgd(lr=0.1), "rest": rest}, lambda name, tensor: "head" if name == "bias" else "rest"
+    )
+
+
+TOO_LONG: dict[str, Callable[[], pl.Stream]] = {
+    "an epoch without a length": lambda: fit(warm("1ep"), "1ep", Unsized(TEN)),
+    "batches without a length": lambda: fit(warm("500ba"), "3ba", Unsized(TEN)),
+    "epochs that are cut": lambda: fit(warm("6ba"), "2ep", batches_per_epoch=3),
+    "samples of a loader": lambda: fit(warm("20sp"), "1ep", LOADER),
+    "batches in a run of samples": lambda: fit(warm("40ba"), "40sp", Unsized(TEN)),
+    "tokens": lambda: fit(warm("1e6tok"), "1e6tok"),
+    "minutes": lambda: fit(warm("10m"), "5m"),
+    "an iteration": lambda: fit(warm("2ep"), "1iter", iteration_length="2ep"),
+    "a part of an optimizer": lambda: fit(parted(pl.optim.adamw(lr=S.warmup("1ep"))), "1ep"),
+    "a strength": lambda: fit(0.1, "1ep", algorithms=[pl.algorithms.sam(rho=0.05 * S.warmup("1ep"))]),
+}
+NOTHING: dict[str, Callable[[], pl.Stream]] = {
+    "pieces": lambda: fit(S.piecewise({"0ba": 0.0, "10ba": 0.1}), "1ep"),
+    "a chain": lambda: fit(S.chain(0.0, ("1ep", 0.1)), "1ep"),
+}
+REFUSED = [
+    *[
+        Refusal(name, call, pl.ArgumentError, ("which is not over before the end of",))
+        for name, call in TOO_LONG.items()
+    ],
+    *[Refusal(f"0 in {name}", call, pl.ArgumentError, ("it is 0 at every batch",)) for name, call in NOTHING.items()],
+    *[
+        Refusal(f"{late!r}", lambda late=late: fit(0.1, "1ep", algorithms=[late]), pl.ArgumentError, (says,))
+        for late, says in (
+            (pl.algorithms.swa("500ba"), "algorithm 'swa': start='500ba' comes after the end of the run"),
+            (pl.algorithms.swa("21sp"), "start='21sp' comes after the end of the run"),
+            (pl.algorithms.layer_freezing(start="2ep"), "'layer_freezing': start='2ep' comes after the end"),
+            (pl.algorithms.selective_backprop(start="11ba", end="12ba"), "start='11ba' comes after the end of the run"),
+        )
+    ],
+]
+
+
+@rows(REFUSED)
+def test_what_comes_after_the_end_is_refused_at_the_call(refusal: Refusal) -> None:
+    check(refusal)
+
+
+TAKEN: list[Callable[[], pl.Stream]] = [
+    # Not known.
+    lambda: fit(S.chain(0.0, ("1ep", 0.1)), "8ba", Unsized(TEN)),
+    lambda: fit(warm("1000sp"), "1ep", Unsized(TEN)),
+    lambda: fit(warm("500ba"), "1ep", Unsized(TEN)),
+    lambda: fit(warm("10m"), "1ep"),
+    lambda: fit(lambda timestamp: 0.1 * min(1.0, timestamp.batch / 500), "1ep"),
+    # The last batch has the peak.
+    lambda: fit(warm("18sp"), "1ep", LOADER),
+    lambda: fit(S.piecewise({"0ba": 0.0, "9ba": 0.1}), "1ep"),
+    lambda: fit(warm("0.9dur"), "1ep"),
+    lambda: fit(S.one_cycle("1dur"), "1ep"),
+    # Begins above 0, or is left before it ends.
+    lambda: fit(S.cyclic("20ba", 0.1, 1.0), "1ep"),
+    lambda: fit(S.chain(S.warmup("10ba"), ("5ba", S.warmup("50ba"))), "1ep"),
+    # Meant.
+    lambda: fit(0.0, "1ep"),
+    lambda: fit(S.linear(0.0, 0.1, "1dur"), "1ep"),
+    lambda: fit(parted(pl.optim.sgd(lr=S.piecewise({"0ba": 0.0, "500ba": 0.1}))), "1ep"),  # frozen at first
+    *[
+        lambda start=start: fit(0.1, "1ep", algorithms=[pl.algorithms.swa(start, interval="1ba")])
+        for start in ("10ba", "1ep", "20sp", "1dur")
+    ],
+]
+
+
+def test_what_reaches_it_or_is_not_known_is_taken() -> None:
+    for call in TAKEN:
+        call()
 
 
 def test_the_error_says_what_to_write() -> None:
     with pytest.raises(pl.ArgumentError) as caught:
-        fit(S.cosine("1dur", peak=0.1, warmup="1ep"), "1ep")
+        fit(warm("1ep"), "1ep")
     assert str(caught.value) == (
         "the learning rate of sgd is cosine(time='1dur', peak=0.1, warmup='1ep'): it rises over '1ep', which is not "
         "over before the end of the run, max_duration='1ep', of epochs of 10 batches. Write a warmup that is a part of "

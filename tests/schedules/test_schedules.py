@@ -1,12 +1,14 @@
-"""Schedules are pure functions of the timestamp, with the right numbers at the right batches."""
+"""Each schedule is its formula, a pure function of the timestamp; a run uses its value at each batch."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -17,273 +19,335 @@ from pure_loop import schedules as s
 from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
 from pure_loop.optim.optimizer import fixed_rate
 from pure_loop.time import Time, Timestamp
-
-SCHEDULES: list[Any] = [
-    s.constant(0.5),
-    s.linear(1.0, 0.0, "7ba"),
-    s.linear(1.0, 0.25, "0.5dur"),
-    s.cosine("20ba", peak=0.3, warmup="5ba", final=0.1),
-    s.cosine("3ep", peak=0.3, warmup="50ba"),
-    s.cosine("1dur", warmup="0.1dur"),
-    s.polynomial("9ba", power=2, warmup="3ba"),
-    s.cosine_restarts("3ba", growth=2),
-    s.step("4ba", gamma=0.5),
-    s.step("0.1dur", gamma=0.5, start=2.0),
-    s.multistep(["2ba", "1ep", "0.5dur"], gamma=0.1),
-    s.exponential("10ba", gamma=0.5),
-    s.warmup("5ba", s.linear(1, 0, "20ba")),
-    2.0 * s.linear(1, 0, "7ba") * s.warmup("3ba"),
-]
+from tests.support import problem
+from tests.support.refused import Refusal, check, rows
+from tests.support.tiers import examples
 
 
-@pytest.mark.parametrize(
-    ("schedule", "values"),
-    [
-        (s.linear(1.0, 0.0, "4ba"), [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
-        (s.linear(0.0, 1.0, "1dur"), [0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.0]),
-        (s.cosine("4ba"), [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0, 0.0]),
-        (s.cosine("6ba", peak=2.0, warmup="2ba"), [0.0, 1.0, 2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0]),
-        (s.cosine("4ba", warmup="0ba"), [1.0]),
-        (s.cosine("0.5dur", warmup="0.25dur"), [0.0, 0.5, 1.0, 0.5, 0.0]),
-        (s.polynomial("4ba", power=3, warmup="2ba", final=1.0, peak=9.0), [0.0, 4.5, 9.0, 2.0, 1.0, 1.0]),
-        (s.step("3ba", gamma=0.5), [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25]),
-        (s.multistep(["3ba", "0.5dur"], gamma=0.5), [1.0, 1.0, 1.0, 0.5, 0.25, 0.25]),
-        (s.exponential("1ba", gamma=0.5), [1.0, 0.5, 0.25]),
-        (s.cosine_restarts("2ba", peak=2.0, final=1.0), [2.0, 1.5, 2.0, 1.5, 2.0]),
-        (s.warmup("2ba"), [0.0, 0.5, 1.0, 1.0]),
-        (s.linear(1, 0, "4ba") * s.constant(8.0), [8.0, 6.0, 4.0, 2.0, 0.0]),
-        (0.5 * s.linear(1, 0, "4ba") * (lambda t: 2.0), [1.0, 0.75]),
-    ],
+@attrs.frozen
+class Numbers:
+    """Settings of a schedule: three lengths, of which the last is a part of the second, two values, and factors."""
+
+    w: int
+    t: int
+    d: int
+    a: float
+    b: float
+    gamma: float
+    rise: float
+    power: float
+
+
+numbers = st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(1, 9)).flatmap(
+    lambda n: st.builds(
+        Numbers,
+        w=st.just(n[0]),
+        t=st.just(sum(n)),
+        d=st.just(n[2]),
+        a=st.floats(0.1, 5),
+        b=st.floats(0, 5),
+        gamma=st.floats(0.1, 1.5),
+        rise=st.sampled_from([0.25, 0.5, 0.625]),
+        power=st.sampled_from([0.5, 1.0, 3.0]),
+    )
 )
-def test_the_batch_that_starts_at_a_timestamp_uses_its_value(schedule: Any, values: list[float]) -> None:
-    given = [schedule(Timestamp(batch=i, max_duration=Time("8ba"))) for i in range(len(values))]
-    assert given == pytest.approx(values, abs=1e-12)
 
 
-@given(st.integers(1, 60), st.integers(0, 80), st.floats(-5, 5), st.floats(-5, 5))
-def test_a_line_is_exact_at_its_ends_and_stays_between(t: int, batch: int, start: float, end: float) -> None:
-    schedule = s.linear(start, end, Time(t, "ba"))
-    assert schedule(Timestamp()) == start
-    assert schedule(Timestamp(batch=t + batch)) == end
-    assert schedule(Timestamp(batch=batch)) == pytest.approx(start + (end - start) * min(batch / t, 1.0), abs=1e-12)
+def line(start: float, end: float, tau: float) -> float:
+    return start + (end - start) * min(1.0, max(0.0, tau))
 
 
-@given(
-    st.integers(2, 50).flatmap(lambda t: st.tuples(st.integers(0, t - 1), st.just(t))),
-    st.integers(0, 60),
-    st.floats(0.1, 5),
-    st.floats(0, 0.1),
-)
-def test_cosine_is_its_formula(times: tuple[int, int], batch: int, peak: float, final: float) -> None:
-    warmup, t_max = times
-    value = s.cosine(Time(t_max, "ba"), peak=peak, warmup=Time(warmup, "ba"), final=final)(Timestamp(batch=batch))
-    if batch < warmup:
-        assert value == pytest.approx(peak * batch / warmup)
+def half_cosine(start: float, end: float, tau: float) -> float:
+    return line(start, end, (1 - math.cos(math.pi * min(1.0, tau))) / 2)
+
+
+def after(n: Numbers, now: float) -> float:
+    return (now - n.w) / (n.t - n.w)
+
+
+def restarted(n: Numbers, now: float) -> float:
+    begin, length = 0.0, float(n.t)
+    while now - begin >= length:
+        begin, length = begin + length, length * 1.5
+    return half_cosine(n.a, n.b, (now - begin) / length)
+
+
+def triangle(n: Numbers, now: float) -> float:
+    cycle, tau = now // n.t, now % n.t / n.t
+    high = n.b + n.a * n.gamma**cycle
+    return line(n.b, high, tau / n.rise) if tau < n.rise else line(high, n.b, (tau - n.rise) / (1 - n.rise))
+
+
+Write = Callable[[int], Any]
+# How each is written, where ``T`` writes a length as a time, and its value when ``now`` of the unit is finished.
+FORMULAS: dict[str, tuple[Callable[[Numbers, Write], Any], Callable[[Numbers, float], float]]] = {
+    "constant": (lambda n, T: s.constant(n.a), lambda n, now: n.a),
+    "linear": (lambda n, T: s.linear(n.a, n.b, T(n.t)), lambda n, now: line(n.a, n.b, now / n.t)),
+    "cosine": (
+        lambda n, T: s.cosine(T(n.t), peak=n.a, warmup=T(n.w), final=n.b),
+        lambda n, now: n.a * now / n.w if now < n.w else half_cosine(n.a, n.b, after(n, now)),
+    ),
+    "polynomial": (
+        lambda n, T: s.polynomial(T(n.t), power=n.power, peak=n.a, warmup=T(n.w), final=n.b),
+        lambda n, now: n.a * now / n.w if now < n.w else line(n.b, n.a, max(0, 1 - after(n, now)) ** n.power),
+    ),
+    "warmup_stable_decay": (
+        lambda n, T: s.warmup_stable_decay(T(n.w), T(n.t), T(n.d), n.a, n.b),
+        lambda n, now: line(0, n.a, now / n.w) if now <= n.t - n.d else line(n.a, n.b, (now - n.t + n.d) / n.d),
+    ),
+    "one_cycle": (
+        lambda n, T: s.one_cycle(T(n.t), n.a, rise=n.rise, start=n.b, end=0.1),
+        lambda n, now: (
+            half_cosine(n.b, n.a, now / (n.rise * n.t))
+            if now < n.rise * n.t
+            else half_cosine(n.a, 0.1, (now - n.rise * n.t) / ((1 - n.rise) * n.t))
+        ),
+    ),
+    "cyclic": (lambda n, T: s.cyclic(T(n.t), n.b, n.b + n.a, rise=n.rise, gamma=n.gamma), triangle),
+    "cosine_restarts": (lambda n, T: s.cosine_restarts(T(n.t), peak=n.a, final=n.b, growth=1.5), restarted),
+    "inverse_sqrt": (
+        lambda n, T: s.inverse_sqrt(T(n.w), n.a),
+        lambda n, now: n.a * (now / n.w if now < n.w else math.sqrt(n.w / now)),
+    ),
+    "step": (lambda n, T: s.step(T(n.t), gamma=n.gamma, start=n.a), lambda n, now: n.a * n.gamma ** (now // n.t)),
+    "multistep": (
+        lambda n, T: s.multistep([T(n.w), T(n.t)], gamma=n.gamma, start=n.a),
+        lambda n, now: n.a * n.gamma ** ((now >= n.w) + (now >= n.t)),
+    ),
+    "exponential": (
+        lambda n, T: s.exponential(T(n.t), gamma=n.gamma, start=n.a),
+        lambda n, now: n.a * n.gamma ** (now / n.t),
+    ),
+    "piecewise": (
+        lambda n, T: s.piecewise({0: n.a, T(n.w): n.b, T(n.t): n.gamma}),
+        lambda n, now: n.a if now < n.w else n.b if now < n.t else n.gamma,
+    ),
+    "warmup": (
+        lambda n, T: s.warmup(T(n.w), s.linear(n.a, n.b, T(n.t))),
+        lambda n, now: min(1, now / n.w) * line(n.a, n.b, now / n.t),
+    ),
+    "chain": (
+        lambda n, T: s.chain(n.a, (T(n.w), s.linear(n.a, n.b, T(n.t))), (T(n.t), 0.3)),
+        lambda n, now: n.a if now < n.w else line(n.a, n.b, now / n.t) if now < n.t else 0.3,
+    ),
+    "product": (
+        lambda n, T: 2.0 * s.linear(n.a, n.b, T(n.t)) * (lambda timestamp: n.gamma),
+        lambda n, now: 2 * line(n.a, n.b, now / n.t) * n.gamma,
+    ),
+}
+UNITS = {"ba": "batch", "sp": "sample", "tok": "token", "iter": "iteration", "s": "total_seconds", "ep": "epoch"}
+
+
+def test_each_schedule_of_the_library_has_a_formula() -> None:
+    found = {name for name in s.__all__ if isinstance(getattr(s, name), type)}
+    assert found - {"Schedule"} == FORMULAS.keys()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@examples(30, 300)
+@given(numbers, st.integers(0, 60), st.sampled_from([*UNITS, "dur", "part of an epoch"]))
+def test_the_value_is_its_formula_in_every_unit(name: str, n: Numbers, now: int, unit: str) -> None:
+    """A fraction of the duration is exact; epochs pass batch by batch where their length is known."""
+    write, formula = FORMULAS[name]
+    if unit == "dur":
+        schedule = write(n, lambda length: f"{length / 100}dur")
+        value = schedule(Timestamp(batch=now, max_duration=Time("100ba")))
+    elif unit == "part of an epoch":
+        schedule = write(n, lambda length: f"{length}ep")
+        where = {"batch": now, "epoch": now // 4, "batch_in_epoch": now % 4, "batches_per_epoch": 4}
+        value = schedule(Timestamp(**where))
+        n = attrs.evolve(n, w=4 * n.w, t=4 * n.t, d=4 * n.d)
     else:
-        tau = min(1.0, (batch - warmup) / (t_max - warmup))
-        assert value == pytest.approx(final + (peak - final) * (1 + math.cos(math.pi * tau)) / 2)
-
-
-@given(st.sampled_from(SCHEDULES), st.integers(0, 100), st.integers(0, 4), st.sampled_from(["30ba", "4ep"]))
-def test_schedules_are_values(schedule: Any, batch: int, epoch: int, duration: str) -> None:
-    timestamp = Timestamp(batch=batch, epoch=epoch, max_duration=Time(duration))
-    value = schedule(timestamp)
+        schedule = write(n, lambda length: f"{length}{unit}")
+        value = schedule(Timestamp(**{UNITS[unit]: now}))
     assert type(value) is float
-    assert math.isfinite(value)
-    again = pickle.loads(pickle.dumps(schedule))
-    assert again == schedule
-    assert hash(again) == hash(schedule)
-    assert again(timestamp) == schedule(timestamp) == value
+    assert value == pytest.approx(formula(n, now), abs=1e-9)
 
 
-@pytest.mark.parametrize("unit", ["sp", "tok", "ep", "iter", "s"])
-def test_every_unit_has_its_count(unit: str) -> None:
-    field = {"sp": "sample", "tok": "token", "ep": "epoch", "iter": "iteration", "s": "total_seconds"}[unit]
-    now: dict[str, Any] = {field: 1}
-    assert s.linear(1.0, 0.0, f"4{unit}")(Timestamp(**now)) == 0.75
-    assert s.linear(1.0, 0.0, "0.5dur")(Timestamp(**now, max_duration=Time(f"8{unit}"))) == 0.75
+@examples(30, 300)
+@given(numbers, st.integers(0, 60))
+def test_a_chain_that_restarts_counts_from_each_start(n: Numbers, now: int) -> None:
+    schedule = s.chain(0.5, (f"{n.w}ba", s.linear(n.a, n.b, f"{n.t}ba")), restart=True)
+    assert schedule(Timestamp(batch=now)) == pytest.approx(0.5 if now < n.w else line(n.a, n.b, (now - n.w) / n.t))
+    epochs = s.chain(0.5, (f"{n.w}ep", s.linear(n.a, n.b, f"{n.t}ep")), restart=True)
+    at = Timestamp(batch=now, epoch=now // 3, batch_in_epoch=now % 3, batches_per_epoch=3)
+    assert epochs(at) == pytest.approx(0.5 if now < 3 * n.w else line(n.a, n.b, (now / 3 - n.w) / n.t))
 
 
-@given(st.integers(1, 40), st.sampled_from([0.1, 0.7, 0.3, 0.05]))
-def test_a_fraction_of_the_duration_is_an_exact_number_of_its_units(batches: int, fraction: float) -> None:
-    tenths = round(fraction * 100)
-    for batch in range(batches + 1):
-        timestamp = Timestamp(batch=batch, max_duration=Time(batches, "ba"))
-        assert s.step(f"{fraction}dur", gamma=0.5)(timestamp) == 0.5 ** (batch * 100 // (tenths * batches))
-        assert s.multistep([f"{fraction}dur"], gamma=0.5)(timestamp) == (0.5 if batch * 100 >= tenths * batches else 1)
-
-
-def test_a_warmup_in_another_unit_is_a_factor() -> None:
+def test_a_warmup_in_a_unit_that_can_not_be_converted_is_a_factor() -> None:
     schedule = s.cosine("4ep", peak=2.0, warmup="10ba")
-    assert schedule(Timestamp(batch=5, epoch=0)) == 1.0
-    assert schedule(Timestamp(batch=5, epoch=2)) == pytest.approx(0.5)
-    assert schedule(Timestamp(batch=10, epoch=2)) == pytest.approx(1.0)
-    # A fraction of the duration is in the unit of the duration, so these are the same unit.
-    same = s.cosine("4ep", peak=2.0, warmup="0.5dur")
-    assert same(Timestamp(epoch=3, max_duration=Time("4ep"))) == pytest.approx(1.0)
+    assert [schedule(Timestamp(batch=b, epoch=e)) for b, e in ((5, 0), (5, 2), (10, 2))] == pytest.approx([1, 0.5, 1])
+    known = Timestamp(batch=5, epoch=1, batches_per_epoch=5)
+    assert s.cosine("20ba", warmup="1ep")(known) == s.cosine("20ba", warmup="5ba")(known)
 
 
-def test_epochs_pass_batch_by_batch_where_their_length_is_known() -> None:
-    def at(batch: int) -> Timestamp:
-        return Timestamp(
-            batch=batch, epoch=batch // 5, batch_in_epoch=batch % 5, batches_per_epoch=5, max_duration=Time("4ep")
-        )
-
-    pairs = [
-        (s.linear(1, 0, "2ep"), s.linear(1, 0, "10ba")),
-        (s.linear(1, 0, "0.5dur"), s.linear(1, 0, "10ba")),
-        (s.cosine("4ep", peak=0.3, warmup="3ba"), s.cosine("20ba", peak=0.3, warmup="3ba")),
-        (s.cosine("20ba", peak=0.3, warmup="1ep"), s.cosine("20ba", peak=0.3, warmup="5ba")),
-        (s.step("1ep"), s.step("5ba")),
-        (s.cosine_restarts("2ep"), s.cosine_restarts("10ba")),
-        (s.multistep(["1ep", "0.5dur"]), s.multistep(["5ba", "10ba"])),
-    ]
-    for epochs, batches in pairs:
-        for batch in range(25):
-            assert epochs(at(batch)) == batches(at(batch))
+def torchs(scheduler: Any, count: int, **settings: Any) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    made, rates = scheduler(optimizer, cycle_momentum=False, **settings), []
+    for _ in range(count):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    return rates
 
 
-class Unsized:
-    def __init__(self, data: list[Any]) -> None:
-        self._data = data
-
-    def __iter__(self) -> Any:
-        return iter(self._data)
-
-
-DATA = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
-
-
-def rates_of_a_fit(schedule: Any, data: Any = DATA, start: Any = None, **options: Any) -> list[float]:
-    """The learning rates that a real run recorded, batch by batch."""
-    logger = pl.loggers.InMemoryLogger()
-    stream = pl.fit(
-        torch.nn.Linear(1, 1) if start is None else start,
-        data,
-        loss=torch.nn.functional.mse_loss,
-        optimizer=pl.optim.sgd(lr=schedule),
-        **{"max_duration": "3ep", "loggers": [logger], **options},
-    )
-    pl.run(stream)
-    return [rate for _, rate in logger.metrics["train/learning_rate"]]
-
-
-def test_a_cosine_over_epochs_is_smooth_in_fit() -> None:
-    wanted = [(1 + math.cos(math.pi * batch / 12)) / 2 for batch in range(12)]
-    assert rates_of_a_fit(s.cosine("3ep")) == pytest.approx(wanted)
-    assert rates_of_a_fit(s.cosine("1dur")) == pytest.approx(wanted)
-    assert rates_of_a_fit(s.cosine("12ba")) == pytest.approx(wanted)
-    warm = rates_of_a_fit(s.cosine("3ep", warmup="2ba"))
-    assert warm == pytest.approx(rates_of_a_fit(s.cosine("12ba", warmup="2ba")))
-
-
-def test_data_without_a_length_gives_stairs_and_a_limit_makes_them_smooth() -> None:
-    stairs = [1 - batch // 4 / 3 for batch in range(12)]
-    assert rates_of_a_fit(s.linear(1, 0, "3ep"), Unsized(DATA)) == pytest.approx(stairs)
-    smooth = rates_of_a_fit(s.linear(1, 0, "3ep"), itertools.cycle(DATA), batches_per_epoch=4)
-    assert smooth == pytest.approx([1 - batch / 12 for batch in range(12)])
-
-
-def test_going_on_with_other_data_goes_by_its_length() -> None:
-    pairs = list(
-        pl.fit(
-            torch.nn.Linear(1, 1),
-            DATA,
-            loss=torch.nn.functional.mse_loss,
-            optimizer=pl.optim.sgd(lr=0.1),
-            max_duration="1ep",
-        )
-    )
-    last = pairs[-1][1]
-    assert last.timestamp.batches_per_epoch == last.previous_timestamp.batches_per_epoch == 4
-    rates = rates_of_a_fit(s.linear(1, 0, "3ep"), DATA[:2], start=last)
-    assert rates == pytest.approx([1 - half / 6 for half in (2, 3, 4, 5)])
-    checkpoint = next(state for event, state in pairs if event is pl.Event.BATCH_CHECKPOINT)
-    for event, state in pl.fit(
-        checkpoint,
-        Unsized(DATA),
-        loss=torch.nn.functional.mse_loss,
-        optimizer=pl.optim.sgd(lr=0.1),
-        max_duration="1ep",
+def test_cycles_are_those_of_torch() -> None:
+    """torch's phases of one cycle end at a step, counted from 0, and ours at a part of the time."""
+    cycles = torch.optim.lr_scheduler
+    for schedule, theirs in (
+        (s.one_cycle("20ba", rise=0.25), torchs(cycles.OneCycleLR, 21, max_lr=1.0, total_steps=21, pct_start=6 / 21)),
+        (
+            s.cyclic("8ba", 0.1, 1.0, rise=3 / 8),
+            torchs(cycles.CyclicLR, 20, base_lr=0.1, max_lr=1.0, step_size_up=3, step_size_down=5),
+        ),
+        (
+            s.cyclic("4ba", 0.1, 1.0, gamma=0.5),
+            torchs(cycles.CyclicLR, 20, base_lr=0.1, max_lr=1.0, step_size_up=2, mode="triangular2"),
+        ),
     ):
-        assert state.timestamp.batches_per_epoch is None, event
-        assert state.previous_timestamp.batches_per_epoch is None, event
+        assert [schedule(Timestamp(batch=batch)) for batch in range(len(theirs))] == pytest.approx(theirs)
 
 
-def test_a_fraction_without_a_duration_teaches() -> None:
-    with pytest.raises(ArgumentError, match=r"'0.5dur' needs timestamp.max_duration.*write the time in another unit"):
-        s.linear(1, 0, "0.5dur")(Timestamp())
+def test_schedules_print_what_was_written_and_are_values() -> None:
+    texts = {
+        "cosine(time='3ep', peak=0.1)": s.cosine("3ep", peak=0.1),
+        "constant(2.0) * constant(1.0)": 2 * s.constant(1),
+        "chain(constant(1.0), ('2ba', constant(0.5)))": s.chain(1.0, ("2ba", 0.5)),
+        "piecewise({'0ba': 1.0, '3ba': 0.5})": s.piecewise({"0ba": 1.0, "3ba": 0.5}),
+    }
+    for text, schedule in texts.items():
+        assert repr(schedule) == text
+        assert pickle.loads(pickle.dumps(schedule)) == schedule
+        assert hash(pickle.loads(pickle.dumps(schedule))) == hash(schedule)
 
 
 def test_a_duration_of_nothing_is_over() -> None:
     done = Timestamp(max_duration=Time("0ba"))
-    assert s.linear(1, 0, "0.5dur")(done) == 0.0
-    assert s.cosine("1dur")(done) == 0.0
+    assert [each("0.5dur")(done) for each in (lambda t: s.linear(1, 0, t), s.cosine, s.cosine_restarts)] == [0.0] * 3
     assert s.step("0.1dur")(done) == s.exponential("0.1dur", gamma=0.5)(done) == 1.0
-    assert s.cosine_restarts("0.1dur")(done) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: s.linear(1, 0, "0ba"), ArgumentError, "can't change over a time of '0ba'"),
-        (lambda: s.linear(1, 0, "soon"), TimeFormatError, "soon"),
-        (
-            lambda: s.linear("1", 0, "2ba"),
-            ArgumentTypeError,
-            "linear: start must be a finite number, got '1' of type str",
-        ),
-        (lambda: s.constant(True), ArgumentTypeError, "number"),
-        (lambda: s.constant(math.nan), ArgumentError, "finite"),
-        (lambda: s.cosine("5ba", warmup="5ba"), ArgumentError, "a warmup of '5ba' leaves nothing of '5ba'"),
-        (lambda: s.polynomial("5ba", power=0), ArgumentError, "power"),
-        (lambda: s.exponential("5ba", gamma=0.0), ArgumentError, "gamma"),
-        (lambda: s.cosine_restarts("5ba", growth=0), ArgumentError, "growth"),
-        (lambda: s.cosine_restarts("5ba", growth="2"), ArgumentTypeError, "growth"),
-        (lambda: s.multistep(5), ArgumentTypeError, r"several times, such as \[5, ...\]"),
-        (lambda: s.warmup("1ba", s.linear), ArgumentTypeError, r"the class linear; give a schedule: linear\(...\)"),
-        (lambda: 0.5 * s.constant(1) * (lambda: 1.0), ArgumentTypeError, r"called as <lambda>\(timestamp\)"),
-        (
-            lambda: (s.constant(1.0) * (lambda timestamp: None))(Timestamp()),
-            ArgumentTypeError,
-            "the schedule <lambda> gave None of type NoneType",
-        ),
-        (lambda: s.warmup("1ba", lambda t: None)(Timestamp()), ArgumentTypeError, "schedule <lambda> gave None"),
-        (lambda: s.multistep("5ba"), ArgumentTypeError, r"several times, such as \['5ba', ...\]"),
-    ],
-)
-def test_what_no_schedule_can_use_is_refused(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
+class Growing(s.constant):
+    def __call__(self, timestamp: Timestamp) -> float:
+        return self.value * (timestamp.batch + 1)
 
 
-def test_schedules_print_what_was_written() -> None:
-    assert repr(s.cosine("3ep", peak=0.1)) == "cosine(time='3ep', peak=0.1)"
-    assert repr(2 * s.constant(1)) == "constant(2.0) * constant(1.0)"
+class Static(s.Schedule):
+    @staticmethod
+    def __call__(timestamp: Timestamp) -> float:
+        return 0.25
 
 
-def test_only_a_constant_has_a_fixed_value() -> None:
-    """What an optimizer takes for the rate of the whole run."""
+class OfClass(s.Schedule):
+    @classmethod
+    def __call__(cls, timestamp: Timestamp) -> float:
+        return 0.5
 
-    class Growing(s.constant):
-        def __call__(self, timestamp: Timestamp) -> float:
-            return self.value * (timestamp.batch + 1)
 
+def test_a_schedule_of_ones_own_is_called_however_it_is_written_and_is_not_fixed() -> None:
+    """A fixed value is what an optimizer takes for the rate of the whole run."""
+    assert [each(Timestamp(batch=1)) for each in (Growing(0.5), Static(), OfClass())] == [1.0, 0.25, 0.5]
     assert fixed_rate(s.constant(0.5)) == 0.5
     for schedule in (Growing(0.5), s.linear(1.0, 1.0, "4ba"), 2 * s.constant(0.5), s.constant(-1.0), lambda t: 0.5):
         assert fixed_rate(schedule) is None
 
 
-def test_a_schedule_may_be_called_by_a_static_method_or_one_of_the_class() -> None:
-    class Static(pl.schedules.Schedule):
-        @staticmethod
-        def __call__(timestamp: pl.Timestamp) -> float:  # type: ignore[override]
-            return 0.25
+def test_all_times_are_scaled_but_warmups_and_fractions() -> None:
+    for schedule, ratio, wanted in (
+        (s.cosine("100ba", warmup="10ba"), 0.5, s.cosine("50ba", warmup="10ba")),
+        (s.warmup("10ba", s.step("5ep")), 2.0, s.warmup("10ba", s.step("10ep"))),
+        (s.multistep(["2ba", "0.5dur"]) * 2.0, 3.0, s.multistep(["6ba", "0.5dur"]) * 2.0),
+        (s.chain(1.0, ("10ba", 0.5)), 0.5, s.chain(1.0, ("5ba", 0.5))),
+    ):
+        assert s.scaled(schedule, ratio) == wanted
+    assert s.scaled(s.cosine("100ba", warmup="10ba"), 0.5, warmup=True) == s.cosine("50ba", warmup="5ba")
 
-    class OfClass(pl.schedules.Schedule):
-        @classmethod
-        def __call__(cls, timestamp: pl.Timestamp) -> float:  # type: ignore[override]
-            return 0.5
 
-    assert Static()(pl.Timestamp()) == 0.25
-    assert OfClass()(pl.Timestamp()) == 0.5
+def test_a_picture_and_a_line_of_text() -> None:
+    axes = s.plot({"a": s.cosine("1ep"), "b": s.constant(0.5)}, "2ep", batches_per_epoch=10)
+    assert [line.get_label() for line in axes.lines] == ["a", "b"]
+    assert list(axes.lines[0].get_ydata())[::10] == pytest.approx([1.0, 0.0, 0.0])
+    assert s.plot(s.linear(1, 0, "4ba"), "4ba", axes=axes) is axes
+    assert s.sparkline(s.linear(1.0, 0.0, "7ba"), "7ba", width=8) == "█▇▆▅▄▃▂▁"
+
+
+S: Any = s  # of which anything may be asked
+NONE: Any = lambda timestamp: None  # noqa: E731
+REFUSED = [
+    Refusal(says.partition(":")[0], call, error, (says,))
+    for says, error, call in (
+        ("can't change over a time of '0ba'", ArgumentError, lambda: s.linear(1, 0, "0ba")),
+        ("soon", TimeFormatError, lambda: s.linear(1, 0, "soon")),
+        ("linear: start must be a finite number, got '1' of type", ArgumentTypeError, lambda: S.linear("1", 0, "2ba")),
+        ("must be a finite number, got nan", ArgumentError, lambda: s.constant(math.nan)),
+        ("warmup of '5ba' leaves nothing of '5ba'", ArgumentError, lambda: s.cosine("5ba", warmup="5ba")),
+        ("several times, such as ['5ba', ...]", ArgumentTypeError, lambda: s.multistep("5ba")),
+        ("the class linear; give a schedule: linear(...)", ArgumentTypeError, lambda: S.warmup("1ba", S.linear)),
+        ("called as <lambda>(timestamp)", ArgumentTypeError, lambda: 0.5 * S.constant(1) * (lambda: 1.0)),
+        (
+            "schedule <lambda> gave None of type NoneType",
+            ArgumentTypeError,
+            lambda: (s.constant(1.0) * NONE)(Timestamp()),
+        ),
+        ("schedule <lambda> gave None", ArgumentTypeError, lambda: s.warmup("1ba", NONE)(Timestamp())),
+        ("'0.5dur' needs timestamp.max_duration", ArgumentError, lambda: s.linear(1, 0, "0.5dur")(Timestamp())),
+        ("write both in one unit", ArgumentError, lambda: s.chain(1.0, ("2ba", s.cosine("1ep")), restart=True)),
+        ("leave restart out", ArgumentError, lambda: s.chain(1.0, ("2ba", NONE), restart=True)),
+        ("write the time in batches", ArgumentError, lambda: s.chain(1.0, ("0.5dur", s.constant(1)), restart=True)),
+        ("no pair", ArgumentTypeError, lambda: S.chain(1.0, S.constant(2.0))),
+        ("starts at time 0", ArgumentError, lambda: s.piecewise({"2ba": 1.0})),
+        ("give a mapping of times", ArgumentTypeError, lambda: S.piecewise([1.0])),
+        ("decay='5ba' is no part of", ArgumentError, lambda: s.warmup_stable_decay("1ba", "4ba", "5ba")),
+        ("are longer than", ArgumentError, lambda: s.warmup_stable_decay("3ba", "4ba", "2ba")),
+        ("of a function of your own", ArgumentTypeError, lambda: S.scaled(NONE, 0.5)),
+        ("write it in batches", ArgumentError, lambda: s.sparkline(s.constant(1), "1000tok")),
+    )
+]
+
+
+@rows(REFUSED)
+def test_what_no_schedule_can_use_is_refused(refusal: Refusal) -> None:
+    check(refusal)
+
+
+class Unsized:
+    """Batches without a length."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+FOUR = problem.points(4, 2)
+
+
+def rates_of_a_fit(schedule: Any, data: Any = FOUR, start: Any = None, **options: Any) -> list[float]:
+    """The learning rates that a run recorded, batch by batch."""
+    logger = pl.loggers.InMemoryLogger()
+    options = {"max_duration": "3ep", "loggers": [logger], "optimizer": pl.optim.sgd(lr=schedule)} | options
+    problem.run(start, data, **options)
+    return [rate for _, rate in logger.metrics["train/learning_rate"]]
+
+
+def test_a_run_uses_the_value_of_each_batch() -> None:
+    """Epochs of a length that isn't known are stairs, and a limit makes them smooth."""
+    smooth = [1 - batch / 12 for batch in range(12)]
+    for time in ("3ep", "1dur", "12ba"):
+        assert rates_of_a_fit(s.linear(1, 0, time)) == pytest.approx(smooth)
+    assert rates_of_a_fit(s.linear(1, 0, "3ep"), Unsized(FOUR)) == pytest.approx([1 - b // 4 / 3 for b in range(12)])
+    cycle = itertools.cycle(FOUR)
+    assert rates_of_a_fit(s.linear(1, 0, "3ep"), cycle, batches_per_epoch=4) == pytest.approx(smooth)
+
+
+def test_a_run_that_resumes_with_other_data_goes_by_its_length() -> None:
+    pairs = list(problem.fit(None, FOUR, max_duration="1ep"))
+    last = pairs[-1][1]
+    assert last.timestamp.batches_per_epoch == last.previous_timestamp.batches_per_epoch == 4
+    rates = rates_of_a_fit(s.linear(1, 0, "3ep"), FOUR[:2], start=last)
+    assert rates == pytest.approx([1 - half / 6 for half in (2, 3, 4, 5)])
+    checkpoint = next(state for event, state in pairs if event is pl.Event.BATCH_CHECKPOINT)
+    for event, state in problem.fit(checkpoint, Unsized(FOUR), max_duration="1ep"):
+        assert state.timestamp.batches_per_epoch is None, event
+        assert state.previous_timestamp.batches_per_epoch is None, event

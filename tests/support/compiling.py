@@ -1,28 +1,34 @@
-"""What tests of ``compile=`` share: a model with everything, its runs, and how near the eager numbers have to be."""
+"""What tests of ``compile=`` share: models and algorithms of all kinds, and how near the eager numbers have to be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, dropout
+from torch.nn.functional import cross_entropy, dropout, mse_loss
 
 import pure_loop as pl
-from pure_loop import Event
-from pure_loop.algorithms import ema, gradient_clipping, label_smoothing
-from tests.support.models import CLASSES, FEATURES, batches, plain
+from pure_loop import Event, FrozenDict
+from pure_loop.algorithms import ema, gradient_clipping, label_smoothing, sam
+from tests.support import problem
+from tests.support.problem import CLASSES, FEATURES
 from tests.support.streams import leaves
 
 EPOCHS = {Event.EPOCH_END}
 BATCHES = {Event.BATCH_END}
 INSIDE = [Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD]
-SHORT: dict[str, Any] = {"model": plain, "data": batches((8,) * 5, 1)}
-# None has two samples: of two, a BatchNorm makes 1 and -1, and the gradient of that is rounding error.
-MICROBATCHES: dict[str, Any] = {"microbatch_size": 4, "data": batches((8, 8, 7), 1)}
-WITH_NAN = [(x * float("nan") if i == 1 else x, y) for i, (x, y) in enumerate(batches((8, 8, 8), 1))]
+FIVE = problem.points(5, 8, 1)
+SHORT: dict[str, Any] = {"model": problem.mlp, "data": FIVE}
+WITH_NAN = [(x * float("nan") if i == 1 else x, y) for i, (x, y) in enumerate(FIVE[:3])]
+
+
+# Models.
 
 
 def mlp() -> nn.Module:
@@ -32,12 +38,71 @@ def mlp() -> nn.Module:
     )
 
 
-class Parts:
-    """A loss with parts."""
+class Net(nn.Module):
+    """Two layers, and a forward that makes anything of them."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        entropy = cross_entropy(outputs, targets)
-        return {"total": entropy + 0.1 * outputs.square().mean(), "entropy": entropy}
+    def __init__(self, forward: Any, one: Any = None, two: Any = None) -> None:
+        super().__init__()
+        self.one = nn.Linear(FEATURES, CLASSES) if one is None else one()
+        self.two = nn.Linear(CLASSES, CLASSES) if two is None else two()
+        self.run = forward
+
+    def forward(self, x: Any) -> Any:
+        return self.run(self, x)
+
+
+def net(forward: Any, *layers: Any) -> Any:
+    return partial(Net, forward, *layers)
+
+
+def over_steps(layer: Any, width: int = 3) -> Any:
+    """A recurrent layer over seven steps, an odd number, of two features each."""
+
+    def forward(self: Net, x: Tensor) -> Tensor:
+        sequence = x.repeat(1, 4)[:, :14].reshape(len(x), 7, 2)
+        first = self.one.batch_first
+        states = self.one(sequence if first else sequence.transpose(0, 1))[0]
+        out: Tensor = self.two(states.mean(1 if first else 0))
+        return out
+
+    return net(forward, partial(layer, 2, 3), partial(nn.Linear, width, CLASSES))
+
+
+def shared(self: Any, x: Tensor) -> dict[str, Tensor]:
+    """One output is another one without its graph, and a third is a function of the first."""
+    out = self.one(x).tanh()
+    return {"out": out, "target": out.detach(), "more": self.two(out), "mean": out.mean(0, True).expand_as(out)}
+
+
+def distilled(outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+    """A dict of losses, of which one is a number alone."""
+    loss = cross_entropy(outputs["out"], targets) + outputs["mean"].square().sum()
+    total = loss + mse_loss(outputs["more"], outputs["target"])
+    return {"total": total, "shown": total.detach()}
+
+
+def of_all_kinds(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """The input, a view, an integer, a parameter, the same once more: not all of them have a gradient."""
+    out = self.one(x)
+    return x, out, out[:, :2], out.argmax(dim=1), self.two.weight, self.one(x)
+
+
+def of_all(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
+    x, out, part, best, weight, again = outputs
+    loss = cross_entropy(out, targets) + part.mean() + 0.1 * (best == targets).to(out.dtype).mean()
+    return loss + 0.01 * (x * x).mean() + weight.square().sum() + (again * out.detach()).sum()
+
+
+def stashing(self: Any, batch: Any) -> Tensor:
+    """Its loss reads what the forward left in the module."""
+    out: Tensor = self.one(batch[0])
+    self.hidden = out.square().mean()
+    return out
+
+
+class Stashing(Net):
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(outputs, batch[1]) + self.hidden
 
 
 class Named(nn.Module):
@@ -45,8 +110,7 @@ class Named(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, FEATURES)
-        self.head = nn.Linear(FEATURES, CLASSES)
+        self.embed, self.head = nn.Embedding(7, FEATURES), nn.Linear(FEATURES, CLASSES)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"scores": self.head(dropout(self.embed(batch["ids"]), 0.2, self.training))}
@@ -55,97 +119,123 @@ class Named(nn.Module):
         return cross_entropy(outputs["scores"], batch["labels"])
 
 
-def named_batches() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        {
-            "ids": torch.randint(7, (6,), generator=generator),
-            "labels": torch.randint(CLASSES, (6,), generator=generator),
-        }
-        for _ in range(3)
-    ]
+NAMED = [
+    {"ids": torch.randint(7, (6,), generator=problem.noise(i)), "labels": y}
+    for i, (_, y) in enumerate(problem.points(size=6))
+]
+ENCODER = partial(nn.TransformerEncoderLayer, FEATURES, 2, 8, dropout=0.1, batch_first=True)
+HEAD = partial(nn.Linear, FEATURES, CLASSES)
+TWO_LAYERS = {"num_layers": 2, "dropout": 0.3, "bidirectional": True, "batch_first": True}
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "BatchNorm and dropout": {"model": mlp},
+    "plain": {"model": problem.mlp},
+    "tied and frozen": {"model": problem.tied},
+    "images": {"model": problem.convnet, "data": problem.images(2)},
+    "words": {"model": problem.transformer, "data": problem.words(2)},
+    "mappings, and a loss of its own": {"model": Named, "data": NAMED, "loss": None},
+    "attention": {"model": net(lambda self, x: self.two(self.one(x[:, None].expand(-1, 3, -1))[:, -1]), ENCODER, HEAD)},
+    "a parameter without a gradient": {"model": net(lambda self, x: self.one(x))},
+    "one with a gradient now and then": {
+        "model": net(lambda self, x: self.two(self.one(x)) if len(x) == 8 else self.one(x))
+    },
+    "a head that the loss doesn't use": {
+        "model": net(lambda self, x: (self.one(x), self.two(self.one(x)))),
+        "loss": lambda outputs, targets: cross_entropy(outputs[0], targets),
+    },
+    "outputs of all kinds": {"model": net(of_all_kinds), "loss": of_all},
+    "outputs that share memory": {"model": net(shared), "loss": distilled},
+    "what the forward left": {"model": partial(Stashing, stashing), "loss": None},
+    "a recurrent layer": {"model": over_steps(nn.GRU)},
+    "two recurrent layers": {"model": over_steps(partial(nn.LSTM, **TWO_LAYERS), 6)},
+    "a cell": {"model": net(lambda self, x: self.two(self.one(x)), partial(nn.GRUCell, FEATURES, CLASSES))},
+}
 
 
-class Pair(nn.Module):
-    """One output is another one without its graph, and a third is a function of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(FEATURES, CLASSES), nn.Linear(CLASSES, CLASSES)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        out = self.one(x).tanh()
-        return {"out": out, "target": out.detach(), "more": self.two(out), "mean": out.mean(0, True).expand_as(out)}
+# Algorithms.
 
 
-class Unused(nn.Module):
-    """A parameter that the loss never reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
+@pl.algorithm(Event.AFTER_LOSS)
+def penalty(state: pl.State) -> pl.State:
+    weights = sum(parameter.square().sum() for parameter in state.params.values())
+    return state.replace(loss=state.loss + 0.1 * weights)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(FEATURES, 2, 8, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.layer(x[:, None].expand(-1, 3, -1))[:, -1])
-        return out
+@pl.algorithm(Event.AFTER_FORWARD)
+def colder(state: pl.State) -> pl.State:
+    return state.replace(outputs=state.outputs / (1 + state.timestamp.batch))
 
 
-class Sometimes(nn.Module):
-    """Of two heads one is there for batches of eight, and one for others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.heads[len(x) == 8](x)
-        return out
+@pl.algorithm(Event.BEFORE_LOSS)
+def remembered(state: pl.State) -> pl.State:
+    mean = state.outputs.detach().mean()
+    return state.remember("mean", mean + state.algorithm_state.get("mean", 0.0))
 
 
-class Recurrent(nn.Module):
-    """A recurrent layer of this class over the features."""
-
-    def __init__(self, cls: type[nn.RNNBase], **options: Any) -> None:
-        super().__init__()
-        self.layer = cls(1, 3, **options)  # type: ignore[arg-type]
-        self.head = nn.Linear(3 * (1 + self.layer.bidirectional), CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        sequence = x[:, :, None] if self.layer.batch_first else x.t()[:, :, None]
-        states, _ = self.layer(sequence)
-        out: Tensor = self.head(states[:, -1] if self.layer.batch_first else states[-1])
-        return out
+@pl.algorithm(Event.BEFORE_BACKWARD)
+def by_the_optimizer(state: pl.State) -> pl.State:
+    """Looks at memory that forwards and losses are not given otherwise."""
+    return state.remember("moment", next(iter(state.opt_state["exp_avg"].values())).sum())
 
 
-class Steps(nn.Module):
-    """A recurrent layer over seven steps, an odd number."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer(2, 3)
-        out = (self.layer.proj_size or 3) * (1 + self.layer.bidirectional)
-        self.before, self.head = nn.Linear(4, 14), nn.Linear(out, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = next(self.layer.parameters()).dtype
-        sequence = self.before(x).reshape(len(x), 7, 2).to(dtype)
-        states, _ = self.layer(sequence if self.layer.batch_first else sequence.transpose(0, 1))
-        out: Tensor = self.head(states.mean(1 if self.layer.batch_first else 0).to(x.dtype))
-        return out
+@pl.algorithm(Event.AFTER_LOSS, when="3ba")
+def every_third(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * 2)
 
 
-def stream(model: Callable[[], nn.Module] = mlp, **settings: Any) -> Iterator[tuple[Event, pl.State]]:
+@pl.algorithm(Event.AFTER_LOSS)
+def anneal(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * (1 - 0.5 * state.timestamp.elapsed))
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def through_a_tree(state: pl.State) -> pl.State:
+    """Reads and replaces the optimizer's memory in the way that is recommended."""
+
+    def halve(leaf: Any) -> Any:
+        return leaf / 2 if isinstance(leaf, Tensor) else leaf  # and not a count
+
+    halved = optree.tree_map(halve, state.opt_state, namespace="pure_loop")
+    found = optree.tree_leaves(halved, namespace="pure_loop")
+    size = sum(leaf.sum() for leaf in found if isinstance(leaf, Tensor))
+    return state.replace(opt_state=halved, loss=state.loss * (1 + 0.01 * size))
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def other_gradients(state: pl.State) -> pl.State:
+    """Of the microbatches before, if there were any."""
+    if not isinstance(state._grads, FrozenDict):
+        return state
+    return state.replace(grads={name: gradient + 1 for name, gradient in state.grads.items()})
+
+
+@pl.algorithm(Event.AFTER_FORWARD)
+def another_batch(state: pl.State) -> pl.State:
+    return state.replace(batch=(state.batch[0] * 2, state.batch[1]))
+
+
+def several() -> list[Any]:
+    return [label_smoothing(0.1), ema(half_life="4ba"), gradient_clipping("norm", 1.0)]
+
+
+ALGORITHMS: dict[str, list[Any]] = {
+    "none": [],
+    "of anything": [ema(half_life="4ba"), by_the_optimizer],
+    "several": several(),
+    "SAM": [sam(0.05, interval=2)],
+    "a penalty": [penalty],
+    "colder, remembered": [colder, remembered],
+    "by the time": [every_third, anneal],
+    "through a tree": [through_a_tree],
+    "other gradients": [other_gradients],
+    "another batch": [another_batch],
+}
+OF_ANYTHING = ("none", "of anything")
+
+
+# Runs.
+
+
+def stream(model: Any = mlp, data: Any = None, **settings: Any) -> Iterator[tuple[Event, pl.State]]:
     with pl.random.seeded(3):
         module = model()
     given: dict[str, Any] = {
@@ -154,12 +244,29 @@ def stream(model: Callable[[], nn.Module] = mlp, **settings: Any) -> Iterator[tu
         "max_duration": "2ep",
         "watch": EPOCHS,
     }
-    data = settings.pop("data", None)
-    return pl.fit(module, batches((8, 8, 5), 1) if data is None else data, **(given | settings))
+    return pl.fit(module, problem.points(size=(8, 8, 5), seed=1) if data is None else data, **(given | settings))
 
 
-def fit(model: Callable[[], nn.Module] = mlp, **settings: Any) -> list[tuple[Event, pl.State]]:
+def fit(model: Any = mlp, **settings: Any) -> list[tuple[Event, pl.State]]:
     return list(stream(model, **settings))
+
+
+def doubled(value: Any) -> Any:
+    """The same batches or model in float64."""
+    if isinstance(value, nn.Module):
+        return value.double()
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: doubled(each) for name, each in value.items()}
+    return type(value)(map(doubled, value))
+
+
+def same(settings: dict[str, Any], tolerance: float = 2e-6, **of_compiled: Any) -> list[tuple[Event, pl.State]]:
+    """A compiled run, which has to be the eager one."""
+    found = fit(**settings, **{"compile": True} | of_compiled)
+    assert_close(found, fit(**settings), tolerance)
+    return found
 
 
 def assert_close(given: Any, wanted: Any, tolerance: float = 2e-6) -> None:
@@ -180,10 +287,11 @@ def assert_close(given: Any, wanted: Any, tolerance: float = 2e-6) -> None:
                 assert value == b[path] or value == pytest.approx(b[path]), where
 
 
-def several() -> list[Any]:
-    return [label_smoothing(0.1), ema(half_life="4ba"), gradient_clipping("norm", 1.0)]
-
-
-@pl.algorithm(Event.AFTER_LOSS, when="3ba")
-def every_third(state: pl.State) -> pl.State:
-    return state.replace(loss=state.loss * 2)
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
