@@ -212,7 +212,7 @@ def scores(mutants: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def compared(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], root: Path = ROOT) -> list[str]:
-    """What became of the mutants of an earlier record: scores, what is lost, what finds those of tests that are gone."""
+    """What became of an earlier record's mutants: scores, what is lost, what finds those of tests that are gone."""
     earlier = {_key(mutant): mutant for mutant in before}
     pairs = [(earlier[_key(mutant)], mutant) for mutant in after if _key(mutant) in earlier]
     pairs = [pair for pair in pairs if "invalid" not in (pair[0]["outcome"], pair[1]["outcome"])]
