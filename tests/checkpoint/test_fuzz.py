@@ -15,8 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import pure_loop as pl
-from pure_loop.checkpoint import container
-from pure_loop.checkpoint.tree import _READERS, Reader
+from pure_loop.checkpoint.tree import Reader
 from pure_loop.errors import CheckpointError, ResumeError
 from tests.support.checkpoint_runs import fit, little_memory, messages, small
 from tests.support.tiers import examples
@@ -131,37 +130,6 @@ def mutilated(draw: st.DrawFn) -> bytes:
     return bytes(content)
 
 
-TENSORS = [name for name in HEADER if name not in ("__metadata__", container.DIGEST)]
-numbers = st.one_of(
-    st.integers(-3, 9), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**300, -(2**70), 1 << 40]), st.floats()
-)
-texts = st.one_of(
-    st.sampled_from(
-        [*TENSORS, *_READERS, "fields", "pure_loop.State", "pure_loop.Time", "pure_loop.Event", "os:system"]
-    ),
-    st.sampled_from(
-        ["F32", "BOOL", "U8", "F64", "0x1p4", "0x1p99999", "nan", "cpu", "cuda:7", "meta", "float32", "bool"]
-    ),
-    st.sampled_from(["quint8", "uint4", "bits8", "complex64", "BATCH_END", "dtype", "shape", "stride", "device"]),
-    st.text(max_size=5),
-)
-values = st.recursive(
-    st.one_of(st.none(), st.booleans(), numbers, texts),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(texts, inner, max_size=3),
-        # What looks like a value: the right key with anything behind it.
-        st.builds(lambda kind, value: {kind: value}, st.sampled_from(sorted(_READERS)), inner),
-        st.fixed_dictionaries(
-            {"tensor": st.sampled_from(TENSORS)},
-            optional={"dtype": texts, "shape": st.lists(numbers, max_size=3), "stride": st.lists(numbers, max_size=3)},
-        ),
-        st.builds(lambda name, fields: {"record": name, "fields": fields}, texts, st.dictionaries(texts, inner)),
-    ),
-    max_leaves=6,
-)
-
-
 def test_what_is_mutated_is_right_to_begin_with(path: Path) -> None:
     for content in (VALID, sealed(HEADER), described(DOCUMENT)):
         path.write_bytes(content)
@@ -177,11 +145,3 @@ def test_changed_bytes(path: Path, content: bytes) -> None:
     check(content, path)
     with pytest.raises((CheckpointError, ResumeError)):
         pl.load(path, model=small())
-
-
-@examples(fast=60, thorough=1500)
-@given(content=st.binary(max_size=200), right=st.booleans(), tree=values)
-def test_bytes_of_no_file(path: Path, content: bytes, right: bool, tree: Any) -> None:
-    check(content, path)
-    text = json.dumps(tree).encode("utf-8", "surrogatepass") if right else content
-    check(len(text).to_bytes(8, "little") + text + content, path)
