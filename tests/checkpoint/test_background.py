@@ -92,10 +92,8 @@ class TestBackground:
             if event is Event.BATCH_CHECKPOINT:
                 assert Faulty.ended == Faulty.began > 0
 
-    @pytest.mark.parametrize(
-        "error", [OSError(errno.ENOSPC, "full"), PermissionError("not yours"), RuntimeError("lost"), ValueError("odd")]
-    )
-    @pytest.mark.parametrize("failing", [1, 3, 8])
+    @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), RuntimeError("lost")])
+    @pytest.mark.parametrize("failing", [1, 3])
     def test_an_error_surfaces_at_the_next_event(self, faulty: str, error: Exception, failing: int) -> None:
         name = f"ba{failing}.safetensors"
         Faulty.fail = staticmethod(lambda path: error if name in path else None)

@@ -7,30 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import pure_loop as pl
-from pure_loop import Event
-from pure_loop.callbacks import CheckpointSaver
 from pure_loop.checkpoint import container, storage
 from pure_loop.errors import CheckpointError
 from tests.conftest import THOROUGH
 from tests.support import streams as sameness
 from tests.support.checkpoint_runs import fit, messages, refused, small, wide
-from tests.support.tiers import examples
 
 
 @pytest.fixture(scope="module")
 def trained() -> pl.State:
     return pl.run(fit(small()))
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    path = tmp_path_factory.mktemp("large") / "large.safetensors"
-    pl.save(pl.State.create(wide()), path)
-    return path, path.read_bytes()
 
 
 class TestDamage:
@@ -55,10 +43,6 @@ class TestDamage:
             assert pl.latest(folder) == str(folder / "older.safetensors")
         assert len(said) == 1
         assert str(path) in said[0]
-
-    def test_cut_at_every_fiftieth(self, folder: Path, content: bytes) -> None:
-        for part in range(50):
-            self.passed_over(folder, content[: len(content) * part // 50])
 
     def test_cut_or_lengthened_by_a_byte(self, folder: Path, content: bytes) -> None:
         self.passed_over(folder, content[:-1])
@@ -97,38 +81,6 @@ class TestDamage:
         with messages() as said:
             assert pl.latest(folder) is None
         assert len(said) == 2
-
-    @examples(60, 1000)
-    @given(st.data())
-    def test_flipped_bits_of_a_larger_one(self, large: tuple[Path, bytes], data: st.DataObject) -> None:
-        path, content = large
-        damaged = bytearray(content)
-        for _ in range(data.draw(st.integers(1, 3), label="bytes")):
-            at = data.draw(st.integers(0, len(content) - 1), label="at")
-            damaged[at] ^= data.draw(st.integers(1, 255), label="mask")
-        if damaged != content:
-            path.write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=path.name):
-                pl.load(path, model=small())
-
-    def test_autoresume_resumes_from_the_newest_good_one(self, tmp_path: Path, trained: pl.State) -> None:
-        for stop in ("cut", "flip", "empty"):
-            folder = tmp_path / stop
-            for event, state in fit(small(), callbacks=[CheckpointSaver(folder, interval="1ba")]):
-                if event is Event.BATCH_END and state.timestamp.batch == 6:
-                    break
-            newest = pl.latest(folder)
-            assert newest is not None
-            content = bytearray(Path(newest).read_bytes())
-            content[-40] ^= 4
-            Path(newest).write_bytes({"cut": content[:-99], "flip": content, "empty": b""}[stop])
-            with messages() as said:
-                again = fit(small(), autoresume=folder)
-                states = [state for _, state in again]
-            assert any(newest in each for each in said)
-            assert states[0].timestamp.batch == 0
-            assert any(0 < state.timestamp.batch < 6 for state in states)
-            sameness.assert_same(states[-1], trained, stop)
 
     def test_one_that_goes_while_it_is_looked_at(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Another process keeps the last few, and removes the others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import tempfile
@@ -16,8 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import pure_loop as pl
-from pure_loop.checkpoint import container
-from pure_loop.checkpoint.tree import _READERS, Reader
+from pure_loop.checkpoint.tree import Reader
 from pure_loop.errors import CheckpointError, ResumeError
 from tests.support.checkpoint_runs import fit, little_memory, messages, small
 from tests.support.tiers import examples
@@ -132,76 +130,6 @@ def mutilated(draw: st.DrawFn) -> bytes:
     return bytes(content)
 
 
-TENSORS = [name for name in HEADER if name not in ("__metadata__", container.DIGEST)]
-numbers = st.one_of(
-    st.integers(-3, 9), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 10**300, -(2**70), 1 << 40]), st.floats()
-)
-texts = st.one_of(
-    st.sampled_from(
-        [*TENSORS, *_READERS, "fields", "pure_loop.State", "pure_loop.Time", "pure_loop.Event", "os:system"]
-    ),
-    st.sampled_from(
-        ["F32", "BOOL", "U8", "F64", "0x1p4", "0x1p99999", "nan", "cpu", "cuda:7", "meta", "float32", "bool"]
-    ),
-    st.sampled_from(["quint8", "uint4", "bits8", "complex64", "BATCH_END", "dtype", "shape", "stride", "device"]),
-    st.text(max_size=5),
-)
-values = st.recursive(
-    st.one_of(st.none(), st.booleans(), numbers, texts),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(texts, inner, max_size=3),
-        # What looks like a value: the right key with anything behind it.
-        st.builds(lambda kind, value: {kind: value}, st.sampled_from(sorted(_READERS)), inner),
-        st.fixed_dictionaries(
-            {"tensor": st.sampled_from(TENSORS)},
-            optional={"dtype": texts, "shape": st.lists(numbers, max_size=3), "stride": st.lists(numbers, max_size=3)},
-        ),
-        st.builds(lambda name, fields: {"record": name, "fields": fields}, texts, st.dictionaries(texts, inner)),
-    ),
-    max_leaves=6,
-)
-
-
-def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    found = [path] if path else []
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in items:
-        found += places(value, (*path, key))
-    return found
-
-
-@st.composite
-def changed(draw: st.DrawFn, tree: Any) -> Any:
-    """JSON with some of its values replaced, exchanged, renamed, wrapped, or taken away."""
-    tree = copy.deepcopy(tree)
-    for _ in range(draw(st.integers(1, 3))):
-        where = draw(st.sampled_from(places(tree)))
-        parent = tree
-        for key in where[:-1]:
-            parent = parent[key]
-        last, how = where[-1], draw(st.sampled_from(["value", "value", "other", "remove", "rename", "wrap", "double"]))
-        if how == "value":
-            parent[last] = draw(values)
-        elif how == "other":
-            other = tree
-            for key in draw(st.sampled_from(places(tree))):
-                other = other[key]
-            parent[last] = copy.deepcopy(other)
-        elif how == "remove":
-            del parent[last]
-        elif how == "rename" and isinstance(parent, dict):
-            parent[draw(texts)] = parent.pop(last)
-        elif how == "wrap":
-            for _ in range(draw(st.sampled_from([1, 2, 90, 200]))):
-                parent[last] = draw(st.sampled_from([lambda x: [x], lambda x: {"tuple": [x]}]))(parent[last])
-        elif how == "double" and isinstance(parent, list):
-            parent.insert(last, parent[last])
-        if not places(tree):
-            break
-    return tree
-
-
 def test_what_is_mutated_is_right_to_begin_with(path: Path) -> None:
     for content in (VALID, sealed(HEADER), described(DOCUMENT)):
         path.write_bytes(content)
@@ -217,25 +145,3 @@ def test_changed_bytes(path: Path, content: bytes) -> None:
     check(content, path)
     with pytest.raises((CheckpointError, ResumeError)):
         pl.load(path, model=small())
-
-
-@pytest.mark.slow
-@examples(fast=120, thorough=2000)
-@given(document=changed(DOCUMENT))
-def test_changed_descriptions_with_a_digest_that_is_right(path: Path, document: Any) -> None:
-    check(described(document), path)
-
-
-@pytest.mark.slow
-@examples(fast=60, thorough=1500)
-@given(header=changed(HEADER))
-def test_changed_headers_with_a_digest_that_is_right(path: Path, header: Any) -> None:
-    check(sealed(header), path)
-
-
-@examples(fast=60, thorough=1500)
-@given(content=st.binary(max_size=200), right=st.booleans(), tree=values)
-def test_bytes_of_no_file(path: Path, content: bytes, right: bool, tree: Any) -> None:
-    check(content, path)
-    text = json.dumps(tree).encode("utf-8", "surrogatepass") if right else content
-    check(len(text).to_bytes(8, "little") + text + content, path)

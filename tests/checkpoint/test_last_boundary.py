@@ -65,40 +65,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.safetensors"))
 
 
-@pl.algorithm(Event.BEFORE_DATALOADER)
-def shift(state: pl.State) -> pl.State:
-    """Doing it twice for one batch would show."""
-    return state.replace(params={name: tensor + 0.125 for name, tensor in state.params.items()})
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "all events": {},
-    "few events": {"watch": {Event.BATCH_END}},
-    "no events": {"watch": set()},
-    "donated": {"donate": True},
-    "copied": {"donate": False},
-    "strict": {"strict": True},
-    "compiled": {"compile": True, "watch": {Event.BATCH_END}},
-    "microbatches": {"microbatch_size": 2},
-    "an algorithm before the load": {"algorithms": [shift]},
-    "iterations": {"iteration_length": "1ep"},
-}
-
-
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 6])
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[pytest.mark.slow] * (name == "compiled")) for name in VARIANTS]
-)
-def test_a_loader_that_fails(variant: str, batch: int, tmp_path: Path, interpreted: None) -> None:
-    """Neighbours: between batches, at the start of an epoch (batch 4), and on each path of the step."""
-    settings = VARIANTS[variant]
-    with pytest.raises(KeyError, match="no such file"):
-        pl.run(stream(Data(batch, fail), tmp_path, **settings))
-    assert any(name.endswith(f"-ba{batch}.safetensors") for name in names(tmp_path))
-    resumed = pl.run(stream(Data(), tmp_path, **settings))
-    sameness.assert_same(resumed, pl.run(stream(Data(), **settings)), variant)
-
-
 class CodeError(Exception):
     """Can be compared with its like alone."""
 
@@ -180,28 +146,6 @@ def test_it_says_where_the_state_is(tmp_path: Path, caplog: pytest.LogCaptureFix
     with pytest.raises(KeyError):
         pl.run(stream(Data(6, fail), callbacks=[CheckpointSaver(tmp_path / "b")]))
     assert f"is saved in {tmp_path / 'b' / path.name}: resume it with fit(..., load_path=...)" in caplog.text
-
-
-@in_main_thread
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_loader_that_hangs(number: signal.Signals, tmp_path: Path) -> None:
-    """The next boundary never comes; neighbours: the first batch of all, the first of an epoch, two savers."""
-
-    def hang() -> None:
-        os.kill(os.getpid(), number)
-        time.sleep(30)
-
-    for batch in (0, 3, 4):
-        began = time.monotonic()
-        folder = tmp_path / str(batch)
-        saver = CheckpointSaver(folder / "b", interval=0)
-        error: Any = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
-        with pytest.raises(error):
-            pl.run(stream(Data(batch, hang), folder, callbacks=[saver]))
-        assert time.monotonic() - began < 25
-        assert any(name.endswith(f"-ba{batch}.safetensors") for name in names(folder))
-        assert any(name.endswith(f"-ba{batch}.safetensors") for name in names(folder / "b"))
-        sameness.assert_same(pl.run(stream(Data(), folder)), pl.run(stream(Data())), f"batch {batch}")
 
 
 @in_main_thread

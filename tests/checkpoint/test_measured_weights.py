@@ -219,8 +219,9 @@ def test_schedule_free_weights(tmp_path: Path) -> None:
     assert differ(plain(tmp_path / "end.safetensors"), state)
 
 
-@pytest.mark.parametrize("eval_interval", ["1ep", "4ba", "5ba"])
-@pytest.mark.parametrize("kind", [*sorted(set(ALGORITHMS) - {"other"})])
+@pytest.mark.parametrize(
+    ("kind", "eval_interval"), [("ema", "1ep"), ("swa, replace", "4ba"), ("both", "5ba"), ("swapped", "1ep")]
+)
 def test_the_export_is_the_model_that_was_measured_last(kind: str, eval_interval: str, tmp_path: Path) -> None:
     def run(start: Any) -> Any:
         export = ExportForInferenceCallback(tmp_path / "model.pt", sample=VAL[0][0])
@@ -250,7 +251,7 @@ def test_exports_of_a_named_average_and_without_evaluators(tmp_path: Path) -> No
     assert loss_of(plain(tmp_path / "measured.safetensors")) == loss_of(state.module())
 
 
-@pytest.mark.parametrize("kind", [*sorted(set(ALGORITHMS) - {"swapped"})])
+@pytest.mark.parametrize("kind", ["both", "other", "swa, replace"])
 def test_the_best_parameters_of_early_stopping(kind: str) -> None:
     algorithms = [early_stopping("val/loss", patience=100), *ALGORITHMS[kind]()]
     pairs = stream(model(), algorithms, eval_interval="1ba")

@@ -176,28 +176,3 @@ class TestPaths:
         assert pl.latest(tmp_path) == str(tmp_path / ("a" * 230 + "8.safetensors"))
         assert (tmp_path / ("b" * 255)).resolve().name == "a" * 230 + "8.safetensors"
         assert not hidden(tmp_path)
-
-
-class TestArguments:
-    """Calls that lack an argument, have one too many, or give something else: each says what to write."""
-
-    @pytest.mark.parametrize(
-        ("call", "says"),
-        [
-            (lambda: pl.load("x"), r"load needs model: pl\.load\(path, model=module\)"),
-            (lambda: pl.load(), "load needs path and model"),
-            (lambda: pl.load("x", small()), "load takes 1 argument without its name, path.*model=module"),
-            (lambda: pl.load("x", model=None), "load.path, model=.*was given a NoneType"),
-            (lambda: pl.load("x", model=small().state_dict()), "was given a OrderedDict"),
-            (lambda: pl.load("x", module=small()), r"load has no argument 'module'.* model=module"),
-            (lambda: pl.load("x", model=small(), map_location="cpu"), 'write device="cpu"'),
-            (lambda: pl.save(pl.State.create(small())), "save needs path"),
-            (lambda: pl.save(small(), "x"), "what is saved is a State"),
-            (lambda: pl.latest(), "latest needs folder"),
-            (lambda: pl.latest(3), "is no path"),
-        ],
-        ids=range(11),
-    )
-    def test_they_teach(self, call: Callable[[], Any], says: str) -> None:
-        with pytest.raises(pl.ArgumentTypeError, match=says):
-            call()

@@ -80,14 +80,6 @@ def test_the_link_leads_to_the_newest(tmp_path: Path) -> None:
     assert "latest" not in files(tmp_path / "none")
 
 
-def test_what_it_keeps(tmp_path: Path) -> None:
-    # A file of another origin stays, whatever it is.
-    tmp_path.joinpath("mine.safetensors").write_bytes(b"mine")
-    pl.run(stream(CheckpointSaver(tmp_path, interval="1ba", keep_last=2)))
-    # Of the last batch, the end of its epoch.
-    assert files(tmp_path) == ["ep2-ba11.safetensors", "ep3-ba12.safetensors", "mine.safetensors"]
-
-
 # None: of a loss less is better.
 @pytest.mark.parametrize("mode", ["min", "max", None])
 def test_it_keeps_the_best(tmp_path: Path, mode: Any) -> None:
@@ -98,18 +90,6 @@ def test_it_keeps_the_best(tmp_path: Path, mode: Any) -> None:
     best = sorted(scores, key=scores.__getitem__, reverse=mode == "max")[:2]
     kept = {pl.load(path, model=model()).timestamp.batch for path in tmp_path.glob("*.safetensors")}
     assert kept == {*best, 12}
-
-
-def test_it_resumes_keeping_what_an_earlier_run_left(tmp_path: Path) -> None:
-    def saver() -> CheckpointSaver:
-        return CheckpointSaver(tmp_path, keep_last=2, keep_best=1, metric="val/loss", mode="min")
-
-    pl.run(stream(saver(), max_duration="2ep"))
-    assert files(tmp_path) == ["ep1-ba4.safetensors", "ep2-ba8.safetensors"]
-    pl.run(stream(saver(), max_duration="5ep", autoresume=tmp_path))
-    kept = {path: pl.load(tmp_path / path, model=model()) for path in files(tmp_path)}
-    assert {"ep4-ba16.safetensors", "ep5-ba20.safetensors"} <= set(kept)
-    assert len(kept) <= 3
 
 
 SAVED = st.lists(st.none() | st.floats(width=16), max_size=12).map(
@@ -136,22 +116,6 @@ def test_what_may_go(saved: list[Saved], last: int | None, best: int | None, lar
             assert went.score is not None
             assert (went.score <= stayed.score) if largest else (went.score >= stayed.score)
     assert len([each for each in kept if each in scored]) >= min(best or 0, len(scored))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize("donate", ["auto", True, False])
-def test_training_does_not_change(tmp_path: Path, background: bool, donate: Any) -> None:
-    alone = [(event, sameness.frozen_copy(state)) for event, state in stream(donate=False)]
-    saver = CheckpointSaver(tmp_path, interval="1ba", background=background)
-    watched = [(event, sameness.frozen_copy(state)) for event, state in stream(saver, donate=donate)]
-    assert [event for event, _ in watched] == [event for event, _ in alone]
-    for (event, state), (_, wanted) in zip(watched, alone, strict=True):
-        sameness.assert_same(state, wanted, event.name)
-    for event, state in stream(donate=False):
-        if event is Event.BATCH_CHECKPOINT:
-            path = tmp_path / f"ep{state.timestamp.epoch}-ba{state.timestamp.batch}.safetensors"
-            sameness.assert_same(pl.load(path, model=model()), state, path.name)
 
 
 def test_memory_that_is_being_written_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,35 +182,6 @@ def test_autoresume_takes_a_saver_in_the_place_of_its_folder(tmp_path: Path) -> 
     sameness.assert_same(last, pl.run(stream(max_duration="4ep")), "resumed")
 
 
-def test_autoresume_takes_nothing_that_it_can_not_resume_from(tmp_path: Path) -> None:
-    with pytest.raises(pl.ArgumentError, match="saves nothing that training resumes from"):
-        stream(autoresume=CheckpointSaver(tmp_path, weights_only=True))
-    for other in (pl.callbacks.SpeedMonitor(), CheckpointSaver, pl.loggers.CSVLogger(tmp_path / "x.csv")):
-        with pytest.raises(pl.ArgumentTypeError, match=r"autoresume=CheckpointSaver\(...\)"):
-            stream(autoresume=other)
-
-
-@pytest.mark.parametrize("argument", ["keep_last", "signals", "stop_before", "trained_only"])
-def test_fit_says_where_arguments_of_a_saver_are_written(argument: str) -> None:
-    with pytest.raises(pl.ArgumentTypeError, match=rf"autoresume=pl.callbacks.CheckpointSaver\(.*{argument}="):
-        stream(**{argument: 2})
-
-
-@pytest.mark.parametrize(
-    ("function", "argument", "match"),
-    [
-        (CheckpointSaver, "save_weights_only", "weights_only=True"),
-        (CheckpointSaver, "time_limit", 'stop_before="19h50m"'),
-        (pl.save, "trainable_only", "trained_only=True"),
-        (pl.load, "load_ignore_keys", r'exclude=\["head.\*"\]'),
-        (pl.load, "key_mapping", r'rename={"backbone.": "encoder."}'),
-    ],
-)
-def test_names_that_other_libraries_have(function: Any, argument: str, match: str) -> None:
-    with pytest.raises(pl.ArgumentTypeError, match=match):
-        function("x", **{argument: True})
-
-
 @pytest.mark.parametrize("written", [["USR1"], ["SIGUSR1"], ["usr1"], [signal.SIGUSR1], [int(signal.SIGUSR1)]])
 def test_a_signal_by_its_name(tmp_path: Path, written: Any) -> None:
     saver = CheckpointSaver(tmp_path, interval=0, signals=written)
@@ -280,46 +215,6 @@ def test_a_signal_without_a_name(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert f"signal {number}: the State of batch 6 is saved" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ({"folder": 3}, pl.ArgumentTypeError, "3 is no path"),
-        ({"interval": None}, pl.ArgumentTypeError, "how often to save"),
-        ({"interval": "1x"}, pl.ArgumentError, "interval='1x'"),
-        ({"filename": "{loss}.safetensors"}, pl.ArgumentError, "there are epoch, batch"),
-        ({"filename": "../{batch}.safetensors"}, pl.ArgumentError, "a name in the folder"),
-        ({"filename": "{batch}.pt"}, pl.ArgumentError, "ends with '.safetensors'"),
-        ({"keep_last": 0}, pl.ArgumentError, "at least one checkpoint has to stay"),
-        ({"keep_last": 1.5}, pl.ArgumentTypeError, "a whole number"),
-        ({"keep_best": 1}, pl.ArgumentError, '"val/accuracy"'),
-        ({"keep_best": 1, "metric": "loss", "mode": "min"}, pl.ArgumentError, "label of an evaluator"),
-        ({"keep_best": 1, "metric": "val/reward"}, pl.ArgumentError, 'mode="max"'),
-        ({"metric": "val/loss"}, pl.ArgumentError, "keep_best=1 keeps the best"),
-        ({"latest": "a/b"}, pl.ArgumentError, "name of a link"),
-        ({"latest": "x.safetensors"}, pl.ArgumentError, "those of checkpoints"),
-        ({"signals": [signal.SIGKILL]}, pl.ArgumentError, "can't be caught"),
-        ({"signals": 15}, pl.ArgumentTypeError, "signals=15: write a list"),
-        ({"signals": "USR1"}, pl.ArgumentTypeError, "signals='USR1': write a list"),
-        ({"signals": [True]}, pl.ArgumentTypeError, "signals=.True.: write a list"),
-        ({"signals": ["USR3"]}, pl.ArgumentError, "'USR3' is no signal of this system; did you mean 'USR"),
-        ({"signals": ["TREM"]}, pl.ArgumentError, "did you mean 'TERM'"),
-        ({"signals": ["KILL"]}, pl.ArgumentError, "'KILL' can't be caught by any program"),
-        ({"signals": ["stop"]}, pl.ArgumentError, "'stop' can't be caught"),
-        ({"signals": [0]}, pl.ArgumentError, "0 is no signal"),
-        ({"signals": [-9]}, pl.ArgumentError, "-9 is no signal"),
-        ({"signals": [10**9]}, pl.ArgumentError, "1000000000 is no signal"),
-        ({"signals": ["CHLD"]}, pl.ArgumentError, "where a worker of a DataLoader ends"),
-        ({"signals": ["SEGV"]}, pl.ArgumentError, "a fault of the program"),
-        ({"filename": "{epoch:,}.safetensors"}, pl.ArgumentError, "in digits alone"),
-        ({"folder": ""}, pl.ArgumentError, "the path is empty"),
-    ],
-    ids=str,
-)
-def test_what_it_refuses_at_once(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        CheckpointSaver(**{"folder": "x", **arguments})
-
-
 def test_a_metric_that_is_not_measured_is_refused_before_training(tmp_path: Path) -> None:
     saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/accurracy", mode="max")
     with pytest.raises(pl.ArgumentError, match="metric='val/accurracy' is not measured; there are val/loss"):
@@ -332,28 +227,6 @@ def test_a_metric_that_is_not_measured_is_refused_before_training(tmp_path: Path
     saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/accuracy", mode="max")
     with pytest.raises(pl.ArgumentError, match="metric='val/accuracy' is not measured; there are val/loss"):
         pl.run(stream(saver, evaluators={"val": DATA[:1]}))
-
-
-def test_a_folder_that_is_in_a_file_is_refused_before_training(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    events: list[Event] = []
-    with pytest.raises(pl.CheckpointWriteError, match="file/runs"):
-        events.extend(event for event, _ in stream(CheckpointSaver(tmp_path / "file" / "runs")))
-    assert Event.BATCH_START not in events
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_what_can_not_be_saved_is_an_error_before_training(tmp_path: Path) -> None:
-    odd = pl.Algorithm("odd", {Event.BATCH_END: lambda state: state}, init=lambda state: object())
-    events: list[Event] = []
-    with pytest.raises(pl.ArgumentTypeError, match=r"state\.algorithm_state\.odd is a builtins\.object"):
-        events.extend(event for event, _ in stream(CheckpointSaver(tmp_path), algorithms=[odd]))
-    assert Event.BATCH_START not in events
-
-
-def test_the_order_of_2021_has_no_events_for_it(tmp_path: Path) -> None:
-    with pytest.raises(pl.ArgumentError, match="order='2021' has no checkpoint events"):
-        stream(CheckpointSaver(tmp_path), order="2021")
 
 
 def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
@@ -394,20 +267,6 @@ def test_the_link_takes_nobodys_place(tmp_path: Path) -> None:
     with pytest.raises(pl.ArgumentError, match="is no link, and stays as it is"):
         pl.run(stream(CheckpointSaver(tmp_path)))
     assert tmp_path.joinpath("latest").read_text() == "precious"
-
-
-def test_a_clock_that_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pl.run(stream(CheckpointSaver(tmp_path), max_duration="2ep"))
-    monkeypatch.setattr("pure_loop.checkpoint.document.time.time_ns", lambda: 1)
-    pl.run(stream(CheckpointSaver(tmp_path), autoresume=tmp_path))
-    assert pl.latest(tmp_path) == str(tmp_path / "ep3-ba12.safetensors")
-
-
-def test_an_interval_that_never_comes(tmp_path: Path) -> None:
-    with pytest.raises(pl.ArgumentError, match="counts iterations, and iteration_length is not given"):
-        stream(CheckpointSaver(tmp_path, interval="1iter"))
-    with pytest.raises(pl.ArgumentError, match="evaluate has no checkpoint events"):
-        pl.evaluate(model(), {"val": DATA}, loss=nn.functional.mse_loss, callbacks=[CheckpointSaver(tmp_path)])
 
 
 def how_it_ended(child: int) -> int | None:

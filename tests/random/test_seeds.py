@@ -17,8 +17,7 @@ NUMBERS = [1.0, 0.5, 0.3]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(("number", "dtype"), list(zip(NUMBERS, DTYPES, strict=True)))
 def test_the_gradient_is_that_of_torch(number: float, dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, -2.0], dtype=dtype, requires_grad=True)
     for _ in range(3):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import pure_loop as pl
@@ -28,17 +30,30 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 5000), nn.Tanh(), nn.Linear(5000, 1))
 
 
-def fit(start: Any, **options: Any) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(4, 2, generator=generator), torch.zeros(4, 1)) for _ in range(4)]
+_generator = torch.Generator().manual_seed(0)
+DATA = [(torch.randn(4, 2, generator=_generator), torch.zeros(4, 1)) for _ in range(4)]
+
+
+def fit(start: Any, data: Any = DATA, **options: Any) -> Any:
     arguments = {
         "loss": nn.functional.mse_loss,
         "optimizer": pl.optim.sgd(lr=0.1, momentum=0.9),
         "max_duration": "2ep",
         "algorithms": [pl.algorithms.ema(half_life="3ba")],
-        "evaluators": {"val": data[:1]},
+        "evaluators": {"val": DATA[:1]},
     }
     return pl.fit(start, data, **{**arguments, **options})
+
+
+@contextlib.contextmanager
+def place(kind: str) -> Iterator[str]:
+    """A folder that isn't there yet: ``"local"``, or by fsspec ``"file"`` or ``"memory"``."""
+    with tempfile.TemporaryDirectory() as made:
+        try:
+            yield {"local": f"{made}/run", "file": f"file://{made}/run", "memory": f"memory://{made}/run"}[kind]
+        finally:
+            MemoryFileSystem.store.clear()
+            MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @contextlib.contextmanager
