@@ -14,7 +14,7 @@ from pure_loop.callbacks import ExportForInferenceCallback
 from pure_loop.checkpoint import container
 from pure_loop.exporting.files import export_module
 from pure_loop.loggers import InMemoryLogger
-from tests.support.runs import convnet, equal, images, mlp, points, train
+from tests.support.runs import convnet, images, mlp, points, train
 from tests.support.worlds import pool
 
 INPUTS = points(1, seed=3)[0][0]
@@ -119,21 +119,6 @@ def test_loggers_know_the_file(tmp_path: Path) -> None:
     assert logger.files == {"export": str(tmp_path / "model.pt")}
 
 
-@pytest.mark.parametrize("format", ["module", pytest.param("torch.export", marks=pytest.mark.slow)])
-def test_it_changes_no_training_and_resumes(format: Any, tmp_path: Path) -> None:
-    def run(start: Any, *callbacks: pl.Callback) -> pl.State:
-        return train(start, images(), callbacks=callbacks)
-
-    callback = ExportForInferenceCallback(tmp_path / "model.pt", format, images(1)[0][0], overwrite=True)
-    alone = run(convnet())
-    equal(run(convnet(), callback), alone)
-    first = (tmp_path / "model.pt").read_bytes()
-    half = train(convnet(), images(), callbacks=[callback], max_duration="1ep")
-    equal(run(half, callback).params, alone.params)
-    if format == "module":
-        assert (tmp_path / "model.pt").read_bytes() == first
-
-
 def test_a_model_that_cannot_be_pickled_is_refused_before_it_is_trained(tmp_path: Path) -> None:
     class Local(nn.Module):
         def __init__(self) -> None:
@@ -148,30 +133,6 @@ def test_a_model_that_cannot_be_pickled_is_refused_before_it_is_trained(tmp_path
         exported(tmp_path / "model.pt", model=Local())
     assert "FIT_START" in str(caught.value.__notes__)
     exported(tmp_path / "model.safetensors", "safetensors", Local())
-
-
-def test_a_path_that_cannot_be_written_to_is_refused_before_training(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(pl.CheckpointWriteError, match="file") as caught:
-        exported(tmp_path / "file" / "model.pt")
-    assert "FIT_START" in str(caught.value.__notes__)
-    with pytest.raises(pl.ArgumentError, match="is a folder"):
-        exported(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((3,), "3 is no path"),
-        (("model.onxx", "onxx"), "format"),
-        (("model.onnx",), 'suffix of format="onnx"'),
-        (("model.pt2", "torch.export"), "give sample=inputs"),
-        (("model.pt2", "torch.export", INPUTS[:1]), r"tensor \(1, 4\).*give more, or write dynamic_batch=False"),
-    ],
-)
-def test_settings_are_refused_at_once(arguments: Any, message: str) -> None:
-    with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=message):
-        ExportForInferenceCallback(*arguments)
 
 
 @pytest.mark.parametrize("format", ["module", "safetensors"])

@@ -14,7 +14,6 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop.callbacks import Generate
 from pure_loop.loggers import InMemoryLogger
-from tests.support.runs import equal
 from tests.support.worlds import pool
 
 ALPHABET = "abcd"
@@ -140,26 +139,6 @@ def test_the_average_writes_if_it_is_named() -> None:
         pl.run(stream(characters(), Generate("a", generate=weight, average="swa"), **options))
 
 
-def test_a_resumed_run_writes_what_the_whole_run_writes() -> None:
-    def run(start: Any) -> tuple[list[Any], list[list[Any]]]:
-        logger = InMemoryLogger()
-        callback = Generate("a", generate=drawn, interval="2ba")
-        return list(stream(start, callback, logger=logger, max_duration="2ep")), table(logger)
-
-    whole, rows = run(characters())
-    for event, state in whole:
-        if event in (pl.Event.BATCH_END, pl.Event.EPOCH_END):
-            resumed, more = run(state) if state.timestamp.batch < 6 else ([(event, state)], [])
-            assert more == [row for row in rows if row[2] > state.timestamp.batch]
-            equal(resumed[-1][1].params, whole[-1][1].params)
-
-
-def test_it_changes_no_training() -> None:
-    alone = pl.run(stream(characters(), max_duration="2ep"))
-    callback = Generate(["a", "b"], generate=drawn, interval="1ba")
-    equal(pl.run(stream(characters(), callback, logger=InMemoryLogger(), max_duration="2ep")), alone)
-
-
 def test_without_loggers_nothing_is_written() -> None:
     def never(module: nn.Module, prompt: str) -> str:
         raise AssertionError(prompt)
@@ -168,23 +147,6 @@ def test_without_loggers_nothing_is_written() -> None:
     with pytest.raises(AssertionError, match="a") as caught:
         pl.run(stream(characters(), Generate("a", generate=never), logger=InMemoryLogger(), max_duration="1ep"))
     assert "raised by generate= of Generate, for the prompt 'a'" in caught.value.__notes__
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([], {}, "prompts are empty"),
-        (["a", 3], {}, "prompts hold 3 of type int"),
-        (3, {}, "prompts hold 3 of type int"),
-        ("a", {"generate": "text"}, r"generate must be a function of \(module, prompt\)"),
-        ("a", {"interval": None}, "interval=None"),
-        ("a", {"seed": 1.5}, "seed"),
-        ("a", {"average": ""}, "average"),
-    ],
-)
-def test_settings_are_refused_at_once(prompts: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=message):
-        Generate(prompts, **{"generate": drawn, **options})
 
 
 def test_a_text_is_a_text() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop.callbacks import ImageVisualizer
-from pure_loop.loggers import InMemoryLogger, JSONLinesLogger
-from tests.support.runs import equal, noise, stream, train
+from pure_loop.loggers import InMemoryLogger
+from tests.support.runs import noise, stream, train
 
 Data = list[tuple[Any, Any]]
 
@@ -218,56 +216,6 @@ def test_floats_are_cut_and_whole_numbers_are_bytes_already() -> None:
 def test_what_is_no_image_is_refused(inputs: Tensor, options: dict[str, Any], message: str) -> None:
     with pytest.raises(pl.PureLoopError, match=message):
         of(torch.zeros(1, dtype=torch.int64), 3, inputs=inputs, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"interval": None}, {"outputs": "logits"}, {"mean": "0.5"}, {"mean": []}, {"std": 0.0}, {"std": [1.0, -1.0]}],
-)
-def test_settings_are_refused_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=next(iter(options))):
-        ImageVisualizer(**options)
-
-
-def test_a_resumed_run_shows_what_the_whole_run_shows(tmp_path: Path) -> None:
-    def lines(name: str) -> list[dict[str, Any]]:
-        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        return [
-            {key: row[key] for key in ("kind", "name", "batch", "value")} for row in rows if "images" in row["name"]
-        ]
-
-    def run(start: Any, name: str) -> list[tuple[pl.Event, pl.State]]:
-        options = {"evaluators": {"val": pictures(1)}, "callbacks": [ImageVisualizer("2ba")], "max_duration": "3ep"}
-        loggers = [JSONLinesLogger(tmp_path / name / "metrics.jsonl")]
-        return list(stream(start, pictures(), loggers=loggers, run_name="run", **options))
-
-    whole = run(classifier(), "whole")
-    expected = lines("whole/metrics.jsonl")
-    assert len(expected) == 2 * (5 + 3)
-    resumed_from = [
-        pair for pair in whole if pair[0] in (pl.Event.BATCH_END, pl.Event.EPOCH_END, pl.Event.EPOCH_CHECKPOINT)
-    ]
-    for number, (_, state) in enumerate(resumed_from):
-        folder = tmp_path / f"resumed{number}"
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text((tmp_path / "whole/metrics.jsonl").read_text())
-        run(state, folder.name)
-        assert lines(f"{folder.name}/metrics.jsonl") == expected
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_it_changes_no_training(compiled: bool) -> None:
-    def run(callbacks: list[pl.Callback]) -> tuple[pl.State, InMemoryLogger]:
-        torch.manual_seed(0)
-        logger, data = InMemoryLogger(), pictures()
-        options: dict[str, Any] = {"evaluators": {"val": data}, "compile": compiled, "strict": False}
-        with pl.compile.interpreted():
-            state = train(classifier(), data, callbacks=callbacks, loggers=[logger], **options)
-        return state, logger
-
-    (alone, _), (observed, logger) = run([]), run([ImageVisualizer("1ba")])
-    equal(observed, alone)
-    assert at(logger.images["train/images"]) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.gpu

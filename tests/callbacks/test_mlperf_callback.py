@@ -11,7 +11,7 @@ import pytest
 
 import pure_loop as pl
 from pure_loop.callbacks import MLPerfCallback
-from tests.support.runs import equal, mlp, points, stream, train
+from tests.support.runs import mlp, points, stream, train
 
 
 def lines(folder: Path, number: int = 0) -> list[dict[str, Any]]:
@@ -125,31 +125,3 @@ def test_a_new_run_has_a_file_of_its_own_and_a_run_that_is_left_no_end(tmp_path:
     train(mlp(), points(), **options(tmp_path))
     assert keys(tmp_path)[-1] == "global_batch_size"
     assert keys(tmp_path, 1)[-1] == "run_stop"
-
-
-def test_it_changes_no_training(tmp_path: Path) -> None:
-    observed = options(tmp_path)
-    equal(train(mlp(), points(), **observed), train(mlp(), points(), evaluators=observed["evaluators"]))
-
-
-def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
-    def fit(metric: str = "val/loss", folder: Any = tmp_path, **settings: Any) -> Any:
-        callback = MLPerfCallback(folder, "points", 0.5, metric, **settings)
-        return stream(mlp(), points(), callbacks=[callback], evaluators={"val": points(1)})
-
-    with pytest.raises(pl.ArgumentError, match="there is no metric 'val/los'; did you mean 'val/loss'"):
-        fit("val/los", mode="min")
-    with pytest.raises(pl.ArgumentError, match="that of an evaluation"):
-        fit("train/loss")
-    with pytest.raises(pl.ArgumentError, match='write mode="min" or mode="max"'):
-        fit("val/other")
-    with pytest.raises(pl.ArgumentTypeError, match="settings"):
-        fit(settings=["opt_name"])
-    with pytest.raises(pl.ArgumentTypeError, match="'model' is Sequential"):
-        fit(settings={"model": mlp()})
-    with pytest.raises(pl.ArgumentTypeError, match="folder=3"):
-        fit(folder=3)
-    (tmp_path / "file").write_text("")
-    begun = fit(folder=tmp_path / "file" / "folder")
-    with pytest.raises(OSError, match="file"):
-        pl.run(begun)

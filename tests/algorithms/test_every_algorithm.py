@@ -1,0 +1,85 @@
+"""All algorithms of the library: names, compositions, and two real ranks. Laws and ranges: tests/architecture."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.compile import interpreted
+from pure_loop.ranges import settings_of
+from pure_loop.testing._compositions import ALGORITHMS, built
+from pure_loop.testing.problems import as_problem
+from tests.support.problem import convnet, fit, images, run
+from tests.support.runs import equal
+from tests.support.samples import simplest
+from tests.support.served import module_of, required, served
+from tests.support.worlds import pool
+
+
+def made(name: str, **settings: Any) -> pl.Algorithm:
+    """With the simplest settings."""
+    factory = ALGORITHMS[name]
+    needed = {**required(factory), **settings}
+    return simplest(built(factory, **{key: st.just(v) for key, v in needed.items() if key not in settings_of(factory)}))  # type: ignore[no-any-return]
+
+
+def everything() -> list[pl.Algorithm]:
+    """What trains any model of images, in any order with others."""
+    names = [name for name, factory in ALGORITHMS.items() if name == "blurpool" or _serves_all(factory)]
+    return [*map(made, names), pl.algorithms.ema(smoothing=0.5, interval="1ep", name="slow")]
+
+
+def _serves_all(factory: Any) -> bool:
+    module = module_of(factory)
+    return getattr(module, "SERVES", None) in (None, "classes") and not hasattr(module, "EXPECTED_FAILURES")
+
+
+def test_each_is_exported_and_takes_a_name_which_no_other_may_have() -> None:
+    assert all(hasattr(pl.algorithms, name) for name in pl.algorithms.__all__)
+    for factory in ALGORITHMS.values():
+        one = factory(**required(factory), name="same")
+        assert one.name == "same"
+        with pytest.raises(pl.ArgumentError, match=r"two algorithms are named 'same'|both claim"):
+            fit(None, None, [one, factory(**required(factory), name="same")])
+
+
+def test_a_composition_is_the_list() -> None:
+    options: dict[str, Any] = {"microbatch_size": 3, "optimizer": pl.optim.adamw(lr=0.01), "max_duration": "4ba"}
+    options |= {"evaluators": {"val": images(1, seed=1)}, "eval_interval": "2ba"}
+    listed = run(convnet(), images(), everything(), **options)
+    torch.manual_seed(99)
+    equal(listed, run(convnet(), images(), [pl.compose(*everything())], **options))
+
+
+def test_bind_is_called_once_with_the_run() -> None:
+    runs: list[Any] = []
+    algorithm = pl.Algorithm("mine", {Event.BATCH_END: lambda state: state}, bind=runs.append)
+    run(None, None, [algorithm], evaluators={"val": [images(1)[0]]}, max_duration="0ba")
+    assert [(each.function, list(each.metrics)) for each in runs] == [("fit", ["val"])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["replicate", "shard", "compiled"])
+def test_two_ranks_train_one_model(way: str) -> None:
+    """Two processes, with what each algorithm needs; in a step that is traced those that draw for samples."""
+    names = ["mixup", "cutmix", "augmix"] if way == "compiled" else [*ALGORITHMS]
+
+    def program(rank: int, name: str) -> dict[str, Any]:
+        problem = as_problem(served(ALGORITHMS[name]) or "mlp")
+        options: dict[str, Any] = {"loss": problem.loss, "optimizer": pl.optim.sgd(lr=0.01, momentum=0.9), "seed": 0}
+        options |= {"parallel": "shard" if way == "shard" else "replicate", "compile": way == "compiled"}
+        options |= {"microbatch_size": 2, "evaluators": {"val": problem.batches((4,), 2)}, "strict": False}
+        with interpreted():
+            state = run(problem.model(0), problem.batches((8, 8), 1), [made(name)], **options)
+        return {key: tensor.detach().clone() for key, tensor in state.module().state_dict().items()}
+
+    for name in names:
+        one, two = pool().run(functools.partial(program, name=name))
+        equal(one, two)
+        assert all(tensor.isfinite().all() for tensor in one.values()), name

@@ -1,0 +1,376 @@
+"""Algorithms of gradients (clipping, noise, sharpness-aware minimisation), against loops written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.algorithms import (
+    gradient_clipping,
+    gradient_noise,
+    label_smoothing,
+    mixup,
+    orthogonal_part,
+    perturb,
+    sam,
+)
+from pure_loop.testing import check_algorithm
+from pure_loop.testing.ranks import RankError
+from tests.support.problem import LR, by_hand, close, convnet, cross_entropy, fit, images, mlp, noise, points, run
+from tests.support.runs import equal
+from tests.support.tiers import examples
+from tests.support.worlds import pool
+
+Grads = list[Tensor]
+
+
+def norm(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()
+
+
+def grads_of(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Any = cross_entropy) -> Grads:
+    return list(torch.autograd.grad(loss(model(inputs), targets), list(model.parameters())))
+
+
+def give(model: nn.Module, grads: Sequence[Tensor]) -> None:
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.grad = grad.clone()
+
+
+# Clipping
+
+
+def clip_adaptively(module: nn.Module, clipping: float) -> None:
+    for parameter in module.parameters():
+        grad: Any = parameter.grad
+        for unit, part in zip(parameter, grad, strict=True) if parameter.ndim > 1 else [(parameter, grad)]:
+            limit = clipping * max(unit.norm().item(), 1e-3)
+            if part.norm() > limit:
+                part.mul_(limit / part.norm())
+
+
+CLIPS: dict[str, tuple[float, Callable[[nn.Module], Any]]] = {
+    "norm": (0.1, lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)),
+    "value": (0.01, lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.01)),
+    "adaptive": (0.02, lambda m: clip_adaptively(m, 0.02)),
+    "parameter": (0.05, lambda m: [nn.utils.clip_grad_norm_([p], 0.05) for p in m.parameters()]),
+}
+
+
+@pytest.mark.parametrize("kind", CLIPS)
+def test_clipping_is_the_loop_by_hand(kind: Any) -> None:
+    """What is left out keeps its gradient, what has none stays, and what is not finite is not hidden."""
+    threshold, clip = CLIPS[kind]
+
+    def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        give(model, grads_of(model, inputs, targets))
+        with torch.no_grad():
+            clip(model)
+
+    clipped = run(None, None, [gradient_clipping(kind, threshold)]).params
+    close(clipped, by_hand(mlp(), points(), gradient))
+    assert not torch.allclose(clipped["0.weight"], run().params["0.weight"], atol=1e-4)
+    grads = {"weight": torch.tensor([[3.0, 4.0]]), "bias": torch.tensor([0.5]), "unused": None}
+    state = pl.State.create(nn.Linear(2, 1)).replace(grads=grads)
+    left_out = gradient_clipping(kind, 0.01, exclude=lambda name: name == "weight")(state)
+    assert torch.equal(left_out.grads["weight"], grads["weight"])
+    assert left_out.grads["bias"] < 0.5
+    assert left_out.grads["unused"] is None
+    assert kind != "norm" or left_out.grad_norm == 0.5
+    for bad in (math.inf, -math.inf, math.nan):
+
+        @pl.algorithm(Event.AFTER_BACKWARD)
+        def spoil(state: pl.State, bad: float = bad) -> pl.State:
+            weight = state.grads["0.weight"].clone()
+            weight[0, 0] = bad
+            return state.replace(grads={**state.grads, "0.weight": weight})
+
+        with pytest.raises(pl.NonFiniteError):
+            run(None, None, [spoil, gradient_clipping(kind, 1.0)])
+        skipped = run(None, None, [spoil, gradient_clipping(kind, 1.0)], nonfinite="skip")
+        equal(skipped.params, pl.State.create(mlp()).params)
+
+
+def test_a_quantile_is_of_the_last_thousand_norms() -> None:
+    algorithm, norms = gradient_clipping("quantile", 0.5), []
+    state = pl.State.create(nn.Linear(1, 1, bias=False))
+    state = state.remember("gradient_clipping", algorithm.init(state))  # type: ignore[misc]
+    for number in range(1200):
+        size = math.nan if number == 7 else 1.0 + (number * 37) % 100
+        state = algorithm(state.replace(grads={"weight": torch.tensor([[size]])}, grad_norm=None))
+        if number != 7:
+            norms = [*norms, size][-1000:]
+            limit = torch.tensor(norms).quantile(0.5)
+            torch.testing.assert_close(state.grads["weight"][0, 0], torch.minimum(torch.tensor(size), limit))
+    assert not torch.equal(
+        run(None, None, [gradient_clipping("quantile", 0.3)]).params["0.weight"], run().params["0.weight"]
+    )
+
+
+# Noise
+
+
+def test_noise_has_the_variance_of_the_paper_and_is_of_seed_and_name() -> None:
+    data = [(torch.zeros(1, 200), torch.zeros(1, 200))] * 4  # the inputs are 0, and with them the gradients
+    options: dict[str, Any] = {"loss": functional.mse_loss, "max_duration": "1ep"}
+
+    def noises(*settings: float, name: str = "gradient_noise", seed: int = 0) -> Grads:
+        pairs = fit(nn.Linear(200, 200, bias=False), data, [gradient_noise(*settings, name=name)], seed=seed, **options)
+        return [state.grads["weight"] for event, state in pairs if event is Event.AFTER_TRAIN_BATCH]
+
+    for eta, gamma in ((0.01, 0.55), (1.0, 0.0)):
+        for number, found in enumerate(noises(eta, gamma)):
+            variance = eta / (1 + number) ** gamma
+            # Of 40,000 numbers the variance is off by 3.5% in one case of a million.
+            assert float(found.var()) == pytest.approx(variance, rel=0.035)
+            assert abs(float(found.mean())) < 5 * (variance / found.numel()) ** 0.5
+    first = noises()
+    assert torch.equal(noises()[0], first[0])
+    for other in (noises(seed=1)[0], noises(name="other")[0], first[1] * 2**0.275):
+        assert not torch.equal(other, first[0])
+    model = mlp()
+    model[0].bias.requires_grad_(False)  # type: ignore[index, union-attr, operator]
+    equal(run(model, None, [gradient_noise()]).params["0.bias"], model[0].bias.detach())  # type: ignore[index, union-attr, operator]
+
+
+# Sharpness-aware minimisation
+
+
+def nearby(
+    model: nn.Module, inputs: Tensor, targets: Tensor, grads: Grads, adaptive: bool = False, loss: Any = cross_entropy
+) -> Grads:
+    """The gradient at the perturbed parameters, with rho = 0.5."""
+    parameters = list(model.parameters())
+    before = [p.detach().clone() for p in parameters]
+    sizes = [p.abs() if adaptive else torch.ones_like(p) for p in before]
+    scale = 0.5 / (norm([g * s for g, s in zip(grads, sizes, strict=True)]) + 1e-12)
+    with torch.no_grad():
+        for p, g, s in zip(parameters, grads, sizes, strict=True):
+            p.add_(scale * g * s * s)
+    found = grads_of(model, inputs, targets, loss)
+    with torch.no_grad():
+        for p, old in zip(parameters, before, strict=True):
+            p.copy_(old)
+    return found
+
+
+def orthogonal(a: Grads, b: Grads) -> Grads:
+    along = sum((x * y).sum() for x, y in zip(a, b, strict=True)) / sum((y * y).sum() for y in b)
+    return [x - along * y for x, y in zip(a, b, strict=True)]
+
+
+class Way:
+    """A loop by hand of a variant: what it gives for a batch."""
+
+    def __init__(self, adaptive: bool = False, every: int = 1, loss: Any = cross_entropy, clip: bool = False) -> None:
+        self.adaptive, self.every, self.loss, self.clip, self.count = adaptive, every, loss, clip, -1
+
+    def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        self.count += 1
+        first = grads_of(model, inputs, targets, self.loss)
+        give(model, self.of(model, inputs, targets, first) if self.count % self.every == 0 else self.between(first))
+        if self.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def of(self, model: nn.Module, inputs: Tensor, targets: Tensor, first: Grads) -> Grads:
+        return nearby(model, inputs, targets, first, self.adaptive, self.loss)
+
+    def between(self, first: Grads) -> Grads:
+        return first
+
+
+class Groups(Way):
+    def of(self, model: nn.Module, inputs: Tensor, targets: Tensor, first: Grads) -> Grads:
+        pairs = list(zip(inputs.split(3), targets.split(3), strict=True))
+        parts = [nearby(model, x, y, grads_of(model, x, y)) for x, y in pairs]
+        weights = [len(x) / len(inputs) for x, _ in pairs]
+        return [sum(w * g for w, g in zip(weights, column, strict=True)) for column in zip(*parts, strict=True)]  # type: ignore[misc]
+
+
+class Gap(Way):
+    def of(self, model: nn.Module, inputs: Tensor, targets: Tensor, first: Grads) -> Grads:
+        second = nearby(model, inputs, targets, first)
+        return [s - 0.4 * o for s, o in zip(second, orthogonal(first, second), strict=True)]
+
+
+class Reused(Way):
+    def of(self, model: nn.Module, inputs: Tensor, targets: Tensor, first: Grads) -> Grads:
+        second = nearby(model, inputs, targets, first)
+        self.kept = orthogonal(second, first)
+        return second
+
+    def between(self, first: Grads) -> Grads:
+        size = 0.7 * norm(first) / norm(self.kept)
+        return [g + size * v for g, v in zip(first, self.kept, strict=True)]
+
+
+def smoothed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets, label_smoothing=0.3)
+
+
+WAYS: dict[str, tuple[list[pl.Algorithm], Callable[[], Way]]] = {
+    "sam": ([sam(0.5)], Way),
+    "adaptive": ([sam(0.5, adaptive=True)], lambda: Way(adaptive=True)),
+    "interval": ([sam(0.5, interval=4)], lambda: Way(every=4)),
+    "m": ([sam(0.5, m=3)], Groups),
+    "one group": ([sam(0.5, m=4)], Way),
+    "gap": ([sam(0.5, gap=0.4)], Gap),
+    "reuse": ([sam(0.5, interval=2, reuse=0.7)], lambda: Reused(every=2)),
+    "smoothed before": ([label_smoothing(0.3), sam(0.5)], lambda: Way(loss=smoothed)),
+    "smoothed after": ([sam(0.5), label_smoothing(0.3)], lambda: Way(loss=smoothed)),
+    "clipped": ([gradient_clipping("norm", 0.1), sam(0.5)], lambda: Way(clip=True)),
+    # By its norm alone, a gradient that SAM starts from makes no difference: it only gives the direction.
+    "clipped first": ([sam(0.5), gradient_clipping("norm", 0.1)], Way),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_sam_is_the_loop_written_by_hand(name: str) -> None:
+    """Whatever the microbatches."""
+    algorithms, way = WAYS[name]
+    wanted = by_hand(mlp(), points(), way(), momentum=0.9)
+    for size in (None, 1, 3):
+        options: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=LR, momentum=0.9), "microbatch_size": size}
+        close(run(None, None, algorithms, **options).params, wanted)
+
+
+def test_a_step_whose_sharp_loss_is_zero_is_made() -> None:
+    """``w^2 - 2.25`` is exactly 0 where SAM looks from w = -1 with rho = 0.5, and its gradient there is -3."""
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([-1.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight.square() * x - 2.25
+
+    data = [(torch.ones(1, 1), torch.zeros(1, 1))]
+    state = run(Root(), data, [sam(rho=0.5)], loss=lambda outputs, _: outputs.mean(), max_duration="1ba")
+    assert torch.equal(state.params["weight"], torch.tensor([-0.7]))
+
+
+def test_of_the_second_pass_the_gradient_alone_is_kept() -> None:
+    @pl.algorithm(Event.AFTER_BACKWARD, init=lambda state: 0)
+    def count(state: pl.State) -> pl.State:
+        return state.remember("count", state.algorithm_state["count"] + 1)
+
+    def batch(algorithms: list[pl.Algorithm]) -> pl.State:
+        pairs = fit(convnet(), images(), algorithms, max_duration="1ba")
+        return next(state for event, state in pairs if event is Event.AFTER_TRAIN_BATCH)
+
+    sharp, plain = batch([count, sam(0.5)]), batch([count])
+    for field in ("params", "buffers", "loss", "outputs", "algorithm_state"):
+        equal(getattr(sharp, field), getattr(plain, field))
+    assert not torch.equal(sharp.grads["7.weight"], plain.grads["7.weight"])
+
+
+@pytest.mark.parametrize(("m", "same"), [(None, [(0, 1), (2, 3)]), (2, [(1, 2), (3, 4), (6, 7), (8, 9)])])
+def test_both_gradients_of_a_group_have_one_mask(m: Any, same: list[tuple[int, int]]) -> None:
+    masks: list[Tensor] = []
+
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = mlp()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            masks.append(torch.rand(2))
+            return self.layer(inputs) * masks[-1].sum()  # type: ignore[no-any-return]
+
+    run(Noted(), points(2), [sam(m=m)], max_duration="2ba", strict=False)
+    assert len(masks) == (4 if m is None else 10)
+    assert all(torch.equal(masks[one], masks[two]) for one, two in same)
+    assert len({tuple(masks[one].tolist()) for one, _ in same}) == len(same)
+
+
+@examples(25, 300)
+@given(rho=st.floats(1e-3, 10.0), seed=st.integers(0, 99), adaptive=st.booleans())
+def test_a_perturbation_has_length_rho_and_points_uphill(rho: float, seed: int, adaptive: bool) -> None:
+    g = noise(seed)
+    params, grads = ({name: torch.randn(3, generator=g, dtype=torch.float64) for name in "ab"} for _ in range(2))
+    moved = perturb(params, grads, rho, adaptive=adaptive)
+    steps = {name: moved[name] - params[name] for name in params}
+    length = norm([steps[n] / params[n].abs() if adaptive else steps[n] for n in steps])
+    assert math.isclose(length.item(), rho, rel_tol=1e-6)
+    assert sum((steps[n] * grads[n]).sum() for n in steps) > 0
+    part = orthogonal_part({**params, "none": None}, {**grads, "none": None})
+    assert abs(float(sum((part[n] * grads[n]).sum() for n in grads))) < 1e-9  # type: ignore[operator, misc]
+    equal(orthogonal_part(params, {name: torch.zeros(3).double() for name in "ab"}), pl.FrozenDict(params))
+
+
+def test_gradients_of_zero_none_half_precision_and_complex_numbers() -> None:
+    params = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+    equal(perturb(params, {"a": torch.zeros(2), "b": None}, rho=1.0), pl.FrozenDict(params))
+    still = perturb({"a": torch.ones(2).half()}, {"a": torch.zeros(2).half()})
+    assert torch.equal(still["a"], torch.ones(2).half())
+    half = {"w": torch.full((1000,), 10.0, dtype=torch.float16)}
+    assert pl.gradients.inner_product(half, half) == 100_000
+    numbers = {"w": torch.tensor([1 + 1j, 2j])}
+    assert pl.gradients.inner_product(numbers, numbers) == 6
+    assert not orthogonal_part(half, half)["w"].any()  # type: ignore[union-attr]
+
+
+def test_padding_mixtures_frozen_parameters_and_skipped_steps() -> None:
+    data = points(2)
+    for _, targets in data:
+        targets[:2] = -100
+    task = pl.Task(weight=lambda batch: int((batch[1] != -100).sum()))
+    whole, groups = (run(None, data, [sam(m=m)], task=task) for m in (None, 2))
+    close(whole.params, groups.params)  # a group of padding counts for nothing
+    assert all(t.isfinite().all() for t in run(None, None, [mixup(), sam(rho=0.5, m=2)]).params.values())
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets) * (math.inf if float(targets[0]) == 2 else 1.0)
+
+    data = [(x, torch.full_like(y, 2 if index == 0 else 1)) for index, (x, y) in enumerate(points(4))]
+    options: dict[str, Any] = {"loss": loss, "nonfinite": "skip", "max_duration": "4ba", "strict": False}
+    state = run(None, data, [sam(interval=4, reuse=0.7)], **options)
+    assert int(state.skipped) == 1
+    assert all(tensor.isfinite().all() for tensor in state.algorithm_state["sam"].values()), "it is not used again"
+
+    freeze = pl.Algorithm("freeze", {Event.BATCH_END: lambda s: s.replace(frozen={"0.weight", "0.bias"})})
+    plain: dict[int, Any] = {}
+
+    def note(state: pl.State) -> pl.State:
+        plain[state.timestamp.batch] = dict(state.grads or {})
+        return state
+
+    # What is later in the list comes first after a computation.
+    algorithms = [freeze, sam(rho=0.5, interval=9, reuse=0.7), pl.Algorithm("note", {Event.AFTER_TRAIN_BATCH: note})]
+    for event, state in fit(None, None, algorithms, max_duration="2ba", strict=False):
+        if event is Event.AFTER_TRAIN_BATCH and state.timestamp.batch == 1:
+            before = [plain[1][name] for name in ("2.weight", "2.bias")]
+            added = [state.grads[n] - old for n, old in zip(("2.weight", "2.bias"), before, strict=True)]
+            torch.testing.assert_close(norm(added), 0.7 * norm(before))  # of what is trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"interval": 2, "reuse": 0.7}, {"gap": 0.3}, {"m": 2}], ids=str)
+def test_variants_keep_every_law(settings: dict[str, Any]) -> None:
+    """Compiled, from disk and on simulated ranks; the suite of all methods has the simplest settings."""
+    expected = (
+        {"world_size": "groups are of each rank's own samples, and uneven ones are refused"} if "m" in settings else {}
+    )
+    check_algorithm(lambda: sam(rho=0.1, **settings), max_examples=2, expected_failures=expected)
+
+
+def test_groups_are_of_a_ranks_own_samples() -> None:
+    def program(rank: int, m: int = 2, size: int = 8) -> Any:
+        options: dict[str, Any] = {"parallel": "replicate", "seed": 0, "max_duration": "2ba", "strict": False}
+        return dict(run(None, points(2, size=size), [sam(rho=0.5, m=m)], **options).params)
+
+    one, two = pool().run(program)
+    equal(one, two)
+    with pytest.raises(RankError, match=r"choose an m that divides the parts"):
+        pool().run(lambda rank: program(rank, 1, 5))
