@@ -36,7 +36,8 @@ from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.problems import as_problem
 from tests.conftest import THOROUGH
 from tests.support.optimizing import RULES
-from tests.support.runs import convnet, images, train
+from tests.support.problem import convnet, images
+from tests.support.problem import run as train
 from tests.support.samples import sample, simplest
 from tests.support.served import SERVED, module_of, required, served
 
