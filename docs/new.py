@@ -78,11 +78,12 @@ _ALGORITHM_TEST = '''"""TITLE, in real training loops."""
 from __future__ import annotations
 
 from pure_loop.algorithms import NAME
-from tests.support.runs import equal, mlp, points, train
+from tests.support.problem import run
+from tests.support.streams import equal
 
 
 def test_NAME_of_strength_1_changes_nothing() -> None:
-    equal(train(mlp(), points(), [NAME(1.0)]).params, train(mlp(), points()).params)
+    equal(run(algorithms=[NAME(1.0)]).params, run().params)
 '''
 
 _CALLBACK = '''"""Records something: one sentence, which is the row of the docs."""
@@ -135,13 +136,13 @@ from __future__ import annotations
 
 from pure_loop.callbacks import CLASS
 from pure_loop.loggers import InMemoryLogger
-from tests.support.runs import mlp, points, train
+from tests.support.problem import points, run
 
 
 def test_NAME_records_at_its_interval() -> None:
     for interval, batches in {"3ba": [3, 6], "1ep": [4, 8]}.items():
         logger = InMemoryLogger()
-        train(mlp(), points(4), callbacks=[CLASS(interval)], loggers=[logger], max_duration="2ep")
+        run(data=points(4), callbacks=[CLASS(interval)], loggers=[logger], max_duration="2ep")
         assert logger.series("train/batches") == (batches, [float(batch) for batch in batches])
 '''
 
@@ -189,12 +190,12 @@ _LOGGER_TEST = '''"""CLASS, in a real training loop."""
 from __future__ import annotations
 
 from pure_loop.loggers import CLASS
-from tests.support.runs import mlp, points, train
+from tests.support.problem import points, run
 
 
 def test_NAME_has_a_line_for_each_number() -> None:
     logger = CLASS()
-    train(mlp(), points(2), loggers=[logger], max_duration="1ep")
+    run(data=points(2), loggers=[logger], max_duration="1ep")
     rates = [line for line in logger.lines if "learning_rate" in line]
     assert rates == ["1 train/learning_rate 0.1", "2 train/learning_rate 0.1"]
 '''

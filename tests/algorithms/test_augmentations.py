@@ -19,7 +19,7 @@ from pure_loop import algorithms as A
 from pure_loop.algorithms._images import GEOMETRIC, OPERATIONS, as_pixels, box_mask, centres, from_pixels, operated
 from tests.algorithms.layers import Pixels, pictures, pooled
 from tests.support.problem import close, cross_entropy, fit, noise, points, run
-from tests.support.runs import equal
+from tests.support.streams import equal
 
 NAMES = tuple(OPERATIONS)
 same = torch.testing.assert_close

@@ -26,7 +26,7 @@ from pure_loop.algorithms import (
 )
 from pure_loop.random import seeded
 from tests.support.problem import LR, by_hand, close, convnet, cross_entropy, fit, images, mlp, points, run
-from tests.support.runs import equal
+from tests.support.streams import equal
 from tests.support.worlds import pool
 
 INF = float("inf")

@@ -16,9 +16,9 @@ from pure_loop.ranges import settings_of
 from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.problems import as_problem
 from tests.support.problem import convnet, fit, images, run
-from tests.support.runs import equal
 from tests.support.samples import simplest
 from tests.support.served import module_of, required, served
+from tests.support.streams import equal
 from tests.support.worlds import pool
 
 

@@ -27,7 +27,7 @@ from pure_loop.algorithms import (
 from pure_loop.testing import check_algorithm
 from pure_loop.testing.ranks import RankError
 from tests.support.problem import LR, by_hand, close, convnet, cross_entropy, fit, images, mlp, noise, points, run
-from tests.support.runs import equal
+from tests.support.streams import equal
 from tests.support.tiers import examples
 from tests.support.worlds import pool
 

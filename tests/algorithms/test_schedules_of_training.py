@@ -22,9 +22,8 @@ from pure_loop.state import POSITIONS
 from pure_loop.testing.comparison import differences
 from tests.algorithms.layers import deep
 from tests.support.problem import convnet, cross_entropy, fit, images, noise, points, run
-from tests.support.runs import equal
 from tests.support.sharding import whole
-from tests.support.streams import assert_same
+from tests.support.streams import assert_same, equal
 from tests.support.tiers import examples
 from tests.support.worlds import pool
 

@@ -19,7 +19,7 @@ from pure_loop import algorithms as A
 from pure_loop.algorithms.blurpool import BlurConv2d
 from tests.algorithms.layers import Residual, residual
 from tests.support.problem import close, convnet, fit, images, noise, run
-from tests.support.runs import equal
+from tests.support.streams import equal
 
 INPUTS = torch.randn(4, 3, 12, 12, generator=noise())
 

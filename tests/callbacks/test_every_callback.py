@@ -18,8 +18,8 @@ from pure_loop.callback import LoggerGroup
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.order import BOUNDARIES
 from tests.support.problem import convnet, fit, images, mlp, points, run
-from tests.support.runs import equal
 from tests.support.served import required
+from tests.support.streams import equal
 from tests.support.worlds import pool
 
 # Times of this machine and windows that begin anew are not those of the whole run.

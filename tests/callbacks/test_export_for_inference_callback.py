@@ -14,7 +14,7 @@ from pure_loop.callbacks import ExportForInferenceCallback
 from pure_loop.checkpoint import container
 from pure_loop.exporting.files import export_module
 from pure_loop.loggers import InMemoryLogger
-from tests.support.runs import convnet, images, mlp, points, train
+from tests.support.problem import convnet, images, mlp, points, run
 from tests.support.worlds import pool
 
 INPUTS = points(1, seed=3)[0][0]
@@ -50,7 +50,7 @@ class Rows(nn.Module):
 
 def exported(path: Path, format: Any = "module", model: nn.Module | None = None, **options: Any) -> pl.State:
     callback = ExportForInferenceCallback(path, format, **options)
-    return train(model or mlp(), points(), callbacks=[callback], max_duration="1ep")
+    return run(model or mlp(), points(), callbacks=[callback], max_duration="1ep")
 
 
 def same(loaded: Any, state: pl.State, inputs: Tensor = INPUTS) -> None:
@@ -60,7 +60,7 @@ def same(loaded: Any, state: pl.State, inputs: Tensor = INPUTS) -> None:
 
 def test_a_module(tmp_path: Path) -> None:
     path = tmp_path / "new" / "model.pt"
-    state = train(convnet(), images(), callbacks=[ExportForInferenceCallback(path, sample=images(1)[0][0])])
+    state = run(convnet(), images(), callbacks=[ExportForInferenceCallback(path, sample=images(1)[0][0])])
     loaded = torch.load(path, weights_only=False)
     assert not loaded.training
     same(loaded, state, images(1, seed=1)[0][0])
@@ -107,7 +107,7 @@ def test_a_graph_of_keyword_arguments(tmp_path: Path) -> None:
 
 def test_an_average_is_exported_if_it_is_named(tmp_path: Path) -> None:
     callback = ExportForInferenceCallback(tmp_path / "model.pt", average="ema")
-    state = train(mlp(), points(), [pl.algorithms.ema(smoothing=0.9)], callbacks=[callback])
+    state = run(mlp(), points(), [pl.algorithms.ema(smoothing=0.9)], callbacks=[callback])
     same(torch.load(tmp_path / "model.pt", weights_only=False), pl.algorithms.averaged(state))
     with pytest.raises(pl.ArgumentError, match="no average named 'swa'"):
         exported(tmp_path / "model.pt", average="swa")
@@ -115,7 +115,7 @@ def test_an_average_is_exported_if_it_is_named(tmp_path: Path) -> None:
 
 def test_loggers_know_the_file(tmp_path: Path) -> None:
     logger = InMemoryLogger()
-    train(mlp(), points(), callbacks=[ExportForInferenceCallback(tmp_path / "model.pt")], loggers=[logger])
+    run(mlp(), points(), callbacks=[ExportForInferenceCallback(tmp_path / "model.pt")], loggers=[logger])
     assert logger.files == {"export": str(tmp_path / "model.pt")}
 
 
@@ -179,7 +179,7 @@ def test_two_ranks_write_one_file(parallel: str, tmp_path: Path) -> None:
 
     def program(rank: int) -> Any:
         callback = ExportForInferenceCallback(path, "safetensors")
-        state = train(mlp(), points(size=4), callbacks=[callback], parallel=parallel, max_duration="1ep")
+        state = run(mlp(), points(size=4), callbacks=[callback], parallel=parallel, max_duration="1ep")
         module = state.module()
         return {name: tensor.tolist() for name, tensor in module.state_dict().items()}
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop.callbacks import ImageVisualizer
 from pure_loop.loggers import InMemoryLogger
-from tests.support.runs import noise, stream, train
+from tests.support.problem import fit, noise, run
 
 Data = list[tuple[Any, Any]]
 
@@ -30,7 +30,7 @@ def classifier(channels: int = 1) -> nn.Module:
 
 def recorded(data: Data, visualizer: ImageVisualizer, model: nn.Module | None = None, **options: Any) -> InMemoryLogger:
     logger = InMemoryLogger()
-    train(model or classifier(), data, callbacks=[visualizer], loggers=[logger], **options)
+    run(model or classifier(), data, callbacks=[visualizer], loggers=[logger], **options)
     return logger
 
 
@@ -83,7 +83,7 @@ def test_images_are_those_that_algorithms_made() -> None:
 def test_a_table_has_classes_and_predictions() -> None:
     data, predictions = pictures(), []
     logger = InMemoryLogger()
-    for event, state in stream(classifier(), data, callbacks=[ImageVisualizer()], loggers=[logger]):
+    for event, state in fit(classifier(), data, callbacks=[ImageVisualizer()], loggers=[logger]):
         if event is pl.Event.AFTER_FORWARD and state.timestamp.batch in (0, 3):
             predictions.append(state.outputs.argmax(1).tolist())
     for (_, columns, rows), predicted in zip(logger.tables["train/images"], predictions, strict=True):
@@ -232,7 +232,7 @@ def test_nothing_waits_for_the_device_until_a_logger_reads() -> None:
 
     data, logger = pictures(), InMemoryLogger()
     options: dict[str, Any] = {"evaluators": {"val": data}, "device": "cuda", "max_duration": "1ep"}
-    train(classifier(), data, callbacks=[Watched("1ba", mean=0.1, std=[0.5])], loggers=[logger], **options)
+    run(classifier(), data, callbacks=[Watched("1ba", mean=0.1, std=[0.5])], loggers=[logger], **options)
     assert at(logger.images["train/images"]) == [1, 2, 3]
     assert all(images.is_cuda for entries in logger.images.values() for _, images in entries)
     rows = logger.tables["val/images"][0][2]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop.checkpoint import container
-from tests.support.runs import convnet, equal, images, mlp, points, train
+from tests.support.problem import convnet, images, mlp, points, run
+from tests.support.streams import equal
 from tests.support.worlds import pool
 
 INPUTS = points(1, seed=3)[0][0]
@@ -69,7 +70,7 @@ def test_a_file_returns_what_the_state_returns(data: st.DataObject, tmp_path_fac
         return nn.Sequential(*layers, nn.Linear(width, 3)).to(dtype)
 
     batches = [(inputs.to(dtype), targets) for inputs, targets in points(2)]
-    state = train(make(), batches, [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
+    state = run(make(), batches, [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
     average = data.draw(st.sampled_from([None, "ema"]))
     path = tmp_path_factory.mktemp("exported") / "new" / "model"
     pl.export(state, path, kind, sample=INPUTS.to(dtype), average=average)
@@ -134,7 +135,7 @@ def test_an_onnx_file_takes_batches_of_any_size(tmp_path: Path) -> None:
     import onnx
 
     path = tmp_path / "model.onnx"
-    state = train(convnet(), images(), max_duration="1ep")
+    state = run(convnet(), images(), max_duration="1ep")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pl.export(state, path, "onnx", sample=images(1)[0][0])
@@ -245,7 +246,7 @@ def test_onnx_without_its_packages_names_the_extra(tmp_path: Path, monkeypatch: 
 
 
 def test_the_state_and_the_random_numbers_stay_as_they_are(tmp_path: Path) -> None:
-    state = train(mlp(), points(), [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
+    state = run(mlp(), points(), [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
     before = {name: tensor.clone() for name, tensor in state.params.items()}
     numbers = torch.random.get_rng_state()
     pl.export(state, tmp_path / "model.pt", sample=INPUTS, average="ema")
@@ -260,7 +261,7 @@ def test_all_ranks_gather_what_is_sharded(tmp_path: Path) -> None:
     no_folder = str(tmp_path / "file" / "model.safetensors")
 
     def program(rank: int) -> Any:
-        state = train(mlp(), points(size=4), parallel="shard", max_duration="1ep")
+        state = run(mlp(), points(size=4), parallel="shard", max_duration="1ep")
         if rank == 0:  # which alone finds out, and leaves no other rank waiting
             with pytest.raises(pl.CheckpointWriteError):
                 pl.export(state, no_folder, "safetensors")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 import pure_loop as pl
@@ -37,3 +38,17 @@ def assert_same_stream(given: Pairs, wanted: Pairs, where: str) -> None:
     assert [event for event, _ in given] == [event for event, _ in wanted], f"{where}: other events"
     for index, ((event, a), (_, b)) in enumerate(zip(given, wanted, strict=True)):
         assert_same(a, b, f"{where}, {event.name} at position {index}")
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x, y) or (x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all()))
+
+
+def equal(a: Any, b: Any) -> None:
+    """Bitwise, leaf by leaf; NaN equals NaN."""
+    paths, left, spec = optree.tree_flatten_with_path(a, none_is_leaf=True, namespace="pure_loop")
+    right, other = optree.tree_flatten(b, none_is_leaf=True, namespace="pure_loop")
+    assert spec == other
+    for path, x, y in zip(paths, left, right, strict=True):
+        same = _equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
+        assert same, f"{path}: {x} != {y}"
