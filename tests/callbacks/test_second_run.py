@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tempfile
 import time
@@ -296,7 +297,12 @@ def test_fields_are_put_in_where_the_run_starts(tmp_path: Path) -> None:
     }
 
 
-def test_names_of_runs_are_made_up_kept_in_checkpoints_and_passed(tmp_path: Path) -> None:
+def test_names_of_runs_are_made_up_kept_in_checkpoints_and_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two runs of one second would have one name once in 144 times.
+    draws = itertools.count()
+    monkeypatch.setattr("pure_loop.entry.record.secrets.choice", lambda words: words[next(draws) % len(words)])
     saver, logger = CheckpointSaver(tmp_path / "a" / "{run_name}"), CSVLogger(tmp_path / "a" / "{run_name}" / "m.csv")
     for _ in range(2):  # a cell of a notebook that is run twice
         state = pl.run(fit(model(), callbacks=[saver], loggers=[logger]))
