@@ -31,7 +31,7 @@ def keys(folder: Path, number: int = 0) -> list[str]:
 
 def options(folder: Path, target: float = 0.0, **settings: Any) -> dict[str, Any]:
     callback = MLPerfCallback(folder, "points", target, "val/loss", **settings)
-    return {"callbacks": [callback], "evaluators": {"val": points(1, seed=1), "other": points(1)}}
+    return {"callbacks": [callback], "evaluators": {"val": points(1, size=5, seed=1), "other": points(1, size=5)}}
 
 
 HEADER = [
@@ -42,7 +42,9 @@ HEADER = [
 
 def test_a_run_has_the_lines_of_the_rules(tmp_path: Path) -> None:
     before = time.time_ns() // 1_000_000
-    state = run(mlp(), points(), seed=3, **options(tmp_path / "new", organization="us", settings={"eval_samples": 5}))
+    state = run(
+        mlp(), points(size=5), seed=3, **options(tmp_path / "new", organization="us", settings={"eval_samples": 5})
+    )
     record = lines(tmp_path / "new")
     epoch = ["epoch_start", "epoch_stop", "eval_start", "eval_accuracy", "eval_stop"]
     expected = [*HEADER[:5], "eval_samples", *HEADER[5:], epoch[0], "global_batch_size", *epoch[1:], *epoch, "run_stop"]
@@ -74,7 +76,7 @@ def test_a_run_has_the_lines_of_the_rules(tmp_path: Path) -> None:
 
 
 def test_a_run_stops_at_its_target_and_nothing_follows(tmp_path: Path) -> None:
-    state = run(mlp(), points(), eval_interval="1ba", **options(tmp_path, target=1e3))
+    state = run(mlp(), points(size=5), eval_interval="1ba", **options(tmp_path, target=1e3))
     record = lines(tmp_path)
     assert state.timestamp.batch == 6
     assert [line["key"] for line in record][-4:] == ["eval_start", "eval_accuracy", "eval_stop", "run_stop"]
@@ -83,17 +85,17 @@ def test_a_run_stops_at_its_target_and_nothing_follows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_the_target_itself_is_enough(mode: Any, tmp_path: Path) -> None:
-    run(mlp(), points(), **options(tmp_path, target=-1e3, mode="min"))
+    run(mlp(), points(size=5), **options(tmp_path, target=-1e3, mode="min"))
     values = [line["value"] for line in lines(tmp_path) if line["key"] == "eval_accuracy"]
     target = values[1]
     first = 0 if (values[0] < target) == (mode == "min") else 1
-    run(mlp(), points(), **options(tmp_path, target=target, mode=mode))
+    run(mlp(), points(size=5), **options(tmp_path, target=target, mode=mode))
     expected = {"status": "success", "epoch_num": first + 1, "samples_count": 15 * (first + 1)}
     assert lines(tmp_path, 1)[-1]["metadata"] == expected
 
 
 def test_a_run_that_resumes_continues_its_file(tmp_path: Path) -> None:
-    whole = list(fit(mlp(), points(), eval_interval="2ba", **options(tmp_path / "whole")))
+    whole = list(fit(mlp(), points(size=5), eval_interval="2ba", **options(tmp_path / "whole")))
     expected = without_times(tmp_path / "whole")
     kept = [
         index
@@ -102,7 +104,7 @@ def test_a_run_that_resumes_continues_its_file(tmp_path: Path) -> None:
     ]
     for index in kept:
         folder = tmp_path / str(index)
-        killed = fit(mlp(), points(), eval_interval="2ba", **options(folder))
+        killed = fit(mlp(), points(size=5), eval_interval="2ba", **options(folder))
         # After the State was kept, as far as the next evaluation, or to the end.
         for number, (event, _) in enumerate(killed):
             if number > index and event is pl.Event.EVAL_END:
@@ -111,17 +113,17 @@ def test_a_run_that_resumes_continues_its_file(tmp_path: Path) -> None:
         with open(folder / "result_0.txt", "a") as file:
             file.write(':::MLLOG {"namespace": "", "time')
         for _ in range(2):
-            pl.run(fit(whole[index][1], points(), eval_interval="2ba", **options(folder)))
+            pl.run(fit(whole[index][1], points(size=5), eval_interval="2ba", **options(folder)))
             assert without_times(folder) == expected
         assert not (folder / "result_1.txt").exists()
 
 
 def test_a_new_run_has_a_file_of_its_own_and_a_run_that_is_left_no_end(tmp_path: Path) -> None:
-    left = fit(mlp(), points(), **options(tmp_path))
+    left = fit(mlp(), points(size=5), **options(tmp_path))
     for event, _ in left:
         if event is pl.Event.BATCH_END:
             break
     left.close()
-    run(mlp(), points(), **options(tmp_path))
+    run(mlp(), points(size=5), **options(tmp_path))
     assert keys(tmp_path)[-1] == "global_batch_size"
     assert keys(tmp_path, 1)[-1] == "run_stop"
