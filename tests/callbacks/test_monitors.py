@@ -390,6 +390,7 @@ def test_statistics_of_an_allocator_and_snapshots_of_a_device(tmp_path: Path, mo
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.version.cuda is None, reason="the simulated GPU has no history of its memory")
 def test_a_snapshot_of_some_batches_and_of_an_error(tmp_path: Path) -> None:
     snapshot = MemorySnapshot(tmp_path, start="1ba", length="2ba")
     run(mlp().cuda(), points(5), callbacks=[snapshot], device="cuda")

@@ -124,8 +124,8 @@ def _telling_adamw() -> pl.Optimizer:
     adamw: Any = pl.optim.adamw(lr=0.1)
 
     def telling(function: Any) -> Any:
-        def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
-            new = function(grads, opt_state, params, timestamp)
+        def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp, **skips: Any) -> Any:
+            new = function(grads, opt_state, params, timestamp, **skips)
             _tell("update", (grads, new[1], new[0]))
             return new
 

@@ -145,7 +145,14 @@ def test_where_steps_copy_nothing_of_the_start_is_kept(optimizer: str, monkeypat
         kept.append((this.ownership._granted(), this.ownership._last()))
 
     monkeypatch.setattr(Workspace, "made", made)
-    pl.run(fit(Model(), optimizer={"adamw": None, "dampening": DAMPENED}[optimizer], nonfinite="skip", device="cuda"))
+    pl.run(
+        fit(
+            Model(),
+            optimizer={"adamw": pl.optim.adamw(lr=0.1), "dampening": DAMPENED}[optimizer],
+            nonfinite="skip",
+            device="cuda",
+        )
+    )
     assert kept == [(None, None)] * 16  # at the start, and after 15 steps
 
 
