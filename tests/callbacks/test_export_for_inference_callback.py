@@ -17,7 +17,7 @@ from pure_loop.loggers import InMemoryLogger
 from tests.support.problem import convnet, images, mlp, points, run
 from tests.support.worlds import pool
 
-INPUTS = points(1, seed=3)[0][0]
+INPUTS = points(1, size=5, seed=3)[0][0]
 
 
 class Tied(nn.Module):
@@ -50,7 +50,7 @@ class Rows(nn.Module):
 
 def exported(path: Path, format: Any = "module", model: nn.Module | None = None, **options: Any) -> pl.State:
     callback = ExportForInferenceCallback(path, format, **options)
-    return run(model or mlp(), points(), callbacks=[callback], max_duration="1ep")
+    return run(model or mlp(), points(size=5), callbacks=[callback], max_duration="1ep")
 
 
 def same(loaded: Any, state: pl.State, inputs: Tensor = INPUTS) -> None:
@@ -107,7 +107,7 @@ def test_a_graph_of_keyword_arguments(tmp_path: Path) -> None:
 
 def test_an_average_is_exported_if_it_is_named(tmp_path: Path) -> None:
     callback = ExportForInferenceCallback(tmp_path / "model.pt", average="ema")
-    state = run(mlp(), points(), [pl.algorithms.ema(smoothing=0.9)], callbacks=[callback])
+    state = run(mlp(), points(size=5), [pl.algorithms.ema(smoothing=0.9)], callbacks=[callback])
     same(torch.load(tmp_path / "model.pt", weights_only=False), pl.algorithms.averaged(state))
     with pytest.raises(pl.ArgumentError, match="no average named 'swa'"):
         exported(tmp_path / "model.pt", average="swa")
@@ -115,7 +115,7 @@ def test_an_average_is_exported_if_it_is_named(tmp_path: Path) -> None:
 
 def test_loggers_know_the_file(tmp_path: Path) -> None:
     logger = InMemoryLogger()
-    run(mlp(), points(), callbacks=[ExportForInferenceCallback(tmp_path / "model.pt")], loggers=[logger])
+    run(mlp(), points(size=5), callbacks=[ExportForInferenceCallback(tmp_path / "model.pt")], loggers=[logger])
     assert logger.files == {"export": str(tmp_path / "model.pt")}
 
 

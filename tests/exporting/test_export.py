@@ -19,7 +19,7 @@ from tests.support.problem import convnet, images, mlp, points, run
 from tests.support.streams import equal
 from tests.support.worlds import pool
 
-INPUTS = points(1, seed=3)[0][0]
+INPUTS = points(1, size=5, seed=3)[0][0]
 
 
 class Tied(nn.Module):
@@ -69,7 +69,7 @@ def test_a_file_returns_what_the_state_returns(data: st.DataObject, tmp_path_fac
         layers = [nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout()] + [nn.Linear(width, width)] * depth
         return nn.Sequential(*layers, nn.Linear(width, 3)).to(dtype)
 
-    batches = [(inputs.to(dtype), targets) for inputs, targets in points(2)]
+    batches = [(inputs.to(dtype), targets) for inputs, targets in points(2, size=5)]
     state = run(make(), batches, [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
     average = data.draw(st.sampled_from([None, "ema"]))
     path = tmp_path_factory.mktemp("exported") / "new" / "model"
@@ -246,7 +246,7 @@ def test_onnx_without_its_packages_names_the_extra(tmp_path: Path, monkeypatch: 
 
 
 def test_the_state_and_the_random_numbers_stay_as_they_are(tmp_path: Path) -> None:
-    state = run(mlp(), points(), [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
+    state = run(mlp(), points(size=5), [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
     before = {name: tensor.clone() for name, tensor in state.params.items()}
     numbers = torch.random.get_rng_state()
     pl.export(state, tmp_path / "model.pt", sample=INPUTS, average="ema")

@@ -9,6 +9,7 @@ import pytest
 
 from bench.golden import check, compare, golden, recorded, summary
 from bench.plans import KINDS, NUMBERS, plan_of
+from tests.support.tiers import tiers
 
 FAST = KINDS["eager"][::11]
 # So many in one test that one that fails is found soon, and a machine that is busy ends each in time.
@@ -25,10 +26,13 @@ def test_streams_are_as_they_were(first: int) -> None:
     assert check(FAST[first::4]) == []
 
 
+COMPILED = [part for part in PARTS if part.startswith("compiled")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", tiers(PARTS, PARTS.keys() - {*COMPILED[2:]}))
 def test_further_streams_are_as_they_were(part: str) -> None:
-    """Slow: of ranks and of graphs, too."""
+    """Slow: of ranks and of graphs, too; thorough: most graphs, each of which is traced again."""
     assert check(number for number in PARTS[part] if number not in FAST) == []
 
 

@@ -16,20 +16,11 @@ FILES = ["tests/tools/test_diff_lines.py", "tests/stages", "tests/metrics", "tes
 KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # the tests of five folders once more
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="it has no other kernels")
 def test_tests_pass_with_the_kernels_of_the_oldest_processors() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not thorough",
-        *FILES,
-    ]
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not thorough"]
+    command = [sys.executable, "-m", "pytest", *options, *FILES]
     result = subprocess.run(command, env={**os.environ, **KERNELS}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:]
