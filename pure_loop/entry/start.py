@@ -258,7 +258,7 @@ def _asked(algorithm: Algorithm, state: State) -> tuple[object] | None:
     """The result of ``init`` for a State without numbers; None if it reads them."""
     assert algorithm.init is not None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with guard(state, ("init", algorithm.name)):
             return (algorithm.init(state),)
     except Exception:
         # Reading numbers of the meta device has no error of its own, and an error of `init` itself is none of resuming,

@@ -168,16 +168,13 @@ def check(kind: str, places: Iterable[str], kept: int) -> tuple[Drawn, list[pl.S
 
 @pytest.mark.parametrize("place", PLACES)
 def test_each_place_draws_and_the_run_is_what_it_was(place: str) -> None:
-    kind = "torch" if place == "init" else "python"
-    one, drawing = check(kind, [place], kept=4)
-    other = Drawn(kind, ())
+    one, drawing = check("python", [place], kept=4)
+    other = Drawn("python", ())
     plain = trained(other, 1)  # the place is called, and matters
     assert one.log != other.log or list(map(numbers, drawing)) != list(map(numbers, plain))
 
 
-@given(
-    st.sampled_from(KINDS), st.sets(st.sampled_from(PLACES).filter(lambda place: place != "init")), st.integers(0, 6)
-)
+@given(st.sampled_from(KINDS), st.sets(st.sampled_from(PLACES)), st.integers(0, 6))
 @examples(5, 200)
 def test_several_places_draw(kind: str, places: set[str], kept: int) -> None:
     check(kind, places, kept)
