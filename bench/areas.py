@@ -37,7 +37,7 @@ class Area:
 
 _OWNERSHIP = "pure_loop/stages/[ow]*[pe].py"
 AREAS = {
-    "loop": Area("pure_loop/loop/*.py", ("loop", "verify", "state", "laws", "entry")),
+    "loop": Area("pure_loop/loop/*.py", ("loop", "verify", "state", "metrics", "laws", "entry")),
     "verify": Area("pure_loop/verify/*.py", ("verify", "entry")),
     "stages": Area("pure_loop/stages/*.py", ("stages", "loop", "laws", "entry"), without=_OWNERSHIP),
     "ownership": Area(_OWNERSHIP, ("ownership", "state", "entry")),
