@@ -86,7 +86,7 @@ def overwrite(optimizer: Optimizer, results: Any, steps: Sequence[Sequence[Tenso
     params, memory = cloned(results[0])
     for batch, (grads, (values, state)) in enumerate(zip(steps, results[1:], strict=True)):
         given, versions = params, [None if grad is None else grad._version for grad in grads]
-        places = [tensor.data_ptr() for tensor in params.values()]
+        places, held = [tensor.data_ptr() for tensor in params.values()], tensors_of(memory)
         params, memory = optimizer.overwrite(named(grads), memory, params, Timestamp(batch=batch))
         assert_same(dict(params), dict(values))
         assert_same(memory, state)
@@ -94,6 +94,14 @@ def overwrite(optimizer: Optimizer, results: Any, steps: Sequence[Sequence[Tenso
         assert not any(tensor.requires_grad for tensor in params.values())
         assert params is given
         assert [tensor.data_ptr() for tensor in params.values()] == places
+        # What a class makes anew in each step is written to the tensors that are there, too.
+        kept = {path: tensor for path, tensor in tensors_of(memory).items() if tensor.shape == held[path].shape}
+        assert [path for path, tensor in kept.items() if tensor.data_ptr() != held[path].data_ptr()] == []
+
+
+def tensors_of(tree: Any) -> dict[Any, Tensor]:
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace="pure_loop")
+    return {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)}
 
 
 def test_matrices_and_sparse_gradients() -> None:
