@@ -76,10 +76,6 @@ def _another_file(index):
     _first(index)[3][0][0] = 7
 
 
-def _another_dtype(index):
-    index["tensors"]["opt_state.memory.0.bias"][0] = "I64"
-
-
 def _nested(index):
     index["files"] = [[[[]]]]
 

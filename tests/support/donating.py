@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -111,36 +110,6 @@ def consume(stream: Any, how: str, keeps: Callable[[str, Event, pl.State], None]
             for (_, state), numbers in last:
                 assert all(same(a, b) for a, b in zip(tensors_of(state), numbers, strict=True))
         keeps("body", *last[-1][0])
-
-
-def a_for_loop(stream: Any) -> None:
-    for _event, _state in stream:
-        pass
-
-
-def a_while_loop(stream: Any) -> None:
-    while True:
-        try:
-            _event, _state = next(stream)
-        except StopIteration:
-            return
-
-
-def a_comprehension(stream: Any) -> None:
-    assert [1 for _event, _state in stream]
-
-
-def through_a_generator(stream: Any) -> None:
-    def again() -> Iterator[Any]:
-        yield from stream
-
-    for _event, _state in again():
-        pass
-
-
-def with_progress(stream: Any) -> None:
-    for _event, _state in pl.progress(stream, file=io.StringIO()):
-        pass
 
 
 def gradients(state: pl.State) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
+from bench.models import Tied
 from pure_loop.random import seeded
 from pure_loop.testing.problems import PROBLEMS
 
@@ -18,7 +19,6 @@ __all__ = [
     "FEATURES",
     "LR",
     "MODELS",
-    "Tied",
     "by_hand",
     "close",
     "convnet",
@@ -87,23 +87,8 @@ def noisy(seed: int = 0) -> nn.Module:
         )
 
 
-class Tied(nn.Module):
-    """A weight used in two places, and a parameter that is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(FEATURES, FEATURES, bias=False)
-        self.decode = nn.Linear(FEATURES, FEATURES, bias=False)
-        self.decode.weight = self.encode.weight
-        self.head = nn.Linear(FEATURES, CLASSES)
-        self.head.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.tanh(self.decode(torch.relu(self.encode(x)))))
-        return out
-
-
 def tied(seed: int = 0) -> nn.Module:
+    """A weight used in two places, and a parameter that is frozen."""
     with seeded(seed):
         return Tied()
 

@@ -51,7 +51,17 @@ def check(refusal: Refusal) -> BaseException:
     return error
 
 
-_BUILTIN = (TypeError, ValueError, RuntimeError, LookupError, OSError, AssertionError, AttributeError, EOFError)
+_BUILTIN = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    OSError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ArithmeticError,
+)
 
 
 def _make(refusal: Refusal) -> None:
