@@ -83,7 +83,7 @@ def test_a_loop_twice_as_long_is_twice_as_long() -> None:
     assert paired(times, BASE)["twice"] == pytest.approx(2, rel=0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # workloads of the benchmark
 @pytest.mark.parametrize(
     "workload",
     tiers(WORKLOADS, [each for each in WORKLOADS if each.name not in ("W3", "W5")]),
@@ -106,7 +106,7 @@ def test_loaders_give_batches_of_the_workload_again_and_again(name: str) -> None
     assert len(rest) == EPOCH - 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # processes of their own
 def test_a_process_has_one_loop_and_the_variables_that_it_is_given() -> None:
     shown = output("-c", f"import os; print([os.environ[name] for name in {list(KEPT)}])", **KEPT)
     assert shown == str(list(KEPT.values()))

@@ -179,7 +179,7 @@ def make(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # trackers take seconds to begin a run
 @pytest.mark.parametrize("method", [*CALLBACKS, *LOGGERS], ids=lambda method: method.__name__)
 def test_callbacks_and_loggers_keep_every_law(method: Any, make: Make) -> None:
 
@@ -260,7 +260,7 @@ def test_a_logger_replaces_no_record_of_another_run(method: Any, tmp_path: Path)
         train(convnet(), images(), loggers=[second], run_name="second")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # trackers take seconds to begin a run
 def test_callbacks_and_loggers_change_nothing_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,7 @@ STRICT = FIT.replace(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a process of its own
 def test_a_strict_evaluation_does_not_import_the_compiler() -> None:
     assert "strict=True" in STRICT
     assert "torch._dynamo" not in measured(STRICT)["all"]
@@ -169,6 +169,6 @@ assert sorted(done) == [False, True]
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # imports torch's compiler twice at once
 def test_two_threads_that_import_torchs_compiler_dont_wait_for_each_other() -> None:
     subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=120)

@@ -381,7 +381,7 @@ def test_training_works_without_each(tmp_path: Path) -> None:
     assert ran.stdout == "all the same\n"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # imports the whole package in processes of their own
 def test_importing_and_training_work_without_all_at_once(tmp_path: Path) -> None:
     names = [*NAMES, *(name for name in OPTIONAL if there(name))]
     ran = subprocess.run(

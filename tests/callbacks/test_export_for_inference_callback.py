@@ -78,7 +78,7 @@ def test_weights_by_the_names_of_state_dict(tmp_path: Path) -> None:
     same(loaded, state)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # torch's exporter traces
 def test_a_graph_takes_batches_of_any_size(tmp_path: Path) -> None:
     state = exported(tmp_path / "model.pt2", "torch.export", sample=INPUTS)
     loaded = torch.export.load(tmp_path / "model.pt2").module()
@@ -94,7 +94,7 @@ def test_a_graph_takes_batches_of_any_size(tmp_path: Path) -> None:
     assert not (tmp_path / "not.pt2").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # torch's exporter traces
 def test_a_graph_of_keyword_arguments(tmp_path: Path) -> None:
     sample = {"inputs": INPUTS, "scale": torch.tensor(3.0)}
     state = exported(tmp_path / "model.pt2", "torch.export", Tied(), sample=sample)
@@ -172,7 +172,7 @@ def test_outputs_that_differ_are_noticed(tmp_path: Path) -> None:
     export_module(model, tmp_path / "model", "module")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_two_ranks_write_one_file(parallel: str, tmp_path: Path) -> None:
     path = str(tmp_path / "model.safetensors")

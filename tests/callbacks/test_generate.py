@@ -155,7 +155,7 @@ def test_a_text_is_a_text() -> None:
         texts(callback, max_duration="1ep")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks
 @pytest.mark.parametrize("parallel", ["replicate", "shard"])
 def test_on_two_ranks_the_first_one_writes_what_one_rank_writes(parallel: str) -> None:
     def run(**options: Any) -> tuple[InMemoryLogger, list[str]]:

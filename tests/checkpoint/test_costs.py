@@ -41,7 +41,7 @@ def measured(folder: Path, what: str) -> list[tuple[str, str, int, float, int, s
 
 
 @needs_proc
-@pytest.mark.slow
+@pytest.mark.slow  # measures time and memory in a process of its own
 def test_each_file(tmp_path: Path) -> None:
     found = measured(tmp_path, "files")
     assert len(found) > 100

@@ -110,7 +110,7 @@ def assert_scores(folder: Path, data: list[tuple[Tensor, Tensor]] = VAL, label: 
     assert loss_of(plain(best), data) == pytest.approx(min(scores.values()), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # every evaluation and every average that a checkpoint may hold
 @examples(20, 200)
 @given(
     kind=st.sampled_from(sorted(ALGORITHMS)),

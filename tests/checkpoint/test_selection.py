@@ -185,7 +185,7 @@ class TestStates:
         last = pl.run(fit(loaded, optimizer=pl.optim.adamw(lr=0.1)))
         assert (last.timestamp.batch, last.timestamp.epoch) == (8, 2)
 
-    @pytest.mark.slow
+    @pytest.mark.slow  # real ranks
     def test_of_a_sharded_state(self, tmp_path: Path) -> None:
         path = tmp_path / "x.sharded"
 

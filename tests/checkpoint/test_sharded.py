@@ -64,7 +64,7 @@ def assert_close(given, wanted, where):
             assert torch.allclose(given[path], leaf, rtol=1e-9, atol=1e-12), f"{where}: {path}"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks resume from each of many saves
 def test_the_same_world_resumes_bitwise_from_every_save_in_the_background(tmp_path):
     folder = str(tmp_path)
 

@@ -43,7 +43,7 @@ def fails_on(rank, error, skip):
     return patch.object(container, "write", failing if dist.get_rank() == rank else real)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks, which end
 @pytest.mark.parametrize("background", [True, False])
 def test_a_rank_that_cannot_write_ends_the_run_and_the_last_checkpoint_stays(tmp_path, background):
     folder = str(tmp_path)
@@ -114,7 +114,7 @@ def goes_on(folder):
         assert_same(found, wanted, "gone on")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks, which are signalled
 @pytest.mark.parametrize("who", [(1,), pytest.param((0, 1), marks=pytest.mark.thorough)])
 def test_a_signal_stops_all_ranks_at_the_same_boundary(tmp_path, who):
     folder = str(tmp_path)
@@ -233,7 +233,7 @@ def kill_and_go_on(folder, rank, moment):
     return pl.latest(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks, which are killed
 def test_after_a_kill_in_the_middle_of_a_save_the_last_complete_one_resumes(tmp_path):
     folder = str(tmp_path)
     # The first save is complete; in the second rank 1 dies between pieces of its part.
@@ -243,7 +243,7 @@ def test_after_a_kill_in_the_middle_of_a_save_the_last_complete_one_resumes(tmp_
     goes_on(folder)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # real ranks, which are killed again and again
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("moment", range(0, 60, 7))
 def test_after_a_kill_at_any_moment(tmp_path, rank, moment):

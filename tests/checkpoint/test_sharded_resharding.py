@@ -59,7 +59,7 @@ def states(draw):
     return pl.State.create(module).replace(params=params, opt_state=FrozenDict(memory=memory), metrics={"plain": plain})
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks of several numbers
 @given(states(), st.integers(1, 4), st.integers(1, 4), st.booleans())
 @examples(12, 500)
 def test_any_state_of_n_ranks_is_the_same_on_m(tmp_path_factory, state, n, m, replicated):

@@ -48,7 +48,7 @@ def interrupted(folder: Path, setup: str = "", savers: str = SAVER) -> list[str]
     return [line for line in done.stderr.splitlines() if "is saved in" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # processes in a terminal
 @pytest.mark.parametrize("setup", SETUPS)
 def test_one_line_says_where_the_state_is(tmp_path: Path, setup: str) -> None:
     (line,) = interrupted(tmp_path, SETUPS[setup])
@@ -58,6 +58,6 @@ def test_one_line_says_where_the_state_is(tmp_path: Path, setup: str) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # processes in a terminal
 def test_nothing_is_said_where_nothing_is_saved(tmp_path: Path) -> None:
     assert interrupted(tmp_path, savers="[]") == []

@@ -62,6 +62,7 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+# Slow: each text in each place of a file, once more.
 @pytest.mark.parametrize("door", ["load with a model", pytest.param("autoresume", marks=pytest.mark.slow)])
 def test_no_text_of_a_file_is_said_as_it_is(tmp_path: Path, content: bytes, door: str) -> None:
     document, path = document_of(content), tmp_path / "ep0-ba4.safetensors"

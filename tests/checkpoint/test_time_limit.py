@@ -156,7 +156,7 @@ def test_two_savers_both_save(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in said] == ["stop_before='45s'", "stop_before"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
 def test_all_ranks_stop_at_one_boundary(tmp_path: Path, kind: str) -> None:
     def program(rank: int) -> tuple[Any, int, Any]:

@@ -193,7 +193,7 @@ def test_a_base_that_is_none_is_refused(tmp_path: Path, base: Any) -> None:
         pl.load(path, model=model, weights_only=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks
 def test_a_sharded_state_is_saved_whole_or_as_weights(tmp_path: Path) -> None:
     def program(rank: int) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         model = network()
@@ -219,7 +219,7 @@ def test_a_sharded_state_is_saved_whole_or_as_weights(tmp_path: Path) -> None:
     assert len(list((tmp_path / "w").glob("*.safetensors"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
 def test_two_ranks_resume_from_the_file_of_one(tmp_path: Path, kind: str) -> None:
     def frozen() -> nn.Module:

@@ -117,6 +117,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str] | None]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+# Slow and thorough: each graph takes torch's compiler seconds.
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if s else pytest.mark.thorough) for n, (_, s) in SETTINGS.items()]
 )

@@ -112,7 +112,7 @@ def differing(one, other):
     return [each for (_, a), (_, b) in zip(one, other, strict=True) for each in differences(a, b, name="")]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks
 @given(
     kind=st.sampled_from(KINDS),
     keeps=st.sets(st.sampled_from(KEPT)),
@@ -134,7 +134,7 @@ def test_states_are_those_of_ranks_that_copy_and_what_was_kept_stays(keeps, rank
         assert not differing(found, wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks
 def test_every_step_writes_in_place_where_nothing_was_kept():
     ways = [
         {"microbatch_size": 2},
@@ -180,7 +180,7 @@ def test_a_parameter_without_a_gradient_is_copied_once_where_it_was_kept(kind):
     assert not changed
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_keeps_a_state_copies_alone_and_what_was_taken_raises_when_it_is_touched(kind):
     (_, one, _), (_, other, _) = seen(BATCHES, ranks=(0,), kind=kind)
@@ -231,7 +231,7 @@ def _counts_nothing():
     return ownership, "_lent", lambda *mappings: []
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks, once for each mistake
 def test_a_wrong_engine_or_loop_is_caught():
     for kind, donate, wrong in (("replicate", False, _stays_behind), ("shard", "auto", _module_stays_behind)):
         (found, *_), (wanted, *_) = seen(kind=kind, donate=donate, wrong=wrong)[0], seen(kind=kind, donate=False)[0]

@@ -96,7 +96,7 @@ def test_of_tied_weights_the_name_of_hugging_face_is_kept(listed: bool, tmp_path
     equal(again.params, state.params)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # imports transformers
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM"])
 def test_from_pretrained_reads_the_weights(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -130,7 +130,7 @@ def onnx_outputs(path: Path, *inputs: Tensor) -> list[Tensor]:
     return [torch.from_numpy(output.copy()) for output in found]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # torch's exporter traces
 def test_an_onnx_file_takes_batches_of_any_size(tmp_path: Path) -> None:
     import onnx
 
@@ -158,7 +158,7 @@ class Gathering(nn.Module):
         return {"values": values, "halved": values.bfloat16()}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # torch's exporter traces
 def test_an_onnx_file_of_named_arguments_and_several_outputs(tmp_path: Path) -> None:
     state = pl.State.create(Gathering())
     sample = {"rows": INPUTS, "places": torch.arange(15).reshape(5, 3) * 4}
@@ -254,7 +254,7 @@ def test_the_state_and_the_random_numbers_stay_as_they_are(tmp_path: Path) -> No
     assert torch.equal(torch.random.get_rng_state(), numbers)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # real ranks
 def test_all_ranks_gather_what_is_sharded(tmp_path: Path) -> None:
     path = str(tmp_path / "model.safetensors")
     (tmp_path / "file").write_text("")

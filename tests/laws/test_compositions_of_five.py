@@ -56,7 +56,7 @@ def _refused(chosen: list[pl.Algorithm]) -> bool:
     return "label_smoothing" in names and any(algorithm.settings.get("interpolate") == "loss" for algorithm in chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # all laws of large compositions
 @pytest.mark.parametrize("problem", SERVED)
 def test_five_at_once(problem: str) -> None:
     for chosen in drawn(problem, 12 if THOROUGH else 2):

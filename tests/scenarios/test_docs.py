@@ -48,7 +48,7 @@ def printed(page: str) -> Any:
     return generate.run(PAGES[page])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the code of the pages
 @each_page_with_code
 def test_every_python_block_runs(page: str) -> None:
     text = PAGES[page].read_text()

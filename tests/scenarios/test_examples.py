@@ -24,7 +24,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example in a process of its own
 def test_digits_as_a_script(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "digits.py"), "--quick"]
@@ -70,7 +70,7 @@ def test_digits_notices_a_replay_that_differs(
     assert "1 DIFFER, first buffers." in capsys.readouterr().out
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # an example as long as users run it
 @pytest.mark.parametrize("seed", range(5))
 def test_digits_reaches_its_goal(seed: int, load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("digits").main(["--seed", str(seed), "--output", str(tmp_path / "digits.png")]) == 0
@@ -103,7 +103,7 @@ def test_gan_trains_both_players_and_averages(load: Any) -> None:
     torch.testing.assert_close(pl.algorithms.averaged(end).params["generator.0.weight"], average)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # an example as long as users run it
 @pytest.mark.parametrize("seed", range(3))
 def test_gan_finds_all_places(seed: int, load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("gan").main(["--seed", str(seed), "--output", str(tmp_path / "gan.png")]) == 0
@@ -173,7 +173,7 @@ def test_confusion_notices_images_that_are_not_those_of_the_data(
     assert "the images ARE NOT those of the data" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example
 def test_own_algorithm(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("own_algorithm").main(["--quick"]) == 0
     output = capsys.readouterr().out
@@ -253,13 +253,13 @@ def alone() -> list[tuple[int, float]]:
     return transformer()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example in a process of its own
 def test_char_transformer(alone: list[tuple[int, float]]) -> None:
     assert [step for step, _ in alone] == list(range(2, 21, 2)), "a line is missing, or there twice"
     assert alone[-1][1] < 3.2 < 4.0 < alone[0][1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example on real ranks
 @pytest.mark.parametrize("parallel", ["replicate", pytest.param("shard", marks=pytest.mark.thorough)])
 def test_char_transformer_on_two_ranks(parallel: str, alone: list[tuple[int, float]]) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -268,7 +268,7 @@ def test_char_transformer_on_two_ranks(parallel: str, alone: list[tuple[int, flo
     assert [loss for _, loss in together] == pytest.approx([loss for _, loss in alone], abs=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example, whose processes are killed
 def test_a_killed_run_comes_to_the_same(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "killed.py"), "--quick"]
@@ -278,7 +278,7 @@ def test_a_killed_run_comes_to_the_same(tmp_path: Path) -> None:
     assert "the last State is the same as" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example, whose processes are killed
 def test_records_of_a_run_that_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")

@@ -332,7 +332,7 @@ WRONG_160 = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # many drawn runs for each mistake
 @pytest.mark.parametrize("wrong", WRONG_160)
 def test_what_is_wrong_in_160_lines_is_found(wrong: str) -> None:
     with pytest.raises(AssertionError):
@@ -353,7 +353,7 @@ def test_a_loop_is_as_long_as_it_says(lines: int) -> None:
     assert 0.8 * lines <= len([line for line in loop.splitlines() if line.strip()]) <= 1.03 * lines
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # examples as users run them
 @pytest.mark.parametrize("lines", LOOPS)
 def test_it_shows_something(lines: int, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")

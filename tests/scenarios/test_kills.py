@@ -39,7 +39,7 @@ def leftovers(folder: Path) -> list[str]:
     return [each.name for each in folder.iterdir() if each.name.startswith(".")]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # processes, which are killed again and again
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.thorough)])
 def test_kill_9_at_any_moment(kills: int, killer: Killer, uninterrupted: dict[str, str], tmp_path: Path) -> None:
     draw = random.Random(kills)

@@ -24,7 +24,7 @@ pytest.importorskip("sklearn")
 Output = pytest.CaptureFixture[str]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example
 def test_kfold(load: Any, tmp_path: Path, capsys: Output) -> None:
     assert load("kfold").main(["--quick", "--output", str(tmp_path / "kfold.png")]) == 0
     output = capsys.readouterr().out
@@ -35,7 +35,7 @@ def test_kfold(load: Any, tmp_path: Path, capsys: Output) -> None:
     assert_picture(tmp_path / "kfold.png", width=1500, colors=40)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example
 def test_kfold_notices_a_fold_that_depends_on_those_before(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
@@ -52,7 +52,7 @@ def test_kfold_notices_a_fold_that_depends_on_those_before(
     assert "fold 3 alone is ANOTHER" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example
 def test_distillation(load: Any, tmp_path: Path, capsys: Output) -> None:
     assert load("distillation").main(["--quick", "--output", str(tmp_path / "distillation.png")]) == 0
     rows = re.findall(r"^ +\d+ +([\d.]+)% +([\d.]+)% +([\d.]+)% +([\d.]+)%$", capsys.readouterr().out, re.MULTILINE)
@@ -86,7 +86,7 @@ def test_the_loss_of_distillation(load: Any) -> None:
     torch.testing.assert_close(state.grads["weight"], torch.autograd.grad(loss, student.weight)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example
 def test_reinforce(load: Any, tmp_path: Path, capsys: Output) -> None:
     assert load("reinforce").main(["--quick", "--output", str(tmp_path / "reinforce.png")]) == 0
     output = capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_a_cart_and_its_pole_gain_the_energy_that_the_push_gives(load: Any) -> N
         torch.testing.assert_close((slope * velocity).sum(dim=1), force * position[:, 1])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example
 def test_sweep(load: Any, tmp_path: Path, capsys: Output) -> None:
     pytest.importorskip("optuna")
     assert load("sweep").main(["--quick", "--output", str(tmp_path / "sweep.png")]) == 0
@@ -154,7 +154,7 @@ def test_a_third_of_a_rung_goes_on(load: Any) -> None:
     assert [trial.should_prune() for trial in trials] == [True, False, True, False, True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example
 def test_images(load: Any, tmp_path: Path, capsys: Output) -> None:
     assert load("images").main(["--quick", "--output", str(tmp_path / "images.png")]) == 0
     output = capsys.readouterr().out
@@ -164,7 +164,7 @@ def test_images(load: Any, tmp_path: Path, capsys: Output) -> None:
     assert_picture(tmp_path / "images.png", width=1500, colors=40)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # an example
 def test_images_notices_what_is_not_restored(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
@@ -212,7 +212,7 @@ def test_finetune_lora(tmp_path: Path) -> None:
     assert_picture(tmp_path / "finetune_lora.png", width=1500, colors=10)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # an example as long as users run it
 @pytest.mark.parametrize("name", ["kfold", "distillation", "reinforce", "images", "sweep"])
 def test_the_whole_job_reaches_its_goal(name: str, load: Any, tmp_path: Path) -> None:
     assert load(name).main(["--output", str(tmp_path / "picture.png")]) == 0

@@ -25,7 +25,7 @@ def numbered(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"), key=lambda path: int(path.stem))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # resumes from 29 files
 def test_another_process_resumes_from_every_boundary(tmp_path: Path) -> None:
     (tmp_path / "last").mkdir()
     whole = go(model(), precision="amp_fp16", workers=2)

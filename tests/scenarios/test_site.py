@@ -166,7 +166,7 @@ def _build(copy: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # builds the site
 def test_the_site_builds_without_a_warning(site: Path) -> None:
     built = _build(site)
     assert built.returncode == 0, built.stdout + built.stderr

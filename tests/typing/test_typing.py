@@ -123,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # type checkers
 @pytest.mark.parametrize("checker", [mypy, pyright])
 def test_good_code_passes_and_each_mistake_is_found(checker: Callable[[Path], set[Error]], folder: Path) -> None:
     found, announced = checker(folder), expected(folder, checker)
