@@ -25,6 +25,9 @@ mutants, those that are no longer found, and, for each mutant that was found by 
 ``--carry`` runs nothing: it looks up each recorded mutant in the files of today, and writes where it is now. Outcomes
 stay those of the recorded commit, and what is no longer there leaves the record: scores are those of the rest.
 
+``--known FILE...`` runs first the test that found a mutant in an earlier record, if it is still there: a mutant that
+this test finds needs no other.
+
 The command goes on where it stopped, as long as commit, seed and sample are those of the output. ``--minutes`` ends it
 after some time; each mutant takes 10 to 80 seconds. The working tree is never written to, but for the output.
 """
@@ -127,11 +130,14 @@ class Copy:
             :400
         ].replace(f"{self.root}/", "")
 
-    def judge(self, area: str, file: str) -> dict[str, Any]:
-        """What becomes of the copy as it is."""
+    def judge(self, area: str, file: str, known: str | None = None) -> dict[str, Any]:
+        """What becomes of the copy as it is; ``known`` is a test that may find the mistake."""
         began = time.monotonic()
         outcome, by, said = "survived", "", ""
-        for name, command in {"golden": _GOLDEN, "tests": (*_TESTS, *guards_of(area, file, self.root))}.items():
+        commands = [("golden", _GOLDEN), ("tests", (*_TESTS, *guards_of(area, file, self.root)))]
+        if known is not None and _exists(known, self.root):
+            commands.insert(0, ("tests", (*_TESTS, known.partition("[")[0])))
+        for name, command in commands:
             ended, said = self.run(*command, seconds=TIMEOUT)
             if ended != "passed":
                 outcome, by = ("timeout" if ended == "timeout" else "killed"), name
@@ -139,7 +145,7 @@ class Copy:
             said = ""
         return {"outcome": outcome, "by": by, "said": said, "seconds": round(time.monotonic() - began, 1)}
 
-    def judge_mutant(self, area: str, file: str, source: str) -> dict[str, Any]:
+    def judge_mutant(self, area: str, file: str, source: str, known: str | None = None) -> dict[str, Any]:
         """What becomes of a mutant; the copy is as it was afterwards."""
         path = self.root / file
         original = path.read_text()
@@ -147,7 +153,7 @@ class Copy:
         compiled.unlink(missing_ok=True)
         path.write_text(source)
         try:
-            result = self.judge(area, file)
+            result = self.judge(area, file, known)
         finally:
             path.write_text(original)
             py_compile.compile(str(path))
@@ -265,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--carry", action="store_true", help="write where the recorded mutants are today, and run nothing"
     )
+    parser.add_argument("--known", type=Path, nargs="+", default=[], help="earlier records, whose tests are run first")
     parser.add_argument("--compare", type=Path, help="an earlier record of the same mutants; runs nothing")
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     given = parser.parse_args(arguments)
@@ -289,8 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         before = json.loads(given.output.read_text())
         if {name: before.get(name) for name in about} == about:
             done = before["mutants"]
-    known = {_key(each) for each in done}
-    waiting = [item for item in items if _key(described(item)) not in known]
+    judged_before = {_key(each) for each in done}
+    waiting = [item for item in items if _key(described(item)) not in judged_before]
+    records = [mutant for path in given.known for mutant in json.loads(path.read_text())["mutants"]]
+    tests = {_key(each): test for each in records if (test := _test(each)) is not None}
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
         copies: queue.Queue[Copy] = queue.Queue()
         for number in range(given.jobs):
@@ -305,7 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 source = item[2].of((ROOT / item[1]).read_text())
                 assert source is not None
-                return described(item) | place.judge_mutant(item[0], item[1], source)
+                mutant = described(item)
+                return mutant | place.judge_mutant(item[0], item[1], source, tests.get(_key(mutant)))
             finally:
                 copies.put(place)
 
