@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,73 +31,29 @@ ATTRIBUTES = re.compile(
     r"\b_(?:spec|local_tensor|iterator|IterableDataset_len_called|shutdown_workers|pg_registry|get_fsdp_state|make_subclass"
     r"|fsdp_param_group|all_gather_result|push_all_rebuilt_params|get_default_store|post_accumulate_grad_hooks)\b"
 )
-# Those that are looked up while pure_loop is imported.
-NAMES = [
-    "torch._C._is_any_autocast_enabled",
-    "torch.autograd.Variable._execution_engine",
-    "torch._C._current_graph_task_id",
-    "torch._C._functorch.is_functorch_wrapped_tensor",
-    "torch._C._functorch.peek_interpreter_stack",
-    "torch.Tensor._use_count",
-    "torch.cuda.memory._record_memory_history",
-    "torch.cuda.memory._dump_snapshot",
-    "torch._C._storage_Use_Count",
-    "torch._amp_foreach_non_finite_check_and_unscale_",
-    "torch._amp_update_scale_",
-    "torch._fused_adam_",
-    "torch._fused_adamw_",
-    "torch._fused_sgd_",
-    "torch.utils.data._utils.collate.default_collate_fn_map",
-    "torch.nn.modules.module._has_any_global_hook",
-    "torch.optim.optimizer._global_optimizer_post_hooks",
-    "torch.optim.optimizer._global_optimizer_pre_hooks",
-    "torch._C._len_torch_function_stack",
-    "torch._C._len_torch_dispatch_stack",
-    "torch.overrides._get_current_function_mode_stack",
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
-    "torch._C._autograd._top_saved_tensors_default_hooks",
-    "torch.utils._pytree.register_pytree_node",
-    "torch.utils._pytree.tree_map",
-    "torch.utils._pytree.GetAttrKey",
-    "torch.utils._pytree.MappingKey",
-    "torch.utils._pytree.SUPPORTED_NODES",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch._C._DisableTorchDispatch",
-]
-# The same, where not every torch has them, and nothing is lost by that.
-OPTIONAL = ["torch._foreach_clone", "torch._C._has_Standard_Deleter"]
-# Those that are looked up when they are needed, and what serves in their place; tests below do without them.
-LATER = {
-    "torch.Tensor._make_subclass": "as_subclass",
-    "torch.Tensor._backward_hooks": "none is seen",
-    "torch.Tensor._post_accumulate_grad_hooks": "none is seen",
-    "torch.distributed.tensor.DTensor._local_tensor": "to_local",
-    "torch.distributed.tensor.DTensor._spec": "from_local",
-    "torch.utils.data.DataLoader._iterator": "workers end when they are collected",
-    "torch.utils.data.DataLoader._IterableDataset_len_called": "nothing",
-    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers": "they end when they are collected",
-    "torch.mps._get_default_mps_generator": "an error that says so",
-    "torch._C._distributed_c10d._broadcast_coalesced": "a message for each tensor",
-    "torch._C._distributed_c10d._register_process_group": "ranks are processes",
-    "torch._C._distributed_c10d._unregister_process_group": "ranks are processes",
-    "torch.distributed.distributed_c10d._get_default_store": "an error that says so",
-    "torch.distributed.distributed_c10d._World": "ranks are processes",
-    "torch.distributed.distributed_c10d._world": "ranks are processes",
-    "torch.distributed.device_mesh.DeviceMesh._pg_registry": "groups end with the process",
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "ranks wait until their timeout",
-    "torch.distributed.fsdp.FSDPState._fsdp_param_group": "ranks wait until their timeout",
-    "torch.distributed.fsdp.FSDPParamGroup._all_gather_result": "ranks wait until their timeout",
-    "torch.distributed.Reducer._push_all_rebuilt_params": "a backward of nothing",
-    "torch.ops._c10d_functional.wait_tensor": "torch waits where the tensor is used",
-    "torch.testing._internal.distributed.fake_pg.FakeStore": "a rehearsal counts no collectives",
-    "torch.utils._debug_mode.DebugMode": "no operation is named",
-    "torch._compile": "nothing",
-    "torch._dynamo": "nothing",
-    "torch._inductor.config": "nothing",
-}
+GATE = Path(torch_private.__file__)
 
-# What the programs have in common.
-COMMON = """
+
+def looked_up(source: str) -> list[str]:
+    """The names that a gate looks up by ``_find(owner, path, lost)`` while it is imported."""
+    owners = {"Tensor": "torch.Tensor", "optimizers": "torch.optim.optimizer"}
+    calls = []
+    for statement in ast.parse(source).body:
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            calls += [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func) == "_find"]
+    pairs = [(ast.unparse(call.args[0]), ast.literal_eval(call.args[1])) for call in calls]
+    return [f"{owners.get(owner, owner)}.{path}" for owner, path in pairs]
+
+
+# The engine's method can't be taken away, the engine can. Keys are looked up, and noted, where something is registered.
+KEYS = ["torch.utils._pytree.GetAttrKey", "torch.utils._pytree.MappingKey"]
+NAMES = [name.removesuffix(".run_backward") for name in looked_up(GATE.read_text())] + KEYS
+
+# One process imports torch, and a child of it for each name imports pure_loop without that, and trains two steps; the
+# last one does so without all names, with all of the package imported. What pure_loop imports of torch needs some of
+# these names itself, and is imported before.
+PROGRAM = """
 import contextlib, importlib, os, pkgutil, sys, traceback
 import torch
 from torch import nn
@@ -148,50 +103,7 @@ def train():
             assert state.timestamp.batch == 2
             numbers += [tensor.clone() for tensor in state.params.values()]
     return numbers, pl._internal.torch_private.missing
-"""
 
-# One process imports torch, and a child of it for each name imports pure_loop without that, and trains two steps.
-PROGRAM = (
-    COMMON
-    + """
-
-def child(path, write):
-    with without(path):
-        import pure_loop._internal.torch_private
-    try:
-        numbers, missing = train()
-        assert missing, "it is not noted as missing"
-        torch.save(numbers, write)
-        return 0
-    except BaseException:
-        traceback.print_exc()
-        return 1
-
-
-folder, *names = sys.argv[1:]
-for number, path in enumerate(names):
-    pid = os.fork()
-    if not pid:
-        status = child(path, f"{folder}/{number}")
-        sys.stderr.flush()
-        os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    if status:
-        sys.exit(f"without {path}: failed")
-right, missing = train()
-assert not missing, missing
-for number, path in enumerate(names):
-    for one, other in zip(torch.load(f"{folder}/{number}"), right, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text: f"without {path}: {text}")
-print("all the same")
-"""
-)
-
-# The same without all of them at once, for which all of the package is imported, and not only the gate. What pure_loop
-# imports of torch needs some of these names itself, and is imported before.
-ALL_AT_ONCE = (
-    COMMON
-    + """
 
 def import_all():
     import pure_loop
@@ -202,39 +114,53 @@ def import_all():
                 importlib.import_module(module.name)
 
 
+def child(function):
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            function()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(status)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def usual():
+    import_all()
+    numbers, missing = train()
+    assert not missing, missing
+    torch.save(([name for name in sys.modules if name.startswith("torch.")], numbers), f"{folder}/usual")
+
+
+def without_these(names):
+    with contextlib.ExitStack() as hidden:
+        for name in names:
+            hidden.enter_context(without(name))
+        if len(names) > 1:
+            import_all()
+        import pure_loop._internal.torch_private
+    numbers, missing = train()
+    assert missing, "it is not noted as missing"
+    for one, other in zip(numbers, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    if len(names) > 1:
+        print(*missing)
+        sys.stdout.flush()
+
+
 folder, *names = sys.argv[1:]
-pid = os.fork()
-if not pid:
-    status = 1
-    try:
-        import_all()
-        numbers, missing = train()
-        assert not missing, missing
-        modules = [name for name in sys.modules if name.startswith("torch.")]
-        ours = [name for name in sys.modules if name.startswith("pure_loop.")]
-        torch.save((modules, ours), f"{folder}/modules")
-        torch.save(numbers, f"{folder}/numbers")
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)
-assert os.waitpid(pid, 0)[1] == 0
-modules, ours = torch.load(f"{folder}/modules")
+assert child(usual)
+modules, right = torch.load(f"{folder}/usual")
+for name in names:
+    assert child(lambda: without_these([name])), f"without {name}: failed"
 for name in modules:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-with contextlib.ExitStack() as hidden:
-    for name in names:
-        hidden.enter_context(without(name))
-    import_all()
-assert not set(ours) - set(sys.modules), set(ours) - set(sys.modules)
-numbers, missing = train()
-for one, other in zip(numbers, torch.load(f"{folder}/numbers"), strict=True):
-    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-print(*missing)
+assert child(lambda: without_these(names)), "without all of them: failed"
 """
-)
 
 
 def test_private_names_stand_in_the_gate() -> None:
@@ -372,117 +298,19 @@ def test_a_subclass_without_the_private_name(unnoted: dict[str, str], monkeypatc
 
 
 @pytest.mark.slow
-def test_training_works_without_each(tmp_path: Path) -> None:
-    """To rounding: a fallback may add in another order."""
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), *NAMES], capture_output=True, text=True, timeout=250, check=False
-    )
+def test_training_works_without_each_name_and_without_all(tmp_path: Path) -> None:
+    """To rounding: a fallback may add in another order. Forty processes import the package."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *NAMES]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout == "all the same\n"
+    noted = re.split(r"[\s.]", ran.stdout)
+    assert [name for name in NAMES if name.rpartition(".")[2] not in noted] == KEYS
 
 
-@pytest.mark.slow  # imports the whole package in processes of their own
-def test_importing_and_training_work_without_all_at_once(tmp_path: Path) -> None:
-    names = [*NAMES, *(name for name in OPTIONAL if there(name))]
-    ran = subprocess.run(
-        [sys.executable, "-c", ALL_AT_ONCE, str(tmp_path), *names],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    unnoted = {name for name in NAMES if name.rpartition(".")[2] not in re.split(r"[\s.]", ran.stdout)}
-    # Keys are looked up where something is registered.
-    assert unnoted == {"torch.utils._pytree.GetAttrKey", "torch.utils._pytree.MappingKey"}
-
-
-def there(name: str) -> bool:
-    """Whether this torch has what it may lack."""
-    try:
-        attrgetter(name.partition(".")[2])(torch)
-    except AttributeError:
-        return False
-    return True
-
-
-def looked_up(source: str) -> set[str]:
-    """The private names in the source of a gate: attributes, imports, and texts that are a name or a path of names.
-
-    Those of the module's own, ``self._name`` and ``__name__`` are none.
-    """
-    tree = ast.parse(source)
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(value=ast.Name(id="self")):
-                continue
-            case ast.Attribute():
-                found.update(ast.unparse(node).split("."))
-            case ast.Import(names=aliases):
-                found.update(part for alias in aliases for part in alias.name.split("."))
-            case ast.ImportFrom(module=str(module), names=aliases):
-                found.update([*module.split("."), *(alias.name for alias in aliases)])
-            case ast.Constant(value=str(text)) if re.fullmatch(r"\.?(\w+\.)*\w*", text):
-                found.update(text.split("."))
-    return {name for name in found if re.fullmatch(r"_[a-zA-Z]\w*", name)} - OURS
-
-
-# The package's own, and a method of named tuples.
-OURS = {"_internal", "_replace"}
-
-
-def not_listed(source: str) -> set[str]:
-    """The private names of a gate that no list above has."""
-    listed = {part for name in [*NAMES, *OPTIONAL, *LATER] for part in name.split(".")}
-    return looked_up(source) - listed
-
-
-def found_by_path(source: str) -> set[str]:
-    """The names that a gate looks up by ``_find(owner, path, lost)``, whole."""
-    owners = {
-        "Tensor": "torch.Tensor",
-        "optimizers": "torch.optim.optimizer",
-        "c10d": "torch.distributed.distributed_c10d",
-    }
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_find":
-            owner, path = ast.unparse(node.args[0]), node.args[1]
-            paths = [""]
-            for part in path.values if isinstance(path, ast.JoinedStr) else [path]:
-                ends = [str(each.value) for each in ast.walk(part) if isinstance(each, ast.Constant)]
-                paths = [f"{begin}{end}" for begin in paths for end in ends]
-            found.update(f"{owners.get(owner, owner)}.{each}" for each in paths)
-    return found
-
-
-def test_every_name_of_the_gate_is_in_a_list() -> None:
-    gate = Path(torch_private.__file__).read_text()
-    assert not_listed(gate) == set()
-    listed = {*NAMES, *OPTIONAL, *LATER, "torch.autograd.Variable._execution_engine.run_backward"}
-    assert found_by_path(gate) - listed == set()
-    gone = {name for name in [*NAMES, *OPTIONAL, *LATER] if name.rpartition(".")[2] not in gate}
-    assert gone == set()
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        '_find(torch, "_C._of_tomorrow", "nothing")',
-        'getattr(tensor, "_of_tomorrow", None)',
-        "tensor._of_tomorrow()",
-        "from torch.utils._of_tomorrow import Mode",
-        "def f():\n    import torch._of_tomorrow",
-    ],
-)
-def test_a_name_that_is_in_no_list_is_found(source: str) -> None:
-    assert not_listed(source) == {"_of_tomorrow"}
-
-
-def test_names_that_are_found_by_their_path() -> None:
-    source = """_find(Tensor, "_a", "x"), _find(torch, f"utils._p.{'A' if b else 'B'}", "y")"""
-    assert found_by_path(source) == {"torch.Tensor._a", "torch.utils._p.A", "torch.utils._p.B"}
+def test_names_that_are_looked_up_are_found() -> None:
+    source = '_find(Tensor, "_a.b", "x") or f\ndef later():\n    _find(torch, "_c", "y")'
+    assert looked_up(source) == ["torch.Tensor._a.b"]
+    assert len(NAMES) > 25
 
 
 def test_a_torch_whose_compiler_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
