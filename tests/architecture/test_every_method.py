@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -21,25 +20,22 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pure_loop as pl
-from pure_loop.callbacks import GradMonitor
 from pure_loop.ranges import alternatives_in, settings_of
-from pure_loop.testing import cases, check_algorithm, check_callback, laws, plans
+from pure_loop.testing import check_algorithm, check_callback, laws, plans
 from pure_loop.testing._compositions import ALGORITHMS, built
-from pure_loop.testing.laws._streams import same_stream
 from pure_loop.testing.problems import as_problem
 from tests.conftest import THOROUGH
 from tests.support.optimizing import RULES
 from tests.support.problem import convnet, images
 from tests.support.problem import run as train
 from tests.support.samples import sample, simplest
-from tests.support.served import SERVED, module_of, required, served
+from tests.support.served import module_of, required, served
 
 # Variables that keep the packages of trackers from any network.
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "SLACK_TOKEN": "x"}
@@ -105,34 +101,35 @@ def test_its_head_is_a_row_of_the_docs() -> None:
 LATER = dict.fromkeys(["compile_equality", "world_size", "rank_agreement"], "tried in the slow tier")
 
 
+def drawn(factory: Any) -> Any:
+    """The algorithm with settings in their ranges, and what it needs besides."""
+    ranged = settings_of(factory)
+    return built(factory, **{name: st.just(value) for name, value in required(factory).items() if name not in ranged})
+
+
+def options_of(factory: Any) -> dict[str, Any]:
+    """What it trains, and the laws that its module says it can't keep."""
+    problem = served(factory)
+    expected = {"expected_failures": getattr(module_of(factory), "EXPECTED_FAILURES", {})}
+    return expected if problem is None else {**expected, "problems": problem}
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithms_keep_laws_on_one_rank(name: str) -> None:
     factory = ALGORITHMS[name]
-    needed = {key: st.just(value) for key, value in required(factory).items() if key not in settings_of(factory)}
-    expected = getattr(module_of(factory), "EXPECTED_FAILURES", {})
-    options: dict[str, Any] = {"expected_failures": {law: why for law, why in expected.items() if law not in LATER}}
-    problem = served(factory)
-    if problem is not None:
-        options["problems"] = problem
-    check_algorithm(simplest(built(factory, **needed)), max_examples=1, skip=LATER, **options)
+    options = options_of(factory)
+    options["expected_failures"] = {law: why for law, why in options["expected_failures"].items() if law not in LATER}
+    check_algorithm(simplest(drawn(factory)), max_examples=1, skip=LATER, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # on simulated ranks, from disk and compiled, too
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithms_keep_every_law(name: str) -> None:
-    """On simulated ranks, from disk and compiled, too."""
     factory = ALGORITHMS[name]
-    module = module_of(factory)
-    options: dict[str, Any] = {"expected_failures": getattr(module, "EXPECTED_FAILURES", {})}
-    problem = SERVED.get(getattr(module, "SERVES", None))
-    if problem is not None:
-        options["problems"] = problem
-    separable = problem is None or as_problem(problem).separable
-    ranged = settings_of(factory)
-    needed = {name: st.just(value) for name, value in required(factory).items() if name not in ranged}
-    drawn = built(factory, **needed)
-    for made in [simplest(drawn), *(sample(drawn, 4) if THOROUGH else [])]:
-        report = check_algorithm(made, max_examples=20 if THOROUGH else 2, **options)
+    options, algorithms = options_of(factory), drawn(factory)
+    separable = "problems" not in options or as_problem(options["problems"]).separable
+    for algorithm in [simplest(algorithms), *(sample(algorithms, 4) if THOROUGH else [])]:
+        report = check_algorithm(algorithm, max_examples=20 if THOROUGH else 2, **options)
         skipped = {outcome.law: outcome.reason for outcome in report.outcomes if outcome.result == "skipped"}
         # Models with BatchNorm or dropout train otherwise on parts of a batch.
         assert skipped.keys() == {*laws.UNAVAILABLE, *(() if separable else ("microbatch_invariance", "world_size"))}
@@ -260,47 +257,6 @@ def test_a_logger_replaces_no_record_of_another_run(method: Any, tmp_path: Path)
         train(convnet(), images(), loggers=[second], run_name="second")
 
 
-@pytest.mark.slow  # trackers take seconds to begin a run
-def test_callbacks_and_loggers_change_nothing_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, value in OFFLINE.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("slack_sdk.WebClient.chat_postMessage", lambda *_, **message: message)
-    usable = [method for method in (*CALLBACKS, *LOGGERS) if not lacking(method, tmp_path)]
-    arguments = {method: required(method, tmp_path) for method in usable}
-    numbers = itertools.count()
-
-    def made(method: Any, folder: Path) -> Any:
-        places = {name: folder / name for name in ("folder", "path") if name in arguments[method]}
-        return method(**{**arguments[method], **places})
-
-    # Without a search for a smaller one, which would begin hundreds of runs of trackers.
-    @settings(max_examples=50 if THOROUGH else 6, phases=[Phase.generate])
-    @given(
-        cases(problems="convolution", plans=plans(min_evaluators=1)),
-        st.lists(st.sampled_from([method for method in usable if method in CALLBACKS]), unique=True, min_size=2),
-        # A tracker takes seconds to begin a run.
-        st.lists(
-            st.sampled_from([method for method in usable if method in LOGGERS]), unique=True, min_size=1, max_size=2
-        ),
-    )
-    def check(case: Any, callbacks: list[Any], loggers: list[Any]) -> None:
-        folder = tmp_path / str(next(numbers))
-        attached = {
-            "callbacks": [made(method, folder / method.__name__) for method in callbacks],
-            "loggers": [made(method, folder / method.__name__) for method in loggers],
-        }
-        # For a monitor of gradients States have a grad_norm.
-        norms = [GradMonitor()] if GradMonitor in callbacks else []
-        same_stream(
-            case.run(**attached), case.run(callbacks=norms), "with callbacks and loggers together, the run differed"
-        )
-
-    check()
-
-
 # Schedules
 
 TIMESTAMPS = [
@@ -310,7 +266,9 @@ TIMESTAMPS = [
 
 @pytest.mark.parametrize("method", SCHEDULES, ids=lambda method: method.__name__)
 def test_schedules_are_functions_of_the_timestamp(method: Any) -> None:
-    for schedule in sample(built(method), 10) if settings_of(method) and _is_drawn(method) else [_made(method)]:
+    for schedule in (
+        sample(built(method), 10) if settings_of(method) and _is_drawn(method) else [method(**required(method))]
+    ):
         found = [schedule(timestamp) for timestamp in TIMESTAMPS]
         assert all(isinstance(value, float | int) for value in found)
         assert [schedule(timestamp) for timestamp in reversed(TIMESTAMPS)][::-1] == found
@@ -328,10 +286,6 @@ def _is_drawn(method: Any) -> bool:
     )
 
 
-def _made(method: Any) -> Any:
-    return method(**required(method))
-
-
 # Metrics
 
 
@@ -343,7 +297,7 @@ def test_metrics_are_the_same_however_samples_are_batched(method: Any) -> None:
     found = []
     for sizes in ([6], [1, 3, 2], [2, 2, 2]):
         data = list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
-        metric = _made(method)
+        metric = method(**required(method))
         state = pl.run(
             pl.evaluate(model, {"test": pl.Evaluator(data, metrics=[metric])}, loss=functional.cross_entropy)
         )
@@ -355,7 +309,7 @@ def test_metrics_are_the_same_however_samples_are_batched(method: Any) -> None:
 @pytest.mark.parametrize("method", METRICS, ids=lambda method: method.__name__)
 def test_metrics_of_parts_are_merged(method: Any) -> None:
     """What several ranks do with theirs."""
-    metric = _made(method)
+    metric = method(**required(method))
     generator = torch.Generator().manual_seed(0)
     parts = []
     whole = metric.init()
