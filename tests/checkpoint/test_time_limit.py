@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,9 +17,9 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
 from pure_loop.checkpoint.coordination import TimeLimit
-from tests.support import streams as sameness
 from tests.support.checkpoint_runs import fit, messages, small
-from tests.support.sharding import network, pool, train, whole
+from tests.support.streams import assert_same
+from tests.support.tiers import examples
 
 # The callbacks of a run come before the saver, so that what they take is in the next batch.
 
@@ -34,106 +34,89 @@ class Clock:
         return self.now
 
 
-def job(folder: Path, limit: str, *, seconds: Callable[[int], float] = lambda batch: 10.0, **options: Any) -> Any:
-    """A job of 8 batches that takes these seconds for each of them; the last State, or the exit code."""
+def job(
+    folder: Path,
+    limit: str,
+    *,
+    seconds: Callable[[int], float] = lambda batch: 10.0,
+    evaluation: float = 0.0,
+    **options: Any,
+) -> tuple[Any, float, int]:
+    """A job that takes these seconds for each batch: the last State or the exit code, its seconds, the saved batch."""
     clock = Clock()
 
     def pass_time(event: Event, state: pl.State) -> None:
-        if event is Event.BEFORE_FORWARD:
-            clock.now += seconds(state.timestamp.batch)
-        if event is Event.EVAL_END:
-            clock.now += options.get("evaluation", 0.0)
+        clock.now += seconds(state.timestamp.batch) * (event is Event.BEFORE_FORWARD)
+        clock.now += evaluation * (event is Event.EVAL_END)
 
-    settings = {name: value for name, value in options.items() if name != "evaluation"}
     saver = CheckpointSaver(folder, interval=0, stop_before=limit)
+    ended: Any = None
     try:
-        state = pl.run(fit(small(), clock=clock, callbacks=pass_time, autoresume=saver, **settings))
+        ended = pl.run(fit(clock=clock, **{"callbacks": pass_time, "autoresume": saver, **options}))
     except SystemExit as error:
-        return error.code, clock.now - 1000.0
-    return state, clock.now - 1000.0
-
-
-def saved_batch(folder: Path) -> int:
-    path = pl.latest(folder)
-    assert path is not None
-    return pl.load(path, model=small()).timestamp.batch
+        ended = error.code
+    path: Any = pl.latest(folder)
+    return ended, clock.now - 1000.0, pl.load(path, model=small()).timestamp.batch
 
 
 def test_it_stops_while_there_is_time_for_one_batch_more(tmp_path: Path) -> None:
+    assert pl.checkpoint.REQUEUE == 75
     with messages() as said:
-        assert job(tmp_path, "45s") == (pl.checkpoint.REQUEUE, 40.0) == (75, 40.0)
-    assert saved_batch(tmp_path) == 4
-    assert len(said) == 1
-    assert said[0].startswith("stop_before='45s': the State of batch 4 is saved in ")
-    assert said[0].endswith(": the same command resumes from it")
+        assert job(tmp_path, "45s") == (75, 40.0, 4)
+    (line,) = said
+    assert line.startswith("stop_before='45s': the State of batch 4 is saved in ")
+    assert line.endswith(": the same command resumes from it")
     # The limit is of each job, so the second one has as long, and the third one has the end of the epoch left.
-    assert job(tmp_path, "45s") == (75, 40.0)
-    assert saved_batch(tmp_path) == 8
-    state, spent = job(tmp_path, "45s")
+    assert job(tmp_path, "45s") == (75, 40.0, 8)
+    state, spent, _ = job(tmp_path, "45s")
     assert spent == 0.0
-    wanted = pl.run(fit(small()))
-    assert state.params.keys() == wanted.params.keys()
-    assert all(torch.equal(tensor, wanted.params[name]) for name, tensor in state.params.items())
+    assert_same(dict(state.params), dict(pl.run(fit()).params), "resumed")
 
 
-@pytest.mark.parametrize(
-    ("limit", "batches", "stopped"),
-    [("1h", 8, False), ("91s", 8, False), ("90s", 8, True), ("80s", 7, True), ("79s", 7, True), ("1s", 1, True)],
-)
-def test_where_it_stops(tmp_path: Path, limit: str, batches: int, stopped: bool) -> None:
-    result, _ = job(tmp_path, limit)
-    assert (result == 75) == stopped
-    assert saved_batch(tmp_path) == batches
-    # A duration in batches is over with the last one.
-    assert job(tmp_path / "batches", limit, max_duration=f"{batches}ba")[0] != 75
-
-
-def test_evaluations_and_slow_batches_count(tmp_path: Path) -> None:
+def test_where_it_stops(tmp_path: Path) -> None:
+    rows = ("1h", 8, False), ("91s", 8, False), ("90s", 8, True), ("80s", 7, True), ("79s", 7, True), ("1s", 1, True)
+    for limit, batches, stopped in rows:
+        result, _, saved = job(tmp_path / limit, limit)
+        assert (result == 75, saved) == (stopped, batches), limit
+        # A duration in batches is over with the last one.
+        assert job(tmp_path / f"{limit} batches", limit, max_duration=f"{batches}ba")[0] != 75
     # After batches 4 and 8 an evaluation of 30 seconds: batch 9 ends after 150 s, and with another one batch 10 would
     # end after 190 s.
-    assert job(tmp_path / "a", "3m", evaluation=30.0, max_duration="9ep")[0] == 75
-    assert saved_batch(tmp_path / "a") == 9
+    assert job(tmp_path / "a", "3m", evaluation=30.0, max_duration="9ep")[::2] == (75, 9)
     # The first batch compiles, and is not the measure of others.
-    code, spent = job(tmp_path / "b", "2m", seconds=lambda batch: 50.0 if batch == 0 else 10.0)
-    assert (code, spent, saved_batch(tmp_path / "b")) == (75, 110.0, 7)
+    assert job(tmp_path / "b", "2m", seconds=lambda batch: 50.0 if batch == 0 else 10.0) == (75, 110.0, 7)
 
 
-@settings(max_examples=40)
+@examples(40, 1000)
 @given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=30), st.floats(0.5, 1000.0))
 def test_the_limit_holds_where_no_batch_is_longer_than_those_before(seconds: list[float], limit: float) -> None:
-    seconds = sorted(seconds, reverse=True)
-    state = pl.State.create(nn.Linear(1, 1))
-    watch = TimeLimit(limit, "")
+    state, watch, total = pl.State.create(nn.Linear(1, 1)), TimeLimit(limit, ""), 0.0
     watch.begin(state, 1)
-    total = 0.0
-    for number, each in enumerate(seconds):
+    for number, each in enumerate(sorted(seconds, reverse=True)):
         state, total = state.count_batch(samples=1, seconds=each), total + each
-        if watch.is_near(state):
-            # The first batch, after which one knows, is trained whatever it takes.
-            assert number == 0 or total < limit
-            break
-        assert total < limit
-    else:
-        assert total < limit
+        is_near = watch.is_near(state)
+        # The first batch, after which one knows, is trained whatever it takes.
+        assert total < limit or (number == 0 and is_near)
+        if is_near:
+            return
 
 
 def test_a_state_that_takes_long_to_save_is_saved_earlier() -> None:
     state = pl.State.create(nn.Linear(1000, 1000))  # 4 MB, 0.04 s
-    for limit, stops in ((1.0401, True), (1.0399, True), (2.0402, False), (2.0399, True)):
+    rows = ((1.0401, 1, True), (1.0399, 1, True), (2.0402, 1, False), (2.0399, 1, True), (3.0402, 2, False))
+    for limit, ranks, stops in (*rows, (3.0399, 2, True)):
         watch = TimeLimit(limit, "")
-        watch.begin(state, 1)
+        watch.begin(state, ranks)
         assert watch.is_near(state.count_batch(samples=1, seconds=1.0)) is stops
 
 
-def test_weights_alone_are_nothing_to_resume_from(tmp_path: Path) -> None:
+def test_weights_alone_and_scripts_need_something_to_resume_from(tmp_path: Path) -> None:
     weights = CheckpointSaver(tmp_path / "weights", weights_only=True, stop_before="1h")
     with pytest.raises(pl.ArgumentError, match=r"weights_only=True, stop_before='1h'.*autoresume=CheckpointSaver"):
-        fit(small(), callbacks=[weights])
-    fit(small(), callbacks=[weights, CheckpointSaver(tmp_path / "whole")])
-    fit(small(), callbacks=[weights], autoresume=tmp_path / "resumed")
+        fit(callbacks=[weights])
+    fit(callbacks=[weights, CheckpointSaver(tmp_path / "whole")])
+    fit(callbacks=[weights], autoresume=tmp_path / "resumed")
 
-
-def test_a_script_counts_no_seconds(tmp_path: Path) -> None:
     def script(state: pl.State) -> Any:
         return (yield Event.FIT_END, state)
 
@@ -150,46 +133,14 @@ def test_two_savers_both_save(tmp_path: Path) -> None:
     other = CheckpointSaver(tmp_path / "other", interval=0)
     saver = CheckpointSaver(tmp_path / "runs", interval=0, stop_before="45s")
     with pytest.raises(SystemExit) as caught, messages() as said:
-        pl.run(fit(small(), clock=clock, callbacks=[pass_time, other], autoresume=saver))
+        pl.run(fit(clock=clock, callbacks=[pass_time, other], autoresume=saver))
     assert caught.value.code == 75
-    assert saved_batch(tmp_path / "other") == saved_batch(tmp_path / "runs") == 4
+    for folder in ("other", "runs"):
+        assert str(pl.latest(tmp_path / folder)).endswith("-ba4.safetensors")
     assert [line.partition(":")[0] for line in said] == ["stop_before='45s'", "stop_before"]
 
 
-@pytest.mark.slow  # real ranks
-@pytest.mark.parametrize("kind", ["replicate", "shard"])
-def test_all_ranks_stop_at_one_boundary(tmp_path: Path, kind: str) -> None:
-    def program(rank: int) -> tuple[Any, int, Any]:
-        clock, last = Clock(), 0
-
-        def pass_time(event: Event, state: pl.State) -> None:
-            nonlocal last
-            # The clocks of ranks differ.
-            clock.now += (10.0 + rank) * (event is Event.BATCH_START)
-            last = state.timestamp.batch
-
-        pass_time.all_ranks = True  # type: ignore[attr-defined]
-        saver = CheckpointSaver(tmp_path, interval=0, stop_before="50s")
-        options: dict[str, Any] = {"parallel": kind, "clock": clock, "callbacks": pass_time}
-        try:
-            pl.run(train(network(), autoresume=saver, **options))
-        except SystemExit as error:
-            code = error.code
-        assert pl.latest(tmp_path) is not None  # on each rank, as soon as it ends
-        at = last
-        rest = whole(pl.run(train(network(), parallel=kind, autoresume=tmp_path)))
-        return code, at, rest
-
-    results = pool().run(program)
-    assert [result[0] for result in results] == [75, 75]
-    assert results[0][1] == results[1][1] < 8
-    wanted = pool().run(lambda rank: whole(pl.run(train(network(), parallel=kind))))[0]
-    sameness.assert_same(results[0][2], wanted, kind)
-
-
 def test_the_program_ends_with_the_code(tmp_path: Path) -> None:
-    import subprocess
-
     text = f"""
 import itertools, torch, pure_loop as pl
 clock = itertools.count(0.0, 10.0)
