@@ -43,27 +43,21 @@ def one_hash(number: int) -> str:
 MEMORIES = {
     "a set of colliding integers": f'{{"set": {counted(one_hash)}}}',
     "a set of colliding floats": f'{{"set": {counted(lambda i: repr(float(i + 1) * 2.0 ** (61 * (i % 16))))}}}',
-    "a set of colliding frozensets": f'{{"set": {counted(lambda i: f"""{{"frozenset": [{one_hash(i)}]}}""")}}}',
     "a dict by colliding integers": f'{{"dict": {counted(lambda i: f"[{one_hash(i)}, 0]")}}}',
     "a frozen dict by colliding tuples": f'{{"frozen": {counted(lambda i: f"""[{{"tuple": [{one_hash(i)}]}}, 0]""")}}}',
-    "a set of distinct integers": f'{{"set": {counted(lambda i: str(i << 40))}}}',
     "lists of lists": repeated("[[0]]"),
     "deep tuples": repeated('{"tuple": [' * 60 + "]}" * 60),
-    "objects of no kind": repeated("{}"),
     "an integer too long": "9" * SIZE,
     "bytes": f'{{"bytes": "{"0" * SIZE}"}}',
     "texts of wide characters": repeated(f'"{chr(0x1F600)}"'),
-    "one tensor often": repeated('{"tensor": "skipped"}'),
     "one tensor of many dimensions": f'{{"tensor": "skipped", "shape": {repeated("1")}, "stride": [1]}}',
     "a kind that is long": f'{{"{"k" * SIZE}": 0}}',
 }
 DIGEST = '"pure_loop.blake2b-256":{"dtype":"U8","shape":[32],"data_offsets":[0,32]}'
-DIMENSIONS = "9," * 63 + "0"
+ZEROS = "9," * 63 + "0"
 HEADERS = {
-    "empty tensors": counted(lambda i: f'"{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
-    "many dimensions": counted(lambda i: f'"{i}":{{"dtype":"U8","shape":[{DIMENSIONS}],"data_offsets":[0,0]}}'),
-    "metadata": f'["__metadata__":{{{counted(lambda i: f"""{chr(34)}{i}{chr(34)}:{chr(34) * 2}""")[1:-1]}}}]',
-    "deep lists": f'["x":{repeated("[" * 60 + "]" * 60)}]',
+    "many dimensions": counted(lambda i: f'"{i}":{{"dtype":"U8","shape":[{ZEROS}],"data_offsets":[0,0]}}')[1:-1],
+    "deep lists": f'"x":{repeated("[" * 60 + "]" * 60)}',
 }
 
 
@@ -71,7 +65,7 @@ HEADERS = {
 def test_a_file(name: str, tmp_path: Path) -> None:
     content = rewritten(checkpoint(), MEMORY, MEMORIES[name]) if name in MEMORIES else b""
     Folder(tmp_path).check(
-        content or sealed(f"{{{HEADERS[name][1:-1]},{DIGEST}}}"), reads=False, seconds=0.5, memory=25 << 20
+        content or sealed(f"{{{HEADERS[name]},{DIGEST}}}"), reads=False, seconds=0.5, memory=25 << 20
     )
 
 

@@ -142,6 +142,7 @@ def test_an_error_surfaces_at_the_next_event(faulty: str, error: Exception, fail
     with pytest.raises(wrong) as caught:
         loop()
     assert any(f"{faulty}/{name}" in each for each in [str(caught.value), *caught.value.__notes__])
+    assert wrong is RuntimeError or "The disk is full" in str(caught.value)
     # Raised in the event, so that the last one seen is the one before it.
     assert seen[-1][1] <= failing + 1
     assert (Event.BATCH_CHECKPOINT, failing + 1) not in seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -22,19 +23,9 @@ from pure_loop.checkpoint import container, sharded
 from pure_loop.checkpoint.index import INDEX
 from pure_loop.frozendict import FrozenDict
 from pure_loop.testing.ranks import RankError, simulate
+from tests.support import sharding as on_ranks
 from tests.support.problem import close, noise
-from tests.support.sharding import (
-    Here,
-    batches,
-    differ_in_position,
-    in_parts,
-    last,
-    network,
-    pool,
-    train,
-    whole,
-    with_everything,
-)
+from tests.support.sharding import differ_in_position, last, network, pool, train, whole, with_everything
 from tests.support.streams import assert_same, leaves
 from tests.support.tiers import examples, tiers
 
@@ -43,71 +34,65 @@ def tensors(state):
     return {name: leaf for name, leaf in state.items() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()}
 
 
-def at_batch(stream, batch=3, save=lambda state: None):
-    """The State at a BATCH_CHECKPOINT, and the last one."""
+def run(kind=None, **options):
+    return run(kind, **options)
+
+
+def at_batch(stream, path=None, batch=3, **options):
+    """The State at a BATCH_CHECKPOINT, where it is saved, and the last one."""
     for event, state in stream:
         if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == batch:
-            save(state)
+            if path is not None and (dist.get_rank() == 0 or is_sharded(next(iter(state.params.values())))):
+                pl.save(state, path, **options)
             found = whole(state)
     return found, whole(state)
 
 
 def loaded(path, kind):
     """The State at AFTER_LOAD, whether it is in parts, and the last one."""
-    for event, state in train(network(), load_path=path, parallel=kind):
+    for event, state in run(kind, load_path=path):
         if event is Event.AFTER_LOAD:
             at, in_parts = whole(state), all(is_sharded(tensor) for tensor in state.params.values())
     return at, in_parts, whole(state)
 
 
 def test_parts_are_loaded_as_replicas_and_on_one_rank_and_the_other_way_round(tmp_path):
-    parts, alone, replicas, plain, again = (
-        str(tmp_path / name) for name in ("a.sharded", "b.safetensors", "c.safetensors", "d.safetensors", "e.sharded")
-    )
-    one = at_batch(train(network()), save=lambda state: pl.save(state, alone))
-    with open(plain, "wb") as file:
-        container.write(file, dict(pl.load(alone, model=network()).params), {})
+    parts, replicas, plain, again = (str(tmp_path / f"{name}") for name in ("a.sharded", "b", "c", "d.sharded"))
 
     def program(rank):
-        saved = {
-            parts: at_batch(train(network(), parallel="shard"), save=lambda state: pl.save(state, parts)),
-            replicas: at_batch(
-                train(network(), parallel="replicate"), save=lambda state: rank or pl.save(state, replicas)
-            ),
-        }
-        state = pl.load(parts, model=network())
-        for event, each in train(state, parallel="shard"):  # a State that was loaded whole is split again
-            if event is Event.FIT_START:
-                for path in (again, again):  # and saved in its own place
-                    pl.save(each, path)
-        split = whole(each)
-        kinds = {parts: "replicate", alone: "shard", replicas: "shard", plain: "shard"}
-        return saved, split, {path: loaded(path, kind) for path, kind in kinds.items()}
+        saved = {parts: at_batch(run("shard"), parts), replicas: at_batch(run("replicate"), replicas)}
+        if rank == 0:
+            with open(plain, "wb") as file:
+                container.write(file, dict(pl.load(replicas, model=network()).params), {})
+        dist.barrier()
+        for event, state in train(pl.load(parts, model=network()), parallel="shard"):
+            if event is Event.FIT_START:  # a State that was loaded whole is split again, and saved in its own place
+                for _ in range(2):
+                    pl.save(state, again)
+        kinds = {parts: "replicate", replicas: "shard", plain: "shard"}
+        return saved, whole(state), {path: loaded(path, kind) for path, kind in kinds.items()}
 
     for saved, split, found in pool().run(program):
-        saved[alone] = one
         assert_same(split, saved[parts][1], "split again")
         for path, (at, end) in saved.items():
             start, in_parts, final = found[path]
             assert in_parts is (path != parts)
-            for given_here in (start, whole(pl.load(path, model=network()))):
-                assert_same(differ_in_position(given_here), differ_in_position(at), path)
-            close(tensors(final), tensors(end), 1e-9)
+            for each in (start, whole(pl.load(path, model=network()))):
+                assert_same(differ_in_position(each), differ_in_position(at), path)
+            for each in (final, last(run(load_path=path))):
+                close(tensors(each), tensors(end), 1e-9)
         assert found[plain][1]
         weights = {f"params.{name}": tensor for name, tensor in pl.load(plain, model=network()).params.items()}
         assert_same({name: found[plain][0][name] for name in weights}, weights, "plain weights")
+    alone, copy = (pl.load(path, model=network()) for path in (parts, again))
     assert len(os.listdir(again)) == 4
-    assert_same(
-        differ_in_position(whole(pl.load(again, model=network()))), differ_in_position(saved[parts][0]), "again"
-    )
-    close(tensors(last(train(network(), load_path=parts))), tensors(saved[parts][1]), 1e-9)
+    assert_same(differ_in_position(whole(copy)), differ_in_position(whole(alone)), "saved again")
     weights = pl.load(parts, model=network(), weights_only=True, exclude="0.*", rename=lambda name: name)
     assert (weights.timestamp.batch, weights.opt_state) == (0, None)
-    assert torch.equal(weights.params["1.weight"], pl.load(parts, model=network()).params["1.weight"])
+    assert torch.equal(weights.params["1.weight"], alone.params["1.weight"])
     with pytest.raises(pl.ArgumentError, match="rename is for weights alone"):
         pl.load(parts, model=network(), rename={"0": "1"})
-    without = whole(pl.load(parts, model=network(), exclude=["opt_state"]))
-    assert not [name for name in without if name.startswith("opt_state.")]
+    assert_same(pl.load(parts, model=network(), exclude="opt_state"), alone.replace(opt_state=None), "the rest")
 
 
 def outcome(run):
@@ -134,8 +119,9 @@ def fails_on(rank, skip):
 
 
 def save_at_one(path, remembered=0):
-    stream = train(network(), parallel="shard", max_duration="1ba")
-    return at_batch(stream, 1, lambda state: pl.save(state.remember("mine", torch.tensor(remembered)), path))
+    for event, state in run("shard", max_duration="1ba"):
+        if event is Event.BATCH_CHECKPOINT:
+            pl.save(state.remember("mine", torch.tensor(remembered)), path)
 
 
 def test_what_one_rank_cannot_save_is_an_error_on_all_and_the_last_checkpoint_stays(tmp_path):
@@ -146,23 +132,19 @@ def test_what_one_rank_cannot_save_is_an_error_on_all_and_the_last_checkpoint_st
         paths = outcome(lambda: save_at_one(tmp_path / f"{rank}.sharded"))
         saver = CheckpointSaver(tmp_path / "run", interval="1ba", background=rank == 0)
         with fails_on(1, skip=2):
-            part = outcome(lambda: last(train(network(), parallel="shard", callbacks=saver)))
+            part = outcome(lambda: last(run("shard", callbacks=saver)))
         return index, different, paths, part
 
-    (index, different, paths, part), other = pool().run(program)
-    assert "CheckpointWriteError" in index
-    assert "raised on rank 0 of 2" in index
-    assert "DistributedError" in other[0]
-    assert "rank 0 raised CheckpointWriteError" in other[0]
-    assert str(tmp_path / "a.sharded") in other[0]
+    says = [
+        (("CheckpointWriteError", "raised on rank 0 of 2"), ("DistributedError", "rank 0 raised CheckpointWriteError")),
+        (("state.algorithm_state.mine differs between rank 1 and rank 0",),) * 2,
+        (("the ranks save different ones: rank 0 saves",),) * 2,
+        (("rank 1 raised CheckpointWriteError", "ep0-ba3.sharded"), ("disk is full", "ep0-ba3.sharded")),
+    ]
+    for rank, texts in enumerate(pool().run(program)):
+        for text, fragments in zip(texts, says, strict=True):
+            assert all(fragment in text for fragment in fragments[rank]), text
     assert not (tmp_path / "a.sharded" / INDEX).exists()
-    for rank in (different, other[1]):
-        assert "state.algorithm_state.mine differs between rank 1 and rank 0" in rank
-    for rank in (paths, other[2]):
-        assert "the ranks save different ones: rank 0 saves" in rank
-    assert "rank 1 raised CheckpointWriteError" in part
-    assert "disk is full" in other[3]
-    assert "ep0-ba3.sharded" in part
     assert pl.latest(tmp_path / "run") == str(tmp_path / "run" / "ep0-ba2.sharded")
 
 
@@ -174,12 +156,12 @@ def test_folders_are_kept_removed_and_named_as_files_are(tmp_path):
     (folder / "mine.sharded").mkdir()
 
     def program(rank):
-        last(train(network(), parallel="shard", callbacks=CheckpointSaver(folder, interval="1ba", keep_last=2)))
+        last(run("shard", callbacks=CheckpointSaver(folder, interval="1ba", keep_last=2)))
         named = CheckpointSaver(tmp_path / "{run_name}-{start}-{rank}", filename="{run_name}-{epoch}.safetensors")
-        pl.run(train(network(), parallel="shard", callbacks=named))
+        pl.run(run("shard", callbacks=named))
         for _ in range(2):
             again = CheckpointSaver(named.place, filename="{epoch}.safetensors")
-            said = outcome(lambda again=again: pl.run(train(network(), parallel="shard", callbacks=again)))
+            said = outcome(lambda again=again: pl.run(run("shard", callbacks=again)))
         save_at_one(tmp_path / "ba1.sharded")
         dist.barrier()
         if rank == 0:
@@ -255,16 +237,16 @@ def test_any_state_of_n_ranks_is_the_same_on_m(tmp_path_factory, state, n, m, re
         return DeviceMesh("cpu", ranks, _init_backend=False, _rank=dist.get_rank())
 
     def save(rank):
-        sharded.write(Here(table), in_parts(state, mesh(2, n) if replicated else mesh(n)), path)
+        sharded.write(on_ranks.Here(table), on_ranks.in_parts(state, mesh(2, n) if replicated else mesh(n)), path)
 
     def load(rank):
-        template = in_parts(pl.State.create(state.model.module(state.params, {})), mesh(m))
+        template = on_ranks.in_parts(pl.State.create(state.model.module(state.params, {})), mesh(m))
         with patch.object(sharded, "_fill_from", wraps=sharded._fill_from) as reading:
             found = sharded.ShardedCheckpoint.read(path).into(template)
         if n == m and not replicated:
             read = {call.args[0].name.partition("-")[2] for call in reading.call_args_list}
             assert read <= {f"{rank}-of-{n}.safetensors", "whole.safetensors"}
-        given_here, expected = leaves(found), leaves(in_parts(state, mesh(m)))
+        given_here, expected = leaves(found), leaves(on_ranks.in_parts(state, mesh(m)))
         assert all(map(is_sharded, found.params.values()))
         assert given_here.keys() == expected.keys()
         for name, leaf in expected.items():
@@ -338,28 +320,20 @@ def test_savers_do_on_ranks_what_they_do_on_one(tmp_path, kind):
         return model
 
     one = tmp_path / "x.safetensors"
-    _, end = at_batch(train(frozen()), save=lambda state: pl.save(state, one, trained_only=True))
+    pl.save(pl.run(train(frozen(), max_duration="3ba")), one, trained_only=True)
+    end = last(train(frozen()))
 
     def program(rank):
         options = {"metric": "val/loss", "keep_best": 1, "keep_last": 1, "filename": "{batch}.safetensors"}
         best = CheckpointSaver(tmp_path / "best", interval="1ba", **options)
         weights = CheckpointSaver(tmp_path / "w", interval="2ba", weights_only=True, keep_last=1)
-        stream = train(
-            network(),
-            parallel=kind,
-            callbacks=[best, weights],
-            eval_interval="1ba",
-            evaluators={"val": batches()[:1]},
-        )
+        evaluation = {"eval_interval": "1ba", "evaluators": {"val": on_ranks.batches()[:1]}}
+        stream = run(kind, callbacks=[best, weights], **evaluation)
         scores = {s.timestamp.batch: float(s.metrics["val"]["loss"]) for e, s in stream if e is Event.EVAL_AFTER_ALL}
         dist.barrier()
         found = {"best": (pl.best(tmp_path / "best"), min(scores, key=scores.__getitem__))}
-        refused, whole_state = "", pl.State.create(network())
-        for event, state in train(frozen(), parallel=kind):
-            if event is Event.BATCH_END and state.timestamp.batch == 3:
-                refused = outcome(lambda state=state: pl.save(state, tmp_path / f"{rank}", trained_only=True))
-            whole_state = state
-        found["refused"], found["end"] = refused, whole(whole_state)
+        saves = partial(at_batch, train(frozen(), parallel=kind), tmp_path / "refused", trained_only=True)
+        found["refused"] = outcome(saves)
         found["resumed"] = last(train(frozen(), parallel=kind, load_path=one))
         found["other base"] = outcome(lambda: train(frozen(1), parallel=kind, load_path=one))
         clock, seen = [0.0], [0]
@@ -371,10 +345,10 @@ def test_savers_do_on_ranks_what_they_do_on_one(tmp_path, kind):
         pass_time.all_ranks = True
         saver = CheckpointSaver(tmp_path / "limit", interval=0, stop_before="50s")
         settings = {"clock": lambda: clock[0], "callbacks": pass_time, "autoresume": saver}
-        found["limit"] = outcome(lambda: pl.run(train(network(), parallel=kind, **settings))), seen[0]
+        found["limit"] = outcome(lambda: pl.run(run(kind, **settings))), seen[0]
         assert pl.latest(tmp_path / "limit") is not None  # on each rank, as soon as it ends
-        found["rest"] = last(train(network(), parallel=kind, autoresume=tmp_path / "limit"))
-        found["whole"] = last(train(network(), parallel=kind))
+        found["rest"] = last(run(kind, autoresume=tmp_path / "limit"))
+        found["whole"] = last(run(kind))
         return found
 
     ranks = pool().run(program)
@@ -390,8 +364,8 @@ def test_savers_do_on_ranks_what_they_do_on_one(tmp_path, kind):
         assert found["limit"][1] < 8
         assert_same(found["rest"], found["whole"], "resumed")
     weights = pl.load(tmp_path / "w" / "latest", model=network(), weights_only=True)
-    close({f"params.{name}": tensor for name, tensor in weights.params.items()},
-          {name: tensor for name, tensor in ranks[0]["whole"].items() if name.startswith("params.")}, 0)  # fmt: skip
+    for name, tensor in weights.params.items():
+        assert torch.equal(tensor, ranks[0]["whole"][f"params.{name}"])
 
 
 def dies_at(moment):

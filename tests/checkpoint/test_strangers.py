@@ -269,22 +269,6 @@ def test_a_description_without_a_digest_and_a_digest_without_one(folder: Folder)
     assert "it has a digest and no description of a State" in said[0]
 
 
-@pytest.mark.parametrize(
-    ("shape", "stride"), [([3, 2], [1, 3]), ([1, 2, 3], [7, 1, 2]), ([2, 3], [3, 1]), ([6, 1], [1, 1])], ids=str
-)
-def test_strides_that_a_writer_gives(folder: Folder, shape: list[int], stride: list[int]) -> None:
-    """Of permuted dimensions, of size 1, and of none."""
-    numbers = torch.arange(6.0).view(shape)
-    lies = torch.empty(6).as_strided(shape, [min(each, 5) for each in stride]) if stride[0] < 7 else numbers
-    pl.save(pl.State.create(small()).remember("x", lies.copy_(numbers)), folder.path)
-    name = document_of(folder.path.read_bytes())["fields"]["algorithm_state"]["frozen"]["x"]["tensor"]
-    value = json.dumps({"tensor": name, "shape": shape, "stride": stride})
-    folder.path.write_bytes(rewritten(folder.path.read_bytes(), MEMORY, value))
-    found: Any = pl.load(folder.path, model=small()).algorithm_state["x"]
-    assert (list(found.shape), list(found.stride())) == (shape, stride)
-    assert torch.equal(found, numbers)
-
-
 def test_two_parameters_of_one_tensor(folder: Folder) -> None:
     """A file can say that two names have one tensor; where the model has two, they are two."""
     content = rewritten(checkpoint(), of("params", "frozen", "1.bias"), '{"tensor": "params.0.bias"}')

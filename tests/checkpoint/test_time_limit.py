@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,18 +136,3 @@ def test_two_savers_both_save(tmp_path: Path) -> None:
     for folder in ("other", "runs"):
         assert str(pl.latest(tmp_path / folder)).endswith("-ba4.safetensors")
     assert [line.partition(":")[0] for line in said] == ["stop_before='45s'", "stop_before"]
-
-
-def test_the_program_ends_with_the_code(tmp_path: Path) -> None:
-    text = f"""
-import itertools, torch, pure_loop as pl
-clock = itertools.count(0.0, 10.0)
-data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 20
-saver = pl.callbacks.CheckpointSaver({str(tmp_path)!r}, stop_before="1m")
-pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1),
-              max_duration="1ep", autoresume=saver, clock=lambda: next(clock)))
-"""
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 75
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("stop_before='1m': the State of batch ")

@@ -96,10 +96,8 @@ def test_a_saver_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     pl.run(fit(max_duration="1ep", callbacks=saver, **options))
     state = pl.run(fit(callbacks=saver, **options))
     # Files of the run before it was resumed count, and are removed.
-    assert {f"{tmp_path}/w/{name}" for name in names(tmp_path / "w")} == {
-        f"{tmp_path}/w/ep2-ba8.safetensors",
-        pl.best(tmp_path / "w"),
-    }
+    found: Any = pl.best(tmp_path / "w")
+    assert {*names(tmp_path / "w")} == {"ep2-ba8.safetensors", Path(found).name}
     loaded = pl.load(tmp_path / "w" / "latest", model=small(), weights_only=True)
     same_weights(loaded, averaged(state))  # which the evaluation measured
     same_weights(pl.run(fit(watch=(), eval_interval="1ba")), state)
@@ -120,30 +118,14 @@ def tied(tie: bool = True) -> nn.Module:
     return model
 
 
-NUMBERS = torch.tensor([[1.0, -0.0], [float("nan"), 2.0]])
-OTHER_SIGN = torch.tensor([[1.0, 0.0], [float("nan"), 2.0]])
-OTHERS = (NUMBERS + 1, OTHER_SIGN, NUMBERS.double(), NUMBERS.int(), NUMBERS[:1].clone(), NUMBERS.view(4).clone())
-
-
-def test_tied_weights_that_differ_in_a_file_are_refused_by_both_names(tmp_path: Path) -> None:
-    path = tmp_path / "w.safetensors"
-
-    def write(first: Tensor | None, second: Tensor | None) -> None:
-        given_here = {"0.weight": first, "2.weight": second}
-        found = {name: tensor.clone() for name, tensor in tied().state_dict().items() if name not in given_here}
-        save_file(found | {name: tensor for name, tensor in given_here.items() if tensor is not None}, path)
-
-    for other in OTHERS:
-        for pair in ((NUMBERS, other), (other, NUMBERS)):
-            write(*pair)
-            for strict in (True, False):
-                with pytest.raises(ResumeError, match=r"'(0|2).weight' and '(0|2).weight' are one tied weight of Seq"):
-                    weights(path, tied(), strict=strict)
-    with pytest.raises(ResumeError, match="are one tied weight"):
-        pl.run(fit(tied(), load_path=path))
-    for pair in ((NUMBERS, NUMBERS.clone()), (NUMBERS, None), (None, NUMBERS)):
-        write(*pair)
-        assert torch.equal(pl.load(path, model=tied()).params["0.weight"].view(torch.int32), NUMBERS.view(torch.int32))
+def test_two_names_of_one_weight_that_differ_in_a_file_are_refused(tmp_path: Path) -> None:
+    """Examples of other numbers, shapes and kinds are drawn among plain weights."""
+    path, tensors = tmp_path / "w.safetensors", {name: each.clone() for name, each in tied().state_dict().items()}
+    for first, second in ((0.0, -0.0), (1.0, 2.0)):
+        save_file({**tensors, "0.weight": torch.full((2, 2), first), "2.weight": torch.full((2, 2), second)}, path)
+        for way in (lambda: weights(path, tied(), strict=False), lambda: fit(tied(), load_path=path)):
+            with pytest.raises(ResumeError, match=r"'(0|2).weight' and '(0|2).weight' are one tied weight of Sequ"):
+                pl.run(way())
     pl.save(pl.State.create(tied(tie=False)), path)
     with pytest.raises(ResumeError, match="are one tied weight of Sequential, and the file has other numbers"):
         weights(path, tied())
@@ -154,14 +136,11 @@ def test_tied_weights_that_differ_in_a_file_are_refused_by_both_names(tmp_path: 
         pl.load(path, model=tied(tie=False))
     model = tied()
     model[1].register_buffer("again", model[1].running_mean)
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "2.weight"}
-    for more in (0, 1):
-        save_file({**tensors, "1.again": tensors["1.again"] + more}, path)
-        if more:
-            with pytest.raises(ResumeError, match="are one tied weight"):
-                pl.load(path, model=model)
-        else:
-            pl.load(path, model=model)
+    save_file({**tensors, "1.again": tensors["1.running_mean"].clone()}, path)
+    pl.load(path, model=model)
+    save_file({**tensors, "1.again": tensors["1.running_mean"] + 1}, path)
+    with pytest.raises(ResumeError, match="are one tied weight"):
+        pl.load(path, model=model)
 
 
 # Another model
@@ -173,26 +152,26 @@ def test_a_state_of_another_model_is_refused_by_leaf(tmp_path: Path) -> None:
     wider, reshaped = small(), small()
     wider[0] = nn.Linear(7, 5)
     reshaped[1].register_buffer("running_var", torch.zeros(7))
-    rows: list[tuple[nn.Module, nn.Module, tuple[str, ...]]] = [
-        (mlp(), small(), ("the file lacks ['1.weight'",)),
-        (wider, small(), ("0.weight", "(5, 7)", "(5, 4)")),
-        (reshaped, small(), ("buffers", "1.running_var", "(7,)", "(5,)")),
-        (small().double(), small(), ("0.weight", "float64", "float32")),
-        (tied(), tied(tie=False), ("2.weight",)),
-        (tied(tie=False), tied(), ("2.weight",)),
+    rows: Any = [
+        (mlp(), small(), "the file lacks ['1.weight'"),
+        (wider, small(), "params['0.weight'] is (5, 7) float32 in the file and (5, 4) float32"),
+        (reshaped, small(), "buffers['1.running_var'] is (7,) float32 in the file and (5,) float32"),
+        (small().double(), small(), "params['0.weight'] is (5, 4) float64 in the file and (5, 4) float32"),
+        (tied(), tied(tie=False), "2.weight"),
+        (tied(tie=False), tied(), "2.weight"),
     ]
     for given_model, model, says in rows:
         pl.save(pl.State.create(given_model), path)
-        ways: list[Callable[[], Any]] = [
+        for way in (
             lambda model=model: pl.load(path, model=model),
             lambda model=model: fit(model, load_path=path),
             lambda model=model: fit(model, autoresume=tmp_path),
             lambda model=model: fit(pl.State.create(model), autoresume=tmp_path),
-        ]
-        for way in ways:
+        ):
             with pytest.raises(ResumeError) as caught:
                 way()
-            assert all(each in str(caught.value) for each in (str(path), *says))
+            assert str(path) in str(caught.value)
+            assert says in str(caught.value)
     pl.save(trained(), path)
     for how in ({"load_path": path}, {"autoresume": tmp_path}):
         with pytest.raises(ResumeError, match=r"x\.safetensors.*opt_state was made by another optimizer"):
