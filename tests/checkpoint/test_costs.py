@@ -148,12 +148,9 @@ def index(chunks: str, shape: str, size: int = 100) -> str:
     return f'{{"files": [{file}], "tensors": {{"params.x": ["U8", {shape}, true, {chunks}]}}}}'
 
 
-NAME = '"{0}":["U8",[0],false,[]]'
 MANY = counted(lambda i: f"[0,[{'0,' * 62}{i // 30},{i % 30}],[{'1,' * 63}1]]", 900)
 INDEXES = {
-    "names": (f'{{"files": [], "tensors": {{{counted(NAME.format)[1:-1]}}}}}', ""),
     "chunks that are paid for": (index(counted(lambda i: f"[0,[{i}],[1]]", 10_000), "[10000]", 1 << 40), ""),
-    "chunks of one dimension": (index(counted(lambda i: f"[0,[{i}],[1]]", 10_000), "[10000]"), "bytes of tensors"),
     "one chunk often": (index(repeated("[0,[0,0],[1,1]]"), "[60000,60000]"), "not all of it, once"),
     "chunks of many dimensions": (index(MANY, f"[{'1,' * 62}30,30]"), "bytes of tensors"),
     "chunks that cross": (index(counted(lambda i: f"[0,[{i},0],[1,60000]]", 10_000), "[10000,60000]"), "of tensors"),

@@ -177,18 +177,16 @@ class Machine(RuleBasedStateMachine):
         saver = CheckpointSaver(self.folder, **self.options)
         return stream(self.kind, data, callbacks=[*callbacks, saver], autoresume=self.folder)
 
-    def ends(self, how: str, run: Any, at: int, last: str | None) -> None:
-        """The run ends so, having trained until this batch, and says where its State is."""
+    def ends(self, how: str, run: Any, at: int, ahead: int = 0, saved: bool = True) -> None:
+        """The run ends so in this batch, having saved the State so many batches ahead, and says where that is."""
         kind, name = ENDINGS[how]
         with messages() as said, pytest.raises(kind):
-            run()
-        self.saves(at, last)
-        if last is not None:
-            path = f"{self.folder}/{last}"
-            assert (
-                f"{name}: the State of batch {parsed(last)[0]} is saved in {path}: the same command resumes from it"
-                in said
-            )
+            pl.run(run) if isinstance(run, pl.Stream) else run()
+        last = f"ep{at // 4}-ba{at + ahead}.safetensors"
+        self.saves(at, last if saved else None)
+        if saved:
+            says = f"{name}: the State of batch {at + ahead} is saved in {self.folder}/{last}: the same command resumes"
+            assert f"{says} from it" in said
 
     def saves(self, until: int, last: str | None = None) -> None:
         """What a run is to do to the folder that trains until this batch is done, and saves ``last`` besides."""
@@ -223,8 +221,8 @@ class Machine(RuleBasedStateMachine):
     def ends_in_a_load(self, ahead: int, how: str) -> None:
         """The State of the last boundary is saved; not that which the run began with, unless it was told to stop."""
         at = min(self.reached + ahead, BATCHES - 1)
-        run = self.stream(data=Data(at, lambda: end(how)))
-        self.ends(how, lambda: pl.run(run), at, f"ep{at // 4}-ba{at}.safetensors" if how != "fails" or ahead else None)
+        saved = how != "fails" or at > self.reached
+        self.ends(how, self.stream(data=Data(at, lambda: end(how))), at, saved=saved)
 
     @precondition(lambda self: self.reached < BATCHES and self.kind != "no events")
     @rule(ahead=st.integers(0, 6))
@@ -236,7 +234,7 @@ class Machine(RuleBasedStateMachine):
             if event is Event.AFTER_LOSS and state.timestamp.batch == at:
                 end("stopped")
 
-        self.ends("stopped", lambda: pl.run(self.stream(stops)), at, f"ep{at // 4}-ba{at + 1}.safetensors")
+        self.ends("stopped", self.stream(stops), at, ahead=1)
 
     @precondition(lambda self: self.reached < BATCHES - 4 and self.kind != "no events")
     @rule(how=st.sampled_from(sorted(ENDINGS)))
@@ -249,7 +247,7 @@ class Machine(RuleBasedStateMachine):
             if event is Event.EVAL_BATCH_START and state.timestamp.batch == at:
                 end(how)
 
-        self.ends(how, lambda: pl.run(self.stream(ends)), at, f"ep{at // 4}-ba{at}.safetensors")
+        self.ends(how, self.stream(ends), at)
 
     @precondition(lambda self: self.reached < BATCHES and self.kind != "no events")
     @rule(
@@ -269,7 +267,7 @@ class Machine(RuleBasedStateMachine):
             time.sleep(20 * told)
 
         if told:
-            self.ends("interrupted", leave, at, f"ep{at // 4}-ba{at}.safetensors")
+            self.ends("interrupted", leave, at)
         else:
             leave()
             self.saves(at)

@@ -132,15 +132,6 @@ def test_files_hold_what_was_measured(
         assert loss_of(plain(folder / "end.safetensors"), data) == float(state.metrics[label]["loss"])
 
 
-def test_whole_states_have_both(tmp_path: Path) -> None:
-    saver = CheckpointSaver(tmp_path, interval="1ba", keep_best=1, metric="val/loss")
-    pl.run(stream([ema(half_life="3ba")], callbacks=[saver]))
-    best: Any = pl.best(tmp_path)
-    state = pl.load(best, model=model())
-    assert loss_of(averaged(state).module()) == pl.checkpoint.describe(best)["notes"]["score"]
-    assert loss_of(averaged(state).module()) != float(loss_of(state.module()).expected)
-
-
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_weights_that_changed_after_they_were_measured(weights_only: bool, tmp_path: Path) -> None:
     """Measured after the last batch of an epoch; at EPOCH_END of the second one the mean takes their place."""
@@ -197,16 +188,16 @@ def test_the_best_parameters_of_early_stopping(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_compiled(tmp_path: Path) -> None:
-    callbacks = [
-        CheckpointSaver(tmp_path / "w", **BEST),
-        CheckpointSaver(tmp_path / "s", **{**BEST, "keep_best": 9, "weights_only": False}),
-    ]
-    pl.run(stream([ema(half_life="3ba")], callbacks=callbacks, compile=True, donate=True, watch=()))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whole_states_have_both_also_compiled(compiled: bool, tmp_path: Path) -> None:
+    states = CheckpointSaver(tmp_path / "s", **{**BEST, "keep_best": 9, "weights_only": False})
+    options: Any = {"callbacks": [CheckpointSaver(tmp_path / "w", **BEST), states], "compile": compiled, "donate": True}
+    pl.run(stream([ema(half_life="3ba")], watch=(), **options))
     assert_scores(tmp_path / "w")
     for path in (tmp_path / "s").glob("ep*.safetensors"):
-        module = averaged(pl.load(path, model=model())).module()
-        assert loss_of(module).expected == pytest.approx(pl.checkpoint.describe(path)["notes"]["score"], rel=1e-4)
+        state, score = pl.load(path, model=model()), pl.checkpoint.describe(path)["notes"]["score"]
+        assert loss_of(averaged(state).module()).expected == pytest.approx(score, rel=1e-4)
+        assert loss_of(state.module()) != score
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:

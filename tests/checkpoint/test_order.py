@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder is the newest, the best, and which are a run's own: by their States, and by no clock."""
+"""Which checkpoint of a folder is the newest, the best, a run's own, and may be removed: by States, and by no clock."""
 
 from __future__ import annotations
 
@@ -14,27 +14,24 @@ from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop._internal.names import Pattern
 from pure_loop.callbacks import CheckpointSaver
 from pure_loop.checkpoint import container, storage
+from pure_loop.checkpoint.index import INDEX
+from pure_loop.checkpoint.paths import Names
+from pure_loop.checkpoint.run_folder import Links, Retention, RunFolder, Saved
 from pure_loop.checkpoint.storage import storage_of
 from tests.support.checkpoint_runs import DATA, fit, messages, names, place, small, state_at, trained, wide
 from tests.support.streams import assert_same
 from tests.support.tiers import examples
 
 # Of one run, in the order in which it passes them.
-CHAIN = (
-    state_at(position=Event.AFTER_LOAD),
-    state_at(position=Event.EPOCH_START),
-    state_at(1, position=Event.BATCH_END),
-    state_at(1, position=Event.BATCH_CHECKPOINT),
-    state_at(2, position=Event.BATCH_END),
-    state_at(2, 1, position=Event.EPOCH_END),
-    state_at(2, 1, position=Event.EPOCH_CHECKPOINT),
-    state_at(2, 1, iteration=1, position=Event.ITERATION_END),
-    state_at(2, 1, iteration=1, position=Event.ITERATION_CHECKPOINT),
-    state_at(2, 1, iteration=1, position=Event.EPOCH_START),
-    state_at(10, 1, iteration=1, position=Event.BATCH_END),
+PLACES = (
+    *((0, 0, 0, "AFTER_LOAD"), (0, 0, 0, "EPOCH_START"), (1, 0, 0, "BATCH_END"), (1, 0, 0, "BATCH_CHECKPOINT")),
+    *((2, 0, 0, "BATCH_END"), (2, 1, 0, "EPOCH_END"), (2, 1, 0, "EPOCH_CHECKPOINT"), (2, 1, 1, "ITERATION_END")),
+    *((2, 1, 1, "ITERATION_CHECKPOINT"), (2, 1, 1, "EPOCH_START"), (10, 1, 1, "BATCH_END")),
 )
+CHAIN = [state_at(batch, epoch, Event[name], iteration=iteration) for batch, epoch, iteration, name in PLACES]
 CLOCK = st.integers(-(10**20), 10**18) | st.just(OverflowError())
 
 
@@ -166,31 +163,30 @@ def test_a_resumed_run_keeps_and_finds_the_best_of_both_parts(kind: str, mode: A
 
 
 def test_the_best_by_what_notes_say(tmp_path: Path) -> None:
-    def note(name: str, state: pl.State = state_at(), **notes: Any) -> str:  # noqa: B008
-        pl.save(state, tmp_path / f"{name}.safetensors", notes=notes)
+    def note(name: str, state: pl.State, score: float | None, **notes: Any) -> str:
+        pl.save(state, tmp_path / f"{name}.safetensors", notes={"metric": "val/loss", "score": score, **notes})
         return str(tmp_path / f"{name}.safetensors")
 
-    note("none")
+    note("none", state_at(), None)
     assert pl.best(tmp_path) is None
-    some = note("some", metric="val/loss", score=0.5)
+    some = note("some", state_at(), 0.5)
     with pytest.raises(pl.ArgumentError, match='write mode="max" or mode="min"'):
         pl.best(tmp_path)
     assert pl.best(tmp_path, mode="min") == some
-    note("some", metric="val/loss", mode="max", score=0.5)
+    note("some", state_at(), 0.5, mode="max")
+    note("none", state_at(), 0.25, mode="min")
+    with pytest.raises(pl.ArgumentError, match="say both"):
+        pl.best(tmp_path)
     # Of equal ones that with the fewest batches, and of one batch the end of its epoch.
-    note("later", state_at(9), metric="val/loss", mode="max", score=0.5)
-    note("z", state_at(4, position=Event.BATCH_CHECKPOINT), metric="val/f1", mode="max", score=0.5)
-    first = note("a", state_at(4, 1, position=Event.EPOCH_CHECKPOINT), metric="val/f1", mode="max", score=0.5)
-    note("b", state_at(5), metric="val/f1", mode="max", score=0.5)
+    of: dict[str, Any] = {"metric": "val/f1", "mode": "max"}
+    note("z", state_at(4, position=Event.BATCH_CHECKPOINT), 0.5, **of)
+    first = note("a", state_at(4, 1, position=Event.EPOCH_CHECKPOINT), 0.5, **of)
+    note("b", state_at(5), 0.5, **of)
     assert pl.best(tmp_path, metric="val/f1") == first
-    assert pl.best(tmp_path, metric="val/loss") == some
     with pytest.raises(pl.ArgumentError, match=r"has scores of val/f1, val/loss: say by which, metric='val/f1'"):
         pl.best(tmp_path)
     with pytest.raises(pl.ArgumentError, match=r"did you mean 'val/loss'\?; there are val/f1, val/loss"):
         pl.best(tmp_path, metric="val/los")
-    note("least", metric="val/loss", mode="min", score=0.25)
-    with pytest.raises(pl.ArgumentError, match="say both"):
-        pl.best(tmp_path, metric="val/loss")
 
 
 def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
@@ -229,3 +225,126 @@ def test_links_and_what_has_their_names(tmp_path: Path, monkeypatch: pytest.Monk
             pl.run(run(tmp_path, saver(tmp_path / "d", overwrite=overwrite)))
         assert any("can't have links" in each for each in said)
     assert pl.best(tmp_path / "d") == str(tmp_path / "d" / (tmp_path / "d" / "best").read_text().removesuffix("\n"))
+
+
+SAVED = st.lists(st.none() | st.floats(width=16), max_size=12).map(
+    lambda scores: [Saved(str(index), index, score) for index, score in enumerate(scores)]
+)
+
+
+@given(SAVED, st.none() | st.integers(1, 4), st.none() | st.integers(1, 4), st.booleans())
+def test_what_may_go(saved: list[Saved], last: int | None, best: int | None, largest: bool) -> None:
+    gone = Retention(last, best, largest).expired(saved)
+    kept = [each for each in saved if each not in gone]
+    if last is None and best is None:
+        assert not gone
+        return
+    newest = saved[-(last or 1) :]
+    assert all(each in kept for each in newest)
+    scores = {each.name: each.score for each in saved if each.score is not None and each.score == each.score}
+    assert len(kept) <= (last or 1) + (best or 0)
+    assert len([each for each in kept if each.name in scores]) >= min(best or 0, len(scores))
+    # Nothing that went is better than something that stayed for its score.
+    for stayed in (each for each in kept if each not in newest):
+        for went in (each for each in gone if each.name in scores):
+            better = scores[went.name] - scores[stayed.name]
+            assert not (better > 0 if largest else better < 0)
+
+
+KINDS = ("file", "sharded", "file that was moved", "sharded that was moved", "index that was moved", "dead link")
+
+
+def content(folder: Path) -> dict[str, bytes | str]:
+    """What is in a folder, by its path inside; links by where they lead."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def make(folder: RunFolder, kind: str, batch: int, archive: Path) -> Path:
+    """A checkpoint of a batch, of which the archive has by now what the kind says."""
+    sharded = kind.startswith(("sharded", "index"))
+    path = Path(folder.path, f"ba{batch}.{'sharded' if sharded else 'safetensors'}")
+    if sharded:
+        path.mkdir()
+        path.joinpath(INDEX).write_text(f"index {batch}")
+    path.joinpath(*["part"][:sharded]).write_text(f"numbers {batch}")
+    folder.add(Saved(path.name, batch, None))
+    moved, target = path / INDEX if kind.startswith("index") else path, archive / f"{batch}"
+    if "moved" in kind:
+        moved.rename(target)
+        moved.symlink_to(target)
+    elif kind == "dead link":
+        moved.unlink()
+        moved.symlink_to(target)
+    return path
+
+
+@given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5), st.integers(1, 3))
+def test_what_links_lead_to_stays(tmp_path_factory: pytest.TempPathFactory, kinds: list[str], last: int) -> None:
+    """Of all kinds of checkpoints that expire, moved or not: the archive is as it was, to the byte."""
+    run, archive = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("archive")
+    pattern = Names("ba{batch}.safetensors", ".safetensors")
+    folder = RunFolder(Pattern(run, "folder"), pattern, Retention(last), Links("latest"))
+    folder.settle({})
+    made = [make(folder, kind, batch, archive) for batch, kind in enumerate(kinds)]
+    before = content(archive)
+    for batch in range(len(kinds), len(kinds) + last):
+        make(folder, "file", batch, archive)
+    assert content(archive) == before
+    # What was the run's own, and is no link, is removed.
+    assert not any(path.exists() for path, kind in zip(made, kinds, strict=True) if kind in ("file", "sharded"))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_folders_without_an_index_stay(tmp_path: Path, seed: int) -> None:
+    """Of another seed and of this one, with parts of a save under way, empty, with files of a user's, and a link."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("mine")
+    for batch in (1, 4, 100):
+        path = folder / f"ep0-ba{batch}.sharded"
+        path.mkdir(parents=True)
+        (path / f"{batch:016x}-0-of-2.safetensors").write_bytes(b"a part")
+        (path / f".{batch:016x}-1-of-2.safetensors.another-host-7-0123abcd-0.partial").write_bytes(b"half a part")
+    (folder / "ep0-ba2.sharded").mkdir()
+    (folder / "ep0-ba3.sharded").mkdir()
+    (folder / "ep0-ba3.sharded" / "notes.txt").write_text("mine")
+    (folder / "ep0-ba5.sharded").symlink_to(elsewhere)
+    kept = [*folder.rglob("*"), elsewhere / "precious"]
+    with messages() as said:
+        pl.run(fit(seed=seed, callbacks=[CheckpointSaver(folder, interval="1ba", keep_last=1)]))
+    assert all(os.path.lexists(path) for path in kept)
+    assert sum("has no index" in each for each in said) == 6
+    assert [path.name for path in folder.glob("*.safetensors")] == ["ep2-ba8.safetensors"]
+
+
+@pytest.mark.parametrize("how", ["replaced", "touched", "removed"])
+def test_one_that_another_run_has_replaced_stays(tmp_path: Path, how: str) -> None:
+    """And one that was only touched does not; of one that is gone the log tells."""
+    saver = CheckpointSaver(tmp_path, interval="1ba", keep_last=1, background=False)
+    path = tmp_path / "ep0-ba2.safetensors"
+    with messages() as said:
+        for event, state in fit(callbacks=[saver], max_duration="3ba"):
+            if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 2:
+                if how == "replaced":
+                    pl.save(state_at(2, seed=9), path)
+                elif how == "touched":
+                    os.utime(path, (5, 5))
+                else:
+                    path.unlink()
+    assert names(tmp_path) == ["ep0-ba2.safetensors", "ep0-ba3.safetensors"][how != "replaced" :]
+    says = {
+        "replaced": "isn't removed: another run has saved in its place",
+        "removed": "was removed by another process",
+    }
+    assert how == "touched" or any(f"{path.name} {says[how]}" in each for each in said)
+
+
+def test_two_savers_of_one_folder_have_names_of_their_own(tmp_path: Path) -> None:
+    often = CheckpointSaver(tmp_path, interval="1ba", keep_last=1)
+    milestones = CheckpointSaver(tmp_path, interval="4ba", filename="milestone-{batch}.safetensors")
+    pl.run(fit(callbacks=[often, milestones]))
+    assert names(tmp_path) == ["ep2-ba8.safetensors", "milestone-4.safetensors", "milestone-8.safetensors"]

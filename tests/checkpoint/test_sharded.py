@@ -35,7 +35,7 @@ def tensors(state):
 
 
 def run(kind=None, **options):
-    return run(kind, **options)
+    return train(network(), parallel=kind, **options)
 
 
 def at_batch(stream, path=None, batch=3, **options):

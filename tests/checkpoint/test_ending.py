@@ -1,4 +1,4 @@
-"""Signals and processes beside those of the machine: of other names, of the program's own, in forks and in loaders."""
+"""Runs that end early, beside those of the machine: by other signals, in forks and loaders, before a limit of time."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
-from tests.support.checkpoint_runs import DATA, fit, messages, names
+from pure_loop.checkpoint.coordination import TimeLimit
+from tests.support.checkpoint_runs import DATA, fit, messages, names, small
 from tests.support.streams import assert_same
+from tests.support.tiers import examples
 
 NUMBERS: list[Any] = ["USR1", "SIGUSR1", "usr1", signal.SIGUSR1, int(signal.SIGUSR1)]
 if hasattr(signal, "SIGRTMIN"):
@@ -196,3 +201,109 @@ def test_one_line_on_stderr_says_where_the_state_is_however_the_program_logs(tmp
     says = f"SIGINT: the State of batch 4 is saved in {path}: resume it with fit(..., load_path=...)"
     assert len(found) == (setup != "no saver")
     assert all(line.endswith(says) for line in found)
+
+
+# The callbacks of a run come before the saver, so that what they take is in the next batch.
+
+
+def ten(batch: int) -> float:
+    return 10.0
+
+
+def job(
+    folder: Path,
+    limit: str,
+    seconds: Callable[[int], float] = ten,
+    evaluation: float = 0,
+    saver: Any = (),
+    **options: Any,
+) -> tuple[Any, float, int]:
+    """A job that takes these seconds for each batch: the last State or the exit code, its seconds, the saved batch."""
+    now = 0.0
+
+    def pass_time(event: Event, state: pl.State) -> None:
+        nonlocal now
+        now += seconds(state.timestamp.batch) * (event is Event.BEFORE_FORWARD) + evaluation * (event is Event.EVAL_END)
+
+    limited: Any = CheckpointSaver(folder, interval=0, stop_before=limit)
+    callbacks = [pass_time, *([saver] if saver else ())]
+    ended: Any = None
+    try:
+        ended = pl.run(fit(clock=lambda: now, callbacks=callbacks, autoresume=limited, **options))
+    except SystemExit as error:
+        ended = error.code
+    path: Any = pl.latest(folder)
+    return ended, now, pl.load(path, model=small()).timestamp.batch
+
+
+def test_it_stops_while_there_is_time_for_one_batch_more(tmp_path: Path) -> None:
+    assert pl.checkpoint.REQUEUE == 75
+    with messages() as said:
+        assert job(tmp_path, "45s") == (75, 40.0, 4)
+    (line,) = said
+    assert line.startswith("stop_before='45s': the State of batch 4 is saved in ")
+    assert line.endswith(": the same command resumes from it")
+    # The limit is of each job, so the second one has as long, and the third one has the end of the epoch left.
+    assert job(tmp_path, "45s") == (75, 40.0, 8)
+    state, spent, _ = job(tmp_path, "45s")
+    assert spent == 0.0
+    assert_same(dict(state.params), dict(pl.run(fit()).params), "resumed")
+
+
+def test_where_it_stops(tmp_path: Path) -> None:
+    rows = ("1h", 8, False), ("91s", 8, False), ("90s", 8, True), ("80s", 7, True), ("79s", 7, True), ("1s", 1, True)
+    for limit, batches, stopped in rows:
+        result, _, saved = job(tmp_path / limit, limit)
+        assert (result == 75, saved) == (stopped, batches), limit
+        # A duration in batches is over with the last one.
+        assert job(tmp_path / f"{limit} batches", limit, max_duration=f"{batches}ba")[0] != 75
+    # After batches 4 and 8 an evaluation of 30 seconds: batch 9 ends after 150 s, and with another one batch 10 would
+    # end after 190 s.
+    assert job(tmp_path / "a", "3m", evaluation=30.0, max_duration="9ep")[::2] == (75, 9)
+    # The first batch compiles, and is not the measure of others.
+    assert job(tmp_path / "b", "2m", seconds=lambda batch: 50.0 if batch == 0 else 10.0) == (75, 110.0, 7)
+
+
+@examples(40, 1000)
+@given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=30), st.floats(0.5, 1000.0))
+def test_the_limit_holds_where_no_batch_is_longer_than_those_before(seconds: list[float], limit: float) -> None:
+    state, watch, total = pl.State.create(nn.Linear(1, 1)), TimeLimit(limit, ""), 0.0
+    watch.begin(state, 1)
+    for number, each in enumerate(sorted(seconds, reverse=True)):
+        state, total = state.count_batch(samples=1, seconds=each), total + each
+        is_near = watch.is_near(state)
+        # The first batch, after which one knows, is trained whatever it takes.
+        assert total < limit or (number == 0 and is_near)
+        if is_near:
+            return
+
+
+def test_a_state_that_takes_long_to_save_is_saved_earlier() -> None:
+    state = pl.State.create(nn.Linear(1000, 1000))  # 4 MB, 0.04 s
+    rows = ((1.0401, 1, True), (1.0399, 1, True), (2.0402, 1, False), (2.0399, 1, True), (3.0402, 2, False))
+    for limit, ranks, stops in (*rows, (3.0399, 2, True)):
+        watch = TimeLimit(limit, "")
+        watch.begin(state, ranks)
+        assert watch.is_near(state.count_batch(samples=1, seconds=1.0)) is stops
+
+
+def test_weights_alone_and_scripts_need_something_to_resume_from(tmp_path: Path) -> None:
+    weights = CheckpointSaver(tmp_path / "weights", weights_only=True, stop_before="1h")
+    with pytest.raises(pl.ArgumentError, match=r"weights_only=True, stop_before='1h'.*autoresume=CheckpointSaver"):
+        fit(callbacks=[weights])
+    fit(callbacks=[weights, CheckpointSaver(tmp_path / "whole")])
+    fit(callbacks=[weights], autoresume=tmp_path / "resumed")
+
+    def script(state: pl.State) -> Any:
+        return (yield Event.FIT_END, state)
+
+    with pytest.raises(pl.ArgumentError, match="counts no seconds"):
+        pl.drive(script(pl.State.create(small())), callbacks=[CheckpointSaver(tmp_path, stop_before="1h")])
+
+
+def test_two_savers_both_save(tmp_path: Path) -> None:
+    other = CheckpointSaver(tmp_path / "other", interval=0)
+    with messages() as said:
+        assert job(tmp_path / "runs", "45s", saver=other) == (75, 40.0, 4)
+    assert str(pl.latest(tmp_path / "other")).endswith("-ba4.safetensors")
+    assert [line.partition(":")[0] for line in said] == ["stop_before='45s'", "stop_before"]
