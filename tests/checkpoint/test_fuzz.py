@@ -19,7 +19,7 @@ from pure_loop.errors import ResumeError
 from tests.conftest import THOROUGH
 from tests.support import problem
 from tests.support.checkpoint_runs import small
-from tests.support.hostile import Folder, checkpoint, described, document_of, header_of, sealed
+from tests.support.hostile import Folder, at, checkpoint, described, document_of, header_of, sealed
 from tests.support.tiers import examples
 
 
@@ -99,9 +99,7 @@ def changes(draw: st.DrawFn, tree: Any) -> str:
         kind = draw(st.sampled_from([lambda _: True, lambda value: isinstance(value, int | float), is_tensor]))
         where = [path for path, value in everywhere if kind(value)] or [path for path, _ in everywhere]
         *path, key = draw(st.sampled_from(where))
-        parent = tree
-        for each in path:
-            parent = parent[each]
+        parent = at(tree, path)
         how = draw(st.sampled_from(["text", "text", "text", "remove", "rename", "twice", "move", "wrap"]))
         if how == "text":
             text = draw(st.sampled_from(NUMBERS + OTHERS))
@@ -152,9 +150,7 @@ def test_no_text_of_a_file_is_said_as_it_is(folder: Folder) -> None:
     ]
     for (*path, last), is_key in found[:: 1 if THOROUGH else 3]:
         changed = copy.deepcopy(document)
-        place = changed
-        for key in path:
-            place = place[key]
+        place = at(changed, path)
         if last == "device" or (is_key and not isinstance(place, dict)):
             continue
         place[NASTY if is_key else last] = place.pop(last) if is_key else NASTY

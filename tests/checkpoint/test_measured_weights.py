@@ -80,7 +80,7 @@ ALGORITHMS: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-def assert_scores(folder: Path, data: Any = VAL, label: str = "val") -> None:
+def assert_scores(folder: Path, data: Any = VAL, label: str = "val") -> float:
     """Of each file with a score, and of the best and the link to it; there is at least one."""
     scores = {}
     for path in folder.glob("*.safetensors"):
@@ -92,6 +92,7 @@ def assert_scores(folder: Path, data: Any = VAL, label: str = "val") -> None:
     assert best is not None
     for path in (Path(best), folder / "best"):
         assert loss_of(plain(path), data) == min(scores.values())
+    return float(min(scores.values()))
 
 
 @examples(8, 300)
@@ -107,7 +108,7 @@ def assert_scores(folder: Path, data: Any = VAL, label: str = "val") -> None:
 def test_files_hold_what_was_measured(
     tmp_path_factory: pytest.TempPathFactory, kind: str, eval_interval: str, stop: Any, options: Any, donate: Any
 ) -> None:
-    """Of two evaluators with a saver each, also where the run is left and resumed; and so does the export."""
+    """Of two evaluators with a saver each, also in a run that was left and resumed; so do export and early stopping."""
     folder = tmp_path_factory.mktemp("run")
 
     def run(start: Any = None) -> pl.Stream:
@@ -117,13 +118,14 @@ def test_files_hold_what_was_measured(
         ]
         callbacks.append(ExportForInferenceCallback(folder / "end.safetensors", "safetensors", overwrite=True))
         settings = {"callbacks": callbacks, "eval_interval": eval_interval, "donate": donate}
-        return stream(ALGORITHMS[kind](), start, **settings, **({} if start else {"autoresume": folder / "run"}))
+        algorithms = [early_stopping("val/loss", patience=99), *ALGORITHMS[kind]()]
+        return stream(algorithms, start, **settings, **({} if start else {"autoresume": folder / "run"}))
 
     for _, state in run() if stop else ():
         if state.timestamp.batch == stop and state.event is Event.BATCH_START:
             break
     state = pl.run(run())
-    assert_scores(folder / "val")
+    assert loss_of(restored(state).module()) == assert_scores(folder / "val")
     assert_scores(folder / "test", TEST, "test")
     label, data = ("test", TEST) if kind == "other" else ("val", VAL)  # the one that was measured last
     for start in (None, state):  # once more of a run that has ended, in which nothing is measured
@@ -149,22 +151,6 @@ def test_weights_that_changed_after_they_were_measured(weights_only: bool, tmp_p
         assert loss_of(pl.load(tmp_path / name, model=model()).module()) == score
 
 
-def test_schedule_free_weights(tmp_path: Path) -> None:
-    schedulefree: Any = pytest.importorskip("schedulefree")
-    optimizer = pl.optim.from_torch(schedulefree.AdamWScheduleFree, lr=0.1, warmup_steps=2)
-
-    @pl.algorithm(Event.EVAL_START, Event.PREDICT_START)
-    def averages(state: State) -> State:
-        return state.replace(params=pl.optim.evaluation_params(state, optimizer))
-
-    end = tmp_path / "end.safetensors"
-    callbacks = [CheckpointSaver(tmp_path / "w", **BEST), ExportForInferenceCallback(end, "safetensors")]
-    state = pl.run(stream([averages], optimizer=optimizer, callbacks=callbacks))
-    assert_scores(tmp_path / "w")
-    assert loss_of(plain(end)) == float(state.metrics["val"]["loss"])
-    assert not torch.equal(plain(end).get_parameter("0.weight"), state.params["0.weight"])
-
-
 def test_exports_of_a_named_average_and_without_evaluators(tmp_path: Path) -> None:
     names: dict[str, Any] = {"named": "swa", "measured": None}
     exports = [
@@ -176,15 +162,6 @@ def test_exports_of_a_named_average_and_without_evaluators(tmp_path: Path) -> No
         measured = state if evaluators is None else averaged(state, "ema")
         for name, wanted in (("named", averaged(state, "swa")), ("measured", measured)):
             problem.close(plain(tmp_path / f"{name}.safetensors").state_dict(), {**wanted.params, **wanted.buffers}, 0)
-
-
-@pytest.mark.parametrize("kind", ["both", "other", "swa, replace"])
-def test_the_best_parameters_of_early_stopping(kind: str) -> None:
-    losses = []
-    for event, state in stream([early_stopping("val/loss", patience=100), *ALGORITHMS[kind]()]):
-        if event is Event.EVAL_END and state.evaluator == "val":
-            losses.append(float(state.metrics["val"]["loss"]))
-    assert loss_of(restored(state).module()) == min(losses)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -10,8 +10,10 @@ import contextlib
 import functools
 import hashlib
 import json
+import operator
 import tempfile
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,12 @@ def described(content: bytes, text: str) -> bytes:
 def rewritten(content: bytes, path: tuple[Any, ...], text: str) -> bytes:
     """A checkpoint whose description has this JSON, of whatever kind, at a place."""
     document = document_of(content)
-    place = document
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = "HERE"
+    at(document, path[:-1])[path[-1]] = "HERE"
     return described(content, json.dumps(document).replace('"HERE"', text))
+
+
+def at(tree: Any, path: Sequence[Any]) -> Any:
+    return functools.reduce(operator.getitem, path, tree)
 
 
 class Folder:
