@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,17 +206,8 @@ def test_one_line_on_stderr_says_where_the_state_is_however_the_program_logs(tmp
 # The callbacks of a run come before the saver, so that what they take is in the next batch.
 
 
-def ten(batch: int) -> float:
-    return 10.0
-
-
 def job(
-    folder: Path,
-    limit: str,
-    seconds: Callable[[int], float] = ten,
-    evaluation: float = 0,
-    saver: Any = (),
-    **options: Any,
+    folder: Path, limit: str, seconds: Any = lambda batch: 10.0, evaluation: int = 0, saver: Any = None, **options: Any
 ) -> tuple[Any, float, int]:
     """A job that takes these seconds for each batch: the last State or the exit code, its seconds, the saved batch."""
     now = 0.0
@@ -226,7 +217,7 @@ def job(
         now += seconds(state.timestamp.batch) * (event is Event.BEFORE_FORWARD) + evaluation * (event is Event.EVAL_END)
 
     limited: Any = CheckpointSaver(folder, interval=0, stop_before=limit)
-    callbacks = [pass_time, *([saver] if saver else ())]
+    callbacks = [pass_time, saver] if saver else [pass_time]
     ended: Any = None
     try:
         ended = pl.run(fit(clock=lambda: now, callbacks=callbacks, autoresume=limited, **options))
@@ -259,7 +250,7 @@ def test_where_it_stops(tmp_path: Path) -> None:
         assert job(tmp_path / f"{limit} batches", limit, max_duration=f"{batches}ba")[0] != 75
     # After batches 4 and 8 an evaluation of 30 seconds: batch 9 ends after 150 s, and with another one batch 10 would
     # end after 190 s.
-    assert job(tmp_path / "a", "3m", evaluation=30.0, max_duration="9ep")[::2] == (75, 9)
+    assert job(tmp_path / "a", "3m", evaluation=30, max_duration="9ep")[::2] == (75, 9)
     # The first batch compiles, and is not the measure of others.
     assert job(tmp_path / "b", "2m", seconds=lambda batch: 50.0 if batch == 0 else 10.0) == (75, 110.0, 7)
 

@@ -387,9 +387,8 @@ def dies_at(moment):
 
 @pytest.mark.slow  # real ranks, one of which is killed
 def test_after_a_kill_in_the_middle_of_a_save_the_last_complete_one_resumes(tmp_path):
-    saver = CheckpointSaver(tmp_path, interval="1ba")
-
     def killed(rank):
+        saver = CheckpointSaver(tmp_path, interval="1ba")
         if rank == 1:
             dies_at(50)  # in the second save, between pieces of its part
         last(with_everything(parallel="shard", autoresume=tmp_path, callbacks=saver))
