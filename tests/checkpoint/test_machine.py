@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, kind: str, where: str, every: str, keep: int | None, background: bool) -> None:
         self.kind, self.every, self.keep, self.local = kind, every, keep, where == "local"
         self.folder = self.stack.enter_context(place(where))
-        self.options = {"interval": every, "keep_last": keep, "background": background}
+        self.options: Any = {"interval": every, "keep_last": keep, "background": background}
         self.options |= {"trained_only": kind == "adapters"}
         with fsspec.open(f"{self.folder}/mine.safetensors", "wb", auto_mkdir=True) as file:
             file.write(b"of another origin")

@@ -70,7 +70,7 @@ def runs(says: str, error: type[Exception] = WRONG, **options: Any) -> Refusal:
     )
 
 
-ACCURACY = {"keep_best": 1, "metric": "val/accuracy", "mode": "max"}
+ACCURACY: dict[str, Any] = {"keep_best": 1, "metric": "val/accuracy", "mode": "max"}
 REGRESSION = [(inputs, torch.zeros(4, 3)) for inputs, _ in DATA]
 DEEP: list[Any] = []
 DEEP.append(DEEP)

@@ -83,7 +83,7 @@ def test_odd_modules_come_back(tmp_path: Path) -> None:
 
 def test_a_saver_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     options: dict[str, Any] = {"eval_interval": "1ba", "autoresume": tmp_path / "r"}
-    best = {"keep_last": 1, "keep_best": 1, "metric": "val/loss"}
+    best: Any = {"keep_last": 1, "keep_best": 1, "metric": "val/loss"}
     saver = CheckpointSaver(tmp_path / "w", weights_only=True, interval="1ba", **best)
     pl.run(fit(max_duration="1ep", callbacks=saver, **options))
     state = pl.run(fit(callbacks=saver, **options))
@@ -115,9 +115,9 @@ def test_two_names_of_one_weight_that_differ_in_a_file_are_refused(tmp_path: Pat
     path, tensors = tmp_path / "w.safetensors", {name: each.clone() for name, each in tied().state_dict().items()}
     for first, second in ((0.0, -0.0), (1.0, 2.0)):
         save_file({**tensors, "0.weight": torch.full((2, 2), first), "2.weight": torch.full((2, 2), second)}, path)
-        for way in (lambda: weights(path, tied(), strict=False), lambda: fit(tied(), load_path=path)):
+        for way in (lambda: weights(path, tied(), strict=False), lambda: pl.run(fit(tied(), load_path=path))):
             with pytest.raises(ResumeError, match=r"'(0|2).weight' and '(0|2).weight' are one tied weight of Sequ"):
-                pl.run(way())
+                way()
     pl.save(pl.State.create(tied(tie=False)), path)
     with pytest.raises(ResumeError, match="are one tied weight of Sequential, and the file has other numbers"):
         weights(path, tied())
