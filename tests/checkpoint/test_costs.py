@@ -1,97 +1,103 @@
-"""What files that are made to cost much cost: a megabyte at most 2 seconds and 100 MB, a folder what its largest does.
-
-Tried besides those of ``tests.support.hostile``: indexes of many chunks and files, folders of many descriptions,
-devices and pipes in the place of a file.
-"""
+"""What files that are made to cost much cost: 256 kB take half a second and 25 MB, a folder what its largest takes."""
 
 from __future__ import annotations
 
+import base64
 import json
-import os
-import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop.checkpoint.index import Index
-from pure_loop.checkpoint.validation import MOST_MEMORY, memory_of, parse, refuse_collisions
-from tests.support.checkpoint_runs import messages, refused, small
+from pure_loop.checkpoint.validation import MOST_MEMORY, decoded, memory_of, parse, refuse_collisions
+from tests.support.checkpoint_runs import little_memory, messages, small, state_at
 from tests.support.cpu_time import within
-from tests.support.hostile import MODULUS, MOST_SECONDS, counted, repeated, with_memory
+from tests.support.hostile import MEMORY, Folder, checkpoint, rewritten, sealed
+from tests.support.tiers import examples
 
-MOST_BYTES = 100 << 20
+SIZE = 1 << 18
+# Integers, floats and tuples that differ by this have one hash.
+MODULUS = sys.hash_info.modulus
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
+
+def repeated(item: str, size: int = SIZE) -> str:
+    """A JSON list of this size."""
+    return f"[{','.join([item] * (size // (len(item) + 1)))}]"
 
 
-def measured(folder: Path, what: str) -> list[tuple[str, str, int, float, int, str]]:
-    """What another process measures: name, way of loading, bytes of the file, seconds, bytes of memory, what came."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.hostile", str(folder), what],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
+def counted(item: Callable[[int], str], count: int = 0) -> str:
+    """A JSON list of what ``item`` gives for 0, 1, 2, ..., so many times or up to that size."""
+    return f"[{','.join(map(item, range(count or SIZE // len(item(60_000)))))}]"
+
+
+def one_hash(number: int) -> str:
+    return str(1 + number * MODULUS)
+
+
+MEMORIES = {
+    "a set of colliding integers": f'{{"set": {counted(one_hash)}}}',
+    "a set of colliding floats": f'{{"set": {counted(lambda i: repr(float(i + 1) * 2.0 ** (61 * (i % 16))))}}}',
+    "a dict by colliding integers": f'{{"dict": {counted(lambda i: f"[{one_hash(i)}, 0]")}}}',
+    "a frozen dict by colliding tuples": f'{{"frozen": {counted(lambda i: f"""[{{"tuple": [{one_hash(i)}]}}, 0]""")}}}',
+    "lists of lists": repeated("[[0]]"),
+    "deep tuples": repeated('{"tuple": [' * 60 + "]}" * 60),
+    "an integer too long": "9" * SIZE,
+    "bytes": f'{{"bytes": "{"0" * SIZE}"}}',
+    "texts of wide characters": repeated(f'"{chr(0x1F600)}"'),
+    "one tensor of many dimensions": f'{{"tensor": "skipped", "shape": {repeated("1")}, "stride": [1]}}',
+    "a kind that is long": f'{{"{"k" * SIZE}": 0}}',
+}
+DIGEST = '"pure_loop.blake2b-256":{"dtype":"U8","shape":[32],"data_offsets":[0,32]}'
+ZEROS = "9," * 63 + "0"
+HEADERS = {
+    "many dimensions": counted(lambda i: f'"{i}":{{"dtype":"U8","shape":[{ZEROS}],"data_offsets":[0,0]}}')[1:-1],
+    "deep lists": f'"x":{repeated("[" * 60 + "]" * 60)}',
+}
+
+
+@pytest.mark.parametrize("name", [*MEMORIES, *HEADERS])
+def test_a_file(name: str, tmp_path: Path) -> None:
+    content = rewritten(checkpoint(), MEMORY, MEMORIES[name]) if name in MEMORIES else b""
+    Folder(tmp_path).check(
+        content or sealed(f"{{{HEADERS[name]},{DIGEST}}}"), reads=False, seconds=0.5, memory=25 << 20
     )
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-@needs_proc
-@pytest.mark.slow  # measures time and memory in a process of its own
-def test_each_file(tmp_path: Path) -> None:
-    found = measured(tmp_path, "files")
-    assert len(found) > 100
-    for name, how, size, seconds, memory, came in found:
-        assert seconds < MOST_SECONDS, (name, how)
-        assert memory < MOST_BYTES * size / (1 << 20), (name, how)
-        assert int(came.partition(" ")[2] or 0) < 1500, (name, how, came)
+def test_of_a_folder_one_description_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    content = rewritten(checkpoint(), MEMORY, repeated("[]", 300_000))
+    for number in range(12):
+        (tmp_path / f"{number}.safetensors").write_bytes(content)
+    with little_memory(32 << 20), messages():
+        assert pl.latest(tmp_path) == str(tmp_path / "9.safetensors")
 
 
-@needs_proc
-@pytest.mark.slow
-def test_folders(tmp_path: Path) -> None:
-    """90 MB: one description at a time is in memory, and of one that is too large nothing but its text."""
-    for name, how, size, _, memory, _ in measured(tmp_path, "folders"):
-        assert size > 80 << 20
-        assert memory < 3 * MOST_BYTES, (name, how, memory)
-
-
-@pytest.mark.parametrize("count", [2, 33, 60_000])
-def test_integers_of_one_hash(tmp_path: Path, count: int) -> None:
-    """Two of them are a set, as by chance; many are refused at once."""
-    numbers = [1 + number * MODULUS for number in range(count)]
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(with_memory(f'{{"set": {json.dumps(numbers)}}}'))
-    if count == 2:
-        assert pl.load(path, model=small()).algorithm_state["x"] == set(numbers)
-        return
-    assert f"{count:,} of its {count:,} keys have one hash" in refused(path)
-
-
-def test_keys_of_different_hashes_are_keys() -> None:
+def test_keys_of_one_hash(tmp_path: Path) -> None:
+    """Some are a set, as by chance; many are refused at once."""
+    for count in (2, 32, 33):
+        numbers = [1 + number * MODULUS for number in range(count)]
+        said = Folder(tmp_path).check(rewritten(checkpoint(), MEMORY, json.dumps({"set": numbers})), reads=False)
+        assert said == "" if count < 33 else "33 of its 33 keys have one hash" in said
     refuse_collisions([*range(10_000), *map(str, range(10_000)), *(float(n) / 3 for n in range(10_000)), -1, -2])
     with pytest.raises(TypeError):
         refuse_collisions([[]] * 40)
 
 
-@pytest.mark.parametrize(
-    "item", ["[]", "{}", "[0]", '{"":0}', "0", "1000", "1.5", '""', '"ab"', "null", "[[0]]", "[" * 50 + "]" * 50, '"é"']
-)
-def test_the_bound_of_memory_is_one(item: str) -> None:
-    text = repeated(item, 100_000)
-    tracemalloc.start()
-    kept = parse(text)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept
-    assert peak <= memory_of(text)
-
-
-def test_a_text_that_would_take_too_much() -> None:
+def test_the_bound_of_memory_is_one() -> None:
+    items = ("[]", "{}", "[0]", '{"":0}', "0", "1000", "1.5", '""', '"ab"', "null", "[[0]]", "[" * 50 + "]" * 50, '"é"')
+    for item in items:
+        text = repeated(item, 10_000)
+        tracemalloc.start()
+        kept = parse(text)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert kept
+        assert peak <= memory_of(text), item
     text = repeated("[]", 8 << 20)
     assert memory_of(text) > MOST_MEMORY
     with pytest.raises(ValueError, match="MiB of memory, and at most 256 MiB are allowed"):
@@ -99,15 +105,42 @@ def test_a_text_that_would_take_too_much() -> None:
 
 
 def test_what_would_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pure_loop.checkpoint.container.MOST_MEMORY", 1 << 20)
-    state = pl.State.create(small()).remember("x", [[] for _ in range(10_000)])
-    with pytest.raises(pl.CheckpointError, match="keep long lists of numbers in tensors"):
-        pl.save(state, tmp_path / "x.safetensors")
+    for limit, most in (("MOST_MEMORY", 1 << 20), ("_LONGEST_HEADER", 10_000)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"pure_loop.checkpoint.container.{limit}", most)
+            with pytest.raises(pl.CheckpointError, match="keep long lists of numbers in tensors"):
+                pl.save(state_at().remember("x", [[] for _ in range(10_000)]), tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())
 
 
-DIGEST = "0" * 32
-FILE = f'["{"0" * 16}-whole.safetensors", 100, "{DIGEST}"]'
+ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
+CONTENT = st.binary(max_size=64) | st.integers(0, 200_000).map(lambda size: bytes(range(251)) * (size // 251))
+
+
+@examples(100, 3000)
+@given(CONTENT, st.text(ALPHABET, max_size=12) | st.text(ALPHABET + '" ,\n\x00é', max_size=12))
+def test_base85_is_read_or_refused_as_python_does(content: bytes, text: str) -> None:
+    assert decoded(base64.b85encode(content).decode()) == content
+    try:
+        expected = base64.b85decode(text)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"base85|ascii"):
+            decoded(text)
+    else:
+        assert decoded(text) == expected
+
+
+def test_a_long_text_takes_few_times_its_size(tmp_path: Path) -> None:
+    """3 MB took 90 MB. Now: the file, its description as text and as JSON, and the bytes."""
+    pl.save(state_at().remember("x", bytes(range(256)) * (10 << 10)), tmp_path / "x.safetensors")
+    tracemalloc.start()
+    pl.load(tmp_path / "x.safetensors", model=small())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * (tmp_path / "x.safetensors").stat().st_size
+
+
+FILE = f'["{"0" * 16}-whole.safetensors", 100, "{"0" * 32}"]'
 
 
 def index(chunks: str, shape: str, size: int = 100) -> str:
@@ -115,45 +148,36 @@ def index(chunks: str, shape: str, size: int = 100) -> str:
     return f'{{"files": [{file}], "tensors": {{"params.x": ["U8", {shape}, true, {chunks}]}}}}'
 
 
-NAME = '"{0}":["U8",[0],false,[]]'
+MANY = counted(lambda i: f"[0,[{'0,' * 62}{i // 30},{i % 30}],[{'1,' * 63}1]]", 900)
 INDEXES = {
-    "chunks of one dimension": index(counted(lambda i: f"[0,[{i}],[1]]", 80_000), "[80000]"),
-    "chunks that are paid for": index(counted(lambda i: f"[0,[{i}],[1]]", 50_000), "[50000]", 1 << 40),
-    "chunks of a grid": index(counted(lambda i: f"[0,[{i // 200},{i % 200}],[1,1]]", 40_000), "[200,200]"),
-    "one chunk often": index(repeated("[0,[0,0],[1,1]]"), "[60000,60000]"),
-    "chunks of many dimensions": index(
-        counted(lambda i: f"[0,[{'0,' * 62}{i // 60},{i % 60}],[{'1,' * 63}1]]", 3600), f"[{'1,' * 62}60,60]"
-    ),
-    "chunks that cross": index(counted(lambda i: f"[0,[{i},0],[1,60000]]", 30_000), "[60000,60000]"),
-    "files": f'{{"files": [{",".join([FILE] * 15_000)}], "tensors": {{}}}}',
-    "names": f'{{"files": [], "tensors": {{{counted(NAME.format)[1:-1]}}}}}',
+    "chunks that are paid for": (index(counted(lambda i: f"[0,[{i}],[1]]", 10_000), "[10000]", 1 << 40), ""),
+    "one chunk often": (index(repeated("[0,[0,0],[1,1]]"), "[60000,60000]"), "not all of it, once"),
+    "chunks of many dimensions": (index(MANY, f"[{'1,' * 62}30,30]"), "bytes of tensors"),
+    "chunks that cross": (index(counted(lambda i: f"[0,[{i},0],[1,60000]]", 10_000), "[10000,60000]"), "of tensors"),
+    "files": (f'{{"files": [{",".join([FILE] * 4_000)}], "tensors": {{}}}}', "names a file twice"),
 }
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_indexes(name: str) -> None:
-    """Each is read or refused soon; a grid of chunks, as ranks write, is taken."""
+def test_an_index(name: str) -> None:
+    """Each is read or refused soon."""
+    text, says = INDEXES[name]
 
-    def outcome() -> object:
+    def outcome() -> str:
         try:
-            return Index.of_text(INDEXES[name], "an index").tensors
+            return "" if Index.of_text(text, "an index").tensors else "nothing"
         except pl.CheckpointError as error:
-            return error
+            return str(error)
 
-    result = within(MOST_SECONDS, outcome)
-    if name in ("chunks that are paid for", "names"):
-        assert result
-        assert not isinstance(result, pl.CheckpointError)
-    else:
-        assert isinstance(result, pl.CheckpointError)
-        assert len(str(result)) < 500
+    found = within(0.5, outcome)
+    assert len(found) < 500
+    assert found == "" if says == "" else says in found
 
 
 def test_a_grid_and_what_is_none() -> None:
     """Cut along both dimensions at the same places; of other cuttings, which no ranks make, each is refused."""
-    size = 10_000
     grid = json.dumps([[0, [row, column], [2, 3]] for row in (0, 2) for column in (0, 3)])
-    assert len(Index.of_text(index(grid, "[4,6]", size), "x").tensors["params.x"].chunks) == 4
+    assert len(Index.of_text(index(grid, "[4,6]", 10_000), "x").tensors["params.x"].chunks) == 4
     for cut in (
         [[0, [0, 0], [2, 3]], [0, [0, 3], [2, 3]], [0, [2, 0], [2, 3]], [0, [2, 0], [2, 3]]],
         [[0, [0, 0], [2, 4]], [0, [0, 4], [2, 2]], [0, [2, 0], [2, 2]], [0, [2, 2], [2, 4]]],
@@ -162,37 +186,4 @@ def test_a_grid_and_what_is_none() -> None:
         [[0, [0, 0], [4, 0]], [0, [0, 0], [4, 6]]],
     ):
         with pytest.raises(pl.CheckpointError, match="are not all of it, once"):
-            Index.of_text(index(json.dumps(cut), "[4,6]", size), "x")
-
-
-def test_an_index_with_tensors_is_none(sharded_copy: str) -> None:
-    """It would be read whole when the folder is listed."""
-    from pure_loop.checkpoint import container
-    from pure_loop.checkpoint.index import INDEX
-    from tests.support.sharding import network
-
-    path = Path(sharded_copy) / "newer.sharded" / INDEX
-    with open(path, "rb") as file:
-        header, _ = container.read(file, path)
-    with open(path, "wb") as file:
-        container.write(file, {"params.x": torch.zeros(3)}, header.metadata)
-    with pytest.raises(pl.CheckpointError, match="it is no index of a sharded checkpoint"):
-        pl.load(path.parent, model=network())
-    with messages() as said:
-        assert str(pl.latest(sharded_copy)).endswith("older.sharded")
-    assert "newer.sharded" in said[0]
-
-
-def test_a_device_in_the_place_of_a_file(tmp_path: Path) -> None:
-    """Reading from a terminal would wait for its user."""
-    leader, follower = os.openpty()
-    try:
-        for number, device in enumerate(("/dev/zero", "/dev/null", os.ttyname(follower))):
-            (tmp_path / f"{number}.safetensors").symlink_to(device)
-            assert "device" in refused(tmp_path / f"{number}.safetensors")
-        with messages() as said:
-            assert pl.latest(tmp_path) is None
-        assert len(said) == 3
-    finally:
-        os.close(leader)
-        os.close(follower)
+            Index.of_text(index(json.dumps(cut), "[4,6]", 10_000), "x")

@@ -1,4 +1,4 @@
-"""One machine for a run and its checkpoints: it is left, stopped and killed, its files are damaged, and it resumes.
+"""One machine for a run and its checkpoints: it is left, stopped and killed, fails, its files are damaged, it resumes.
 
 A run of 16 batches is compared with itself where nothing interrupts it, bit for bit. The model knows which files there
 have to be, whole or damaged: :class:`Machine`.
@@ -43,7 +43,8 @@ from tests.support.streams import assert_same, frozen_copy
 from tests.support.tiers import examples
 
 BATCHES = 16
-CHECKPOINTS = (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT)
+# EPOCH_END is where an evaluation was not gone through to its end.
+SAVED = (Event.BATCH_CHECKPOINT, Event.EPOCH_END, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT)
 
 
 def frozen() -> torch.nn.Module:
@@ -82,7 +83,7 @@ def reference(kind: str) -> dict[Any, dict[str, Any]]:
     """The States of a run that nothing interrupts, by the names of their checkpoints; the last one is ``""``."""
     found = {}
     for event, state in stream(kind, watch=None, donate=False):
-        if event in CHECKPOINTS:
+        if event in SAVED:
             found[state.timestamp.epoch, state.timestamp.batch, event] = frozen_copy(state)
     return {**found, "": frozen_copy(state)}
 
@@ -104,8 +105,26 @@ class Data:
             yield batch
 
 
-def fail() -> None:
-    raise KeyError("no such file")
+class OddError(Exception):
+    """Can be compared with nothing, so that it is told by what it is."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AttributeError
+
+    __hash__ = Exception.__hash__
+
+
+def end(how: str) -> None:
+    if how == "fails":
+        raise OddError("no such file")
+    signal.raise_signal(signal.SIGINT if how == "interrupted" else signal.SIGTERM)
+
+
+ENDINGS: dict[str, tuple[type[BaseException], str]] = {
+    "fails": (OddError, "OddError: no such file"),
+    "stopped": (SystemExit, "SIGTERM"),
+    "interrupted": (KeyboardInterrupt, "SIGINT"),
+}
 
 
 def parsed(name: str) -> tuple[int, int]:
@@ -120,6 +139,7 @@ class Machine(RuleBasedStateMachine):
     Attributes:
         files: of each checkpoint in the folder whether it is whole (``"good"``), has another bit (``"flipped"``), or is
             shorter (``"cut"``), so that even its header tells of nothing.
+        newest: the one that was saved last, if that is known.
         checked: the files that were compared with the reference, as they were then.
     """
 
@@ -127,6 +147,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.stack = contextlib.ExitStack()
         self.files: dict[str, str] = {}
+        self.newest = ""
         self.checked: dict[str, Any] = {}
 
     def teardown(self) -> None:
@@ -142,7 +163,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, kind: str, where: str, every: str, keep: int | None, background: bool) -> None:
         self.kind, self.every, self.keep, self.local = kind, every, keep, where == "local"
         self.folder = self.stack.enter_context(place(where))
-        self.options = {"interval": every, "keep_last": keep, "background": background}
+        self.options: Any = {"interval": every, "keep_last": keep, "background": background}
         self.options |= {"trained_only": kind == "adapters"}
         with fsspec.open(f"{self.folder}/mine.safetensors", "wb", auto_mkdir=True) as file:
             file.write(b"of another origin")
@@ -152,15 +173,20 @@ class Machine(RuleBasedStateMachine):
         """The batch that training resumes at."""
         return max((parsed(name)[0] for name, how in self.files.items() if how == "good"), default=0)
 
-    def train(self, at: int = -1, instead: Any = None, callback: Any = None) -> Any:
-        """The last State, or what ended the run."""
-        data = DATA if instead is None else Data(at, instead)
+    def stream(self, *callbacks: Any, data: Any = DATA) -> pl.Stream:
         saver = CheckpointSaver(self.folder, **self.options)
-        callbacks = [saver] if callback is None else [callback, saver]
-        try:
-            return pl.run(stream(self.kind, data, callbacks=callbacks, autoresume=self.folder))
-        except (KeyError, SystemExit, KeyboardInterrupt) as error:
-            return error
+        return stream(self.kind, data, callbacks=[*callbacks, saver], autoresume=self.folder)
+
+    def ends(self, how: str, run: Any, at: int, ahead: int = 0, saved: bool = True) -> None:
+        """The run ends so in this batch, having saved the State so many batches ahead, and says where that is."""
+        kind, name = ENDINGS[how]
+        with messages() as said, pytest.raises(kind):
+            pl.run(run) if isinstance(run, pl.Stream) else run()
+        last = f"ep{at // 4}-ba{at + ahead}.safetensors"
+        self.saves(at, last if saved else None)
+        if saved:
+            says = f"{name}: the State of batch {at + ahead} is saved in {self.folder}/{last}: the same command resumes"
+            assert f"{says} from it" in said
 
     def saves(self, until: int, last: str | None = None) -> None:
         """What a run is to do to the folder that trains until this batch is done, and saves ``last`` besides."""
@@ -176,6 +202,7 @@ class Machine(RuleBasedStateMachine):
             if (unit == "ep" and batch % 4 == 0) or batch == BATCHES:
                 due.append(f"ep{batch // 4}-ba{batch}.safetensors")
         for name in due if last is None else [*due, last]:
+            self.newest = name
             own = [*(each for each in own if each != name), name]
             self.files[name] = "good"
             newest = list({parsed(each)[0]: each for each in own}.values())[-(self.keep or 99) :]
@@ -185,20 +212,17 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def to_its_end(self) -> None:
-        last = self.train()
+        last = pl.run(self.stream())
         self.saves(BATCHES)
         assert_same(last, reference(self.kind)[""], "the last State")
 
     @precondition(lambda self: self.reached < BATCHES)
-    @rule(ahead=st.integers(0, 6), how=st.sampled_from(["fails", "stopped", "interrupted"]))
+    @rule(ahead=st.integers(0, 6), how=st.sampled_from(sorted(ENDINGS)))
     def ends_in_a_load(self, ahead: int, how: str) -> None:
         """The State of the last boundary is saved; not that which the run began with, unless it was told to stop."""
         at = min(self.reached + ahead, BATCHES - 1)
-        number = signal.SIGINT if how == "interrupted" else signal.SIGTERM
-        kind = {"fails": KeyError, "stopped": SystemExit, "interrupted": KeyboardInterrupt}[how]
-        ended = self.train(at, fail if how == "fails" else lambda: signal.raise_signal(number))
-        assert isinstance(ended, kind)
-        self.saves(at, f"ep{at // 4}-ba{at}.safetensors" if how != "fails" or at > self.reached else None)
+        saved = how != "fails" or at > self.reached
+        self.ends(how, self.stream(data=Data(at, lambda: end(how))), at, saved=saved)
 
     @precondition(lambda self: self.reached < BATCHES and self.kind != "no events")
     @rule(ahead=st.integers(0, 6))
@@ -208,10 +232,45 @@ class Machine(RuleBasedStateMachine):
 
         def stops(event: Event, state: pl.State) -> None:
             if event is Event.AFTER_LOSS and state.timestamp.batch == at:
-                signal.raise_signal(signal.SIGTERM)
+                end("stopped")
 
-        assert isinstance(self.train(callback=stops), SystemExit)
-        self.saves(at, f"ep{at // 4}-ba{at + 1}.safetensors")
+        self.ends("stopped", self.stream(stops), at, ahead=1)
+
+    @precondition(lambda self: self.reached < BATCHES - 4 and self.kind != "no events")
+    @rule(how=st.sampled_from(sorted(ENDINGS)))
+    def ends_in_an_evaluation(self, how: str) -> None:
+        """It is not gone through to its end: the State before it is saved, and it takes place again."""
+        at = self.reached // 4 * 4 + 4
+
+        def ends(event: Event, state: pl.State) -> None:
+            assert event is not Event.EVAL_END or state.timestamp.batch < at
+            if event is Event.EVAL_BATCH_START and state.timestamp.batch == at:
+                end(how)
+
+        self.ends(how, self.stream(ends), at)
+
+    @precondition(lambda self: self.reached < BATCHES and self.kind != "no events")
+    @rule(
+        ahead=st.integers(0, 6), event=st.sampled_from([Event.BEFORE_DATALOADER, Event.AFTER_LOSS]), told=st.booleans()
+    )
+    def is_left(self, ahead: int, event: Event, told: bool) -> None:
+        """Nothing is saved then, unless a signal was held back: it comes again where the loop was left."""
+        at = min(self.reached + ahead, BATCHES - 1)
+        told = told and event is Event.BEFORE_DATALOADER
+
+        def leave() -> None:
+            for current, state in self.stream():
+                if current is event and (state.timestamp.batch, state.timestamp.epoch) == (at, at // 4):
+                    if told:
+                        end("interrupted")
+                    break
+            time.sleep(20 * told)
+
+        if told:
+            self.ends("interrupted", leave, at)
+        else:
+            leave()
+            self.saves(at)
 
     @precondition(lambda self: self.local and self.reached < BATCHES)
     @rule(moment=st.integers(1, 60))
@@ -228,7 +287,7 @@ class Machine(RuleBasedStateMachine):
                     return real(*arguments, **options)
 
                 patch.setattr(module, name, functools.partial(counted, real=getattr(module, name)))
-            self.train()
+            pl.run(self.stream())
             if os.path.exists(f"{there}/run"):
                 shutil.rmtree(self.folder)
                 shutil.copytree(f"{there}/run", self.folder, symlinks=True)
@@ -237,6 +296,7 @@ class Machine(RuleBasedStateMachine):
         for name in [name for name, how in self.files.items() if how != "good" and self.whole(name)]:
             self.files[name] = "good"  # which was saved again
         assert self.reached >= before, "the last complete one stays"
+        self.newest = ""
 
     def whole(self, name: str) -> bool:
         with contextlib.suppress(pl.CheckpointError):
@@ -268,6 +328,8 @@ class Machine(RuleBasedStateMachine):
             return
         listed = [name for name in storage_of(self.folder).names() if name not in ("latest", "mine.safetensors")]
         assert {name for name in listed if not name.endswith(paths.LEFTOVER)} == self.files.keys()
+        if self.local and self.newest:
+            assert os.readlink(f"{self.folder}/latest") == self.newest
         with fsspec.open(f"{self.folder}/mine.safetensors", "rb") as file:
             assert file.read() == b"of another origin"
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("pure_loop")]
@@ -293,7 +355,7 @@ class Machine(RuleBasedStateMachine):
             return
         state = pl.load(path, model=model)
         batch, epoch = parsed(name)
-        if state.event not in CHECKPOINTS:  # saved before anything was trained
+        if state.event not in SAVED:  # saved before anything was trained
             assert state.event is Event.FIT_START
             return
         assert_same(state, reference(self.kind)[epoch, batch, state.event], path)

@@ -1,312 +1,341 @@
-"""Which checkpoint of a folder is the newest, and which are a run's own: by what their States say, and by no clock."""
+"""Which checkpoint of a folder is the newest, the best, a run's own, and may be removed: by States, and by no clock."""
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop._internal.names import Pattern
 from pure_loop.callbacks import CheckpointSaver
-from tests.support.checkpoint_runs import fit, messages, small
-from tests.support.hostile import rewritten
+from pure_loop.checkpoint import container
+from pure_loop.checkpoint.index import INDEX
+from pure_loop.checkpoint.paths import Names
+from pure_loop.checkpoint.run_folder import Links, Retention, RunFolder, Saved
+from pure_loop.checkpoint.storage import storage_of
+from tests.support.checkpoint_runs import DATA, fit, messages, names, place, small, state_at, trained
 from tests.support.tiers import examples
 
-
-def at(batch: int = 0, epoch: int = 0, position: Event | None = None, seed: int = 0, **fields: Any) -> pl.State:
-    """A State that has finished so much."""
-    now = pl.Timestamp(batch=batch, epoch=epoch, sample=4 * batch, **fields)
-    return pl.State.create(small(), seed=seed).replace(timestamp=now, event=position, position=position)
-
-
-def dated(path: Path, seconds: float) -> None:
-    os.utime(path, (seconds, seconds))
-
-
-class TestNewest:
-    """The State that is furthest on.
-
-    Tried besides: a clock set back between two saves and before the first; dates of files in every order; both at
-    once; boundaries of one batch; an epoch's start after another's end; iterations; equal States, whose names decide.
-    """
-
-    # Of one run, in the order in which it passes them.
-    CHAIN = (
-        at(position=Event.AFTER_LOAD),
-        at(position=Event.EPOCH_START),
-        at(1, position=Event.BATCH_END),
-        at(1, position=Event.BATCH_CHECKPOINT),
-        at(2, position=Event.BATCH_END),
-        at(2, 1, position=Event.EPOCH_END),
-        at(2, 1, position=Event.EPOCH_CHECKPOINT),
-        at(2, 1, iteration=1, position=Event.ITERATION_END),
-        at(2, 1, iteration=1, position=Event.ITERATION_CHECKPOINT),
-        at(2, 1, iteration=1, position=Event.EPOCH_START),
-        at(10, 1, iteration=1, position=Event.BATCH_END),
-    )
-
-    @examples(15, 300)
-    @given(
-        chosen=st.sets(st.integers(0, len(CHAIN) - 1), min_size=2, max_size=4),
-        data=st.data(),
-    )
-    def test_it_is_the_furthest_on_whatever_clocks_say(
-        self, tmp_path_factory: pytest.TempPathFactory, chosen: set[int], data: st.DataObject
-    ) -> None:
-        folder = tmp_path_factory.mktemp("run")
-        names = data.draw(st.permutations("abcd"))
-        clock = st.integers(1, 10**18)
-        paths = {}
-        with pytest.MonkeyPatch.context() as patch:
-            for number, name in zip(data.draw(st.permutations(sorted(chosen))), names, strict=False):
-                now = data.draw(clock)
-                patch.setattr(time, "time_ns", lambda now=now: now)
-                paths[number] = folder / f"{name}.safetensors"
-                pl.save(self.CHAIN[number], paths[number])
-        for path in paths.values():
-            dated(path, data.draw(clock) / 1e9)
-        while paths:
-            assert pl.latest(folder) == str(paths[max(paths)])
-            paths.pop(max(paths)).unlink()
-
-    def test_equal_states_are_told_apart_by_their_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("b", "c", "a"):
-            pl.save(at(3), tmp_path / f"{name}.safetensors")
-        assert pl.latest(tmp_path) == str(tmp_path / "c.safetensors")
-
-    def test_parts_and_files_are_one_order(self, sharded_copy: str) -> None:
-        """Folders of batches 1 and 2, and files of 1 and 3."""
-        from tests.support.sharding import network
-
-        state = pl.State.create(network(), seed=3)
-        pl.save(state.count_batch(samples=4), Path(sharded_copy) / "z.safetensors")
-        assert str(pl.latest(sharded_copy)).endswith("newer.sharded")
-        for _ in range(3):
-            state = state.count_batch(samples=4)
-        pl.save(state, Path(sharded_copy) / "a.safetensors")
-        assert str(pl.latest(sharded_copy)).endswith("a.safetensors")
+# Of one run, in the order in which it passes them.
+PLACES = (
+    *((0, 0, 0, "AFTER_LOAD"), (0, 0, 0, "EPOCH_START"), (1, 0, 0, "BATCH_END"), (1, 0, 0, "BATCH_CHECKPOINT")),
+    *((2, 0, 0, "BATCH_END"), (2, 1, 0, "EPOCH_END"), (2, 1, 0, "EPOCH_CHECKPOINT"), (2, 1, 1, "ITERATION_END")),
+    *((2, 1, 1, "ITERATION_CHECKPOINT"), (2, 1, 1, "EPOCH_START"), (10, 1, 1, "BATCH_END")),
+)
+CHAIN = [state_at(batch, epoch, Event[name], iteration=iteration) for batch, epoch, iteration, name in PLACES]
+CLOCK = st.integers(-(10**20), 10**18) | st.just(OverflowError())
 
 
-class TestRuns:
-    """Several runs in one folder: autoresume takes the furthest on of the run that is resumed."""
+@examples(15, 300)
+@given(st.lists(st.integers(0, len(CHAIN) - 1), min_size=2, max_size=4), st.permutations("abcd"), st.data())
+def test_the_newest_is_the_furthest_on_whatever_clocks_say(
+    tmp_path_factory: pytest.TempPathFactory, chosen: list[int], names: list[str], data: st.DataObject
+) -> None:
+    """Of equal States the last by name. Clocks are set back, before 1970, and after 2262, where Python raises."""
+    folder = tmp_path_factory.mktemp("run")
 
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        for seed, last in ((0, "8ba"), (1, "5ba")):
-            saver = CheckpointSaver(tmp_path, interval="1ba", filename=f"seed{seed}-{{batch}}.safetensors")
-            pl.run(fit(small(), seed=seed, callbacks=[saver], max_duration=last))
-        return tmp_path
+    def now() -> int:
+        drawn: Any = data.draw(CLOCK)
+        if isinstance(drawn, OverflowError):
+            raise drawn
+        return int(drawn)
 
-    def starts_at(self, stream: Any) -> tuple[int, int]:
-        state = next(state for event, state in stream if event is Event.FIT_START)
-        stream.close()
+    paths = {(number, name): folder / f"{name}.safetensors" for number, name in zip(chosen, names, strict=False)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time_ns", now)
+        for (number, _), path in paths.items():
+            pl.save(CHAIN[number], path)
+    for path in paths.values():
+        os.utime(path, (1, data.draw(st.integers(1, 10**9))))
+    while paths:
+        newest = paths.pop(max(paths))
+        assert pl.latest(folder) == str(newest)
+        newest.unlink()
+
+
+def test_files_that_go_or_are_damaged_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = tmp_path / "older.safetensors", tmp_path / "newer.safetensors"
+    pl.save(state_at(), older)
+    pl.save(trained(), newer)
+    verify = container.verify
+
+    def gone(file: Any, path: Any) -> Any:
+        if "newer" in str(path):
+            raise OSError(errno.EIO, "the disk has a hole")
+        return verify(file, path)
+
+    with monkeypatch.context() as patch, messages() as said:
+        patch.setattr(container, "verify", gone)
+        assert pl.latest(tmp_path) == str(older)
+    assert "the disk has a hole" in said[0]
+
+    for path in (older, newer):
+        path.write_bytes(path.read_bytes()[:-1])
+    with messages() as said:
+        assert pl.latest(tmp_path) is None
+    assert len(said) == 2
+
+
+def test_autoresume_takes_the_furthest_on_of_the_run_that_is_resumed(tmp_path: Path) -> None:
+    for seed, last in ((0, "8ba"), (1, "5ba")):
+        saver = CheckpointSaver(tmp_path, interval="1ba", filename=f"seed{seed}-{{batch}}.safetensors")
+        pl.run(fit(seed=seed, callbacks=[saver], max_duration=last))
+
+    def starts_at(start: Any = None, **options: Any) -> tuple[int, int]:
+        state = next(state for event, state in fit(start, autoresume=tmp_path, **options) if event is Event.FIT_START)
         return state.seed, state.timestamp.batch
 
-    def test_by_the_seed(self, folder: Path) -> None:
+    with messages() as said:
+        assert starts_at(seed=1) == (1, 5)
+    assert any("seed0-8.safetensors is passed over: it is of another run, with seed 0" in each for each in said)
+    assert starts_at() == (0, 8)
+    for kept in (pl.State.create(small(), seed=1), pl.load(tmp_path / "seed1-3.safetensors", model=small())):
+        assert starts_at(kept) == (1, 5)
+    with pytest.raises(pl.ArgumentError, match=r"seed=7, and .*seed0-8\.safetensors has seed 0"):
+        fit(seed=7, autoresume=tmp_path)
+    for start in (pl.State.create(small(), seed=7), state_at(9, position=Event.BATCH_END)):
+        with pytest.raises(pl.ArgumentError, match="is not of a run that began with the State passed"):
+            fit(start, autoresume=tmp_path)
+
+
+# The best
+
+
+def run(folder: Any, *savers: Any, mode: Any = "min", **options: Any) -> pl.Stream:
+    return fit(**{"callbacks": savers or [saver(folder, mode)], "eval_interval": "1ba", **options})
+
+
+def saver(folder: Any, mode: Any = "min", **options: Any) -> CheckpointSaver:
+    settings = {"interval": "1ba", "filename": "{batch}.safetensors", "keep_last": 1, "keep_best": 2, **options}
+    return CheckpointSaver(folder, metric="val/loss", mode=mode, **settings)
+
+
+def scores(stream: pl.Stream) -> dict[int, float]:
+    return {s.timestamp.batch: float(s.metrics["val"]["loss"]) for e, s in stream if e is Event.EVAL_AFTER_ALL}
+
+
+@pytest.mark.parametrize("mode", ["min", "max", None])
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_resumed_run_keeps_and_finds_the_best_of_both_parts(kind: str, mode: Any) -> None:
+    """By the scores that were saved; of a loss less is better."""
+    with place(kind) as folder:
+        assert pl.best(folder) is None
+        for event, state in run(folder, mode=mode):
+            if event is Event.BATCH_START and state.timestamp.batch == 3:
+                break
+        pl.run(run(folder, mode=mode, autoresume=folder))
+        measured = scores(fit(eval_interval="1ba"))
+        best, second, *_ = sorted(measured, key=measured.__getitem__, reverse=mode == "max")
+        assert pl.best(folder) == f"{folder}/{best}.safetensors"
+        state = pl.load(f"{folder}/{best}.safetensors", model=small())
+        assert float(state.metrics["val"]["loss"]) == measured[best]
+        kept = {name for name in storage_of(folder).names() if name.endswith(".safetensors")}
+        assert kept == {f"{batch}.safetensors" for batch in (best, second, 8)}
+        if kind == "local":
+            assert os.readlink(f"{folder}/best") == f"{best}.safetensors"
+            content = bytearray(Path(folder, f"{best}.safetensors").read_bytes())
+            content[-9] ^= 1
+            Path(folder, f"{best}.safetensors").write_bytes(content)
+            with messages() as said:
+                assert pl.best(folder) == f"{folder}/{second}.safetensors"
+            assert f"{best}.safetensors is passed over" in said[0]
+        else:  # where there are no links
+            with storage_of(f"{folder}/best").open() as file:
+                assert file.read().decode() == f"{best}.safetensors\n"
+            assert not storage_of(f"{folder}/latest").exists()
+
+
+def test_the_best_by_what_notes_say(tmp_path: Path) -> None:
+    def note(name: str, state: pl.State, score: float | None, **notes: Any) -> str:
+        pl.save(state, tmp_path / f"{name}.safetensors", notes={"metric": "val/loss", "score": score, **notes})
+        return str(tmp_path / f"{name}.safetensors")
+
+    note("none", state_at(), None)
+    assert pl.best(tmp_path) is None
+    some = note("some", state_at(), 0.5)
+    with pytest.raises(pl.ArgumentError, match='write mode="max" or mode="min"'):
+        pl.best(tmp_path)
+    assert pl.best(tmp_path, mode="min") == some
+    note("some", state_at(), 0.5, mode="max")
+    note("none", state_at(), 0.25, mode="min")
+    with pytest.raises(pl.ArgumentError, match="say both"):
+        pl.best(tmp_path)
+    # Of equal ones that with the fewest batches, and of one batch the end of its epoch.
+    of: dict[str, Any] = {"metric": "val/f1", "mode": "max"}
+    note("z", state_at(4, position=Event.BATCH_CHECKPOINT), 0.5, **of)
+    first = note("a", state_at(4, 1, position=Event.EPOCH_CHECKPOINT), 0.5, **of)
+    note("b", state_at(5), 0.5, **of)
+    assert pl.best(tmp_path, metric="val/f1") == first
+    with pytest.raises(pl.ArgumentError, match=r"has scores of val/f1, val/loss: say by which, metric='val/f1'"):
+        pl.best(tmp_path)
+    with pytest.raises(pl.ArgumentError, match=r"did you mean 'val/loss'\?; there are val/f1, val/loss"):
+        pl.best(tmp_path, metric="val/los")
+
+
+def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    data = [(inputs * float("nan"), targets) for inputs, targets in DATA[:1]]
+    pl.run(run(tmp_path, saver(tmp_path, keep_best=1), evaluators={"val": data}))
+    assert names(tmp_path) == ["8.safetensors"]
+    notes = pl.checkpoint.describe(tmp_path / "8.safetensors")["notes"]
+    assert (notes["metric"], notes["mode"], notes["score"]) == ("val/loss", "min", None)
+
+
+def test_links_and_what_has_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pl.run(run(tmp_path / "a", saver(tmp_path / "a", best="least-loss", latest=None)))
+    pl.run(run(tmp_path / "b", saver(tmp_path / "b", best=None, latest=None)))
+    pl.run(run(tmp_path / "c", CheckpointSaver(tmp_path / "c")))
+    links = [path.name for path in sorted(tmp_path.rglob("*")) if path.is_symlink()]
+    assert links == ["least-loss", "latest"]
+    with pytest.raises(pl.ArgumentError, match=r"link to their best in .* under one name"):
+        run(tmp_path, saver(tmp_path), saver(tmp_path, filename="other-{batch}.safetensors"))
+    for kind in ("local", "memory"):
+        with place(kind) as folder:
+            for name in ("best", "latest"):
+                with storage_of(f"{folder}/{name}").writing() as file:
+                    file.write(b"precious")
+                with pytest.raises(pl.ArgumentError, match=rf"{name}='{name}': .* is no link, and stays as it is"):
+                    pl.run(run(folder))
+                with storage_of(f"{folder}/{name}").open() as file:
+                    assert file.read() == b"precious"
+                storage_of(f"{folder}/{name}").remove()
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)  # a folder that can't have links has a file, which is replaced
+    for overwrite in (False, True):
         with messages() as said:
-            assert self.starts_at(fit(small(), seed=1, autoresume=folder)) == (1, 5)
-        assert any("seed0-8.safetensors is passed over: it is of another run, with seed 0" in each for each in said)
-
-    def test_without_a_seed(self, folder: Path) -> None:
-        assert self.starts_at(fit(small(), autoresume=folder)) == (0, 8)
-
-    def test_by_a_state(self, folder: Path) -> None:
-        fresh = pl.State.create(small(), seed=1)
-        assert self.starts_at(fit(fresh, autoresume=folder)) == (1, 5)
-        kept = pl.load(folder / "seed1-3.safetensors", model=small())
-        assert self.starts_at(fit(kept, autoresume=folder)) == (1, 5)
-
-    def test_of_none_of_them(self, folder: Path) -> None:
-        with pytest.raises(pl.ArgumentError, match=r"seed=7, and .*seed0-8\.safetensors has seed 0"):
-            fit(small(), seed=7, autoresume=folder)
-        for start in (pl.State.create(small(), seed=7), at(9, position=Event.BATCH_END)):
-            with pytest.raises(pl.ArgumentError, match="is not of a run that began with the State passed"):
-                fit(start, autoresume=folder)
+            pl.run(run(tmp_path, saver(tmp_path / "d", overwrite=overwrite)))
+        assert any("can't have links" in each for each in said)
+    assert pl.best(tmp_path / "d") == str(tmp_path / "d" / (tmp_path / "d" / "best").read_text().removesuffix("\n"))
 
 
-class TestOwn:
-    """A saver removes what is provably its run's, and nothing else.
-
-    Tried besides: a folder without an index of another seed and of this one, further on and not, empty, with parts of
-    a save under way, with files of a user's; a link; a file that another run has saved in the place of this run's.
-    """
-
-    def strangers(self, folder: Path) -> list[Path]:
-        for batch in (1, 4, 100):
-            path = folder / f"ep0-ba{batch}.sharded"
-            path.mkdir()
-            (path / f"{batch:016x}-0-of-2.safetensors").write_bytes(b"a part")
-            (path / f".{batch:016x}-1-of-2.safetensors.another-host-7-0123abcd-0.partial").write_bytes(b"half a part")
-        (folder / "ep0-ba2.sharded").mkdir()
-        (folder / "ep0-ba3.sharded").mkdir()
-        (folder / "ep0-ba3.sharded" / "notes.txt").write_text("mine")
-        elsewhere = folder.parent / "elsewhere"
-        elsewhere.mkdir()
-        (elsewhere / "precious").write_text("mine")
-        (folder / "ep0-ba5.sharded").symlink_to(elsewhere)
-        return [*sorted(folder.rglob("*")), elsewhere / "precious"]
-
-    @pytest.mark.parametrize("seed", [0, 1])
-    def test_folders_without_an_index_stay(self, tmp_path: Path, seed: int) -> None:
-        folder = tmp_path / "run"
-        folder.mkdir()
-        kept = self.strangers(folder)
-        with messages() as said:
-            pl.run(fit(small(), seed=seed, callbacks=[CheckpointSaver(folder, interval="1ba", keep_last=1)]))
-        assert all(os.path.lexists(path) for path in kept)
-        assert sum("has no index" in each for each in said) == 6
-        assert sorted(path.name for path in folder.glob("*.safetensors")) == ["ep2-ba8.safetensors"]
-
-    def test_one_in_whose_place_another_run_has_saved_stays(self, tmp_path: Path) -> None:
-        saver = CheckpointSaver(tmp_path, interval="1ba", keep_last=1, background=False)
-        with messages() as said:
-            for event, state in fit(small(), callbacks=[saver], max_duration="3ba"):
-                if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 2:
-                    pl.save(at(2, seed=9), tmp_path / "ep0-ba2.safetensors")
-        assert {path.name for path in tmp_path.glob("*.safetensors")} == {"ep0-ba2.safetensors", "ep0-ba3.safetensors"}
-        assert any("ep0-ba2.safetensors isn't removed: another run has saved in its place" in each for each in said)
-
-    def test_one_that_was_only_touched_is_removed(self, tmp_path: Path) -> None:
-        saver = CheckpointSaver(tmp_path, interval="1ba", keep_last=1, background=False)
-        for event, state in fit(small(), callbacks=[saver], max_duration="3ba"):
-            if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 2:
-                dated(tmp_path / "ep0-ba2.safetensors", 5)
-        assert [path.name for path in tmp_path.glob("*.safetensors")] == ["ep0-ba3.safetensors"]
-
-
-NO_COUNTS = {
-    "infinite": "1e999",
-    "infinite below": "-1e999",
-    "Infinity": "Infinity",
-    "NaN": "NaN",
-    "beyond all": "1" + "0" * 400,
-    "beyond any reader": "1" + "0" * 5000,
-    "below zero": "-1",
-    "a bool": "true",
-    "a float": "1.5",
-    "a float that is whole": "1.0",
-    "a text": '"1"',
-    "null": "null",
-    "a list": "[1]",
-    "our infinity": '{"float": "inf"}',
-    "our NaN": '{"float": "nan"}',
-    "63 bits and one": str(1 << 63),
-}
-COUNTS = (
-    *(("saved_at",), ("format",)),
-    *(
-        ("fields", stamp, "fields", name)
-        for stamp in ("timestamp", "previous_timestamp")
-        for name in ("epoch", "batch", "sample", "token", "batch_in_epoch", "iteration", "token_in_iteration")
-    ),
+SAVED = st.lists(st.none() | st.floats(width=16), max_size=12).map(
+    lambda scores: [Saved(str(index), index, score) for index, score in enumerate(scores)]
 )
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint, and one that is further on, to be changed."""
-    folder = tmp_path_factory.mktemp("numbers")
-    for number, name in ((1, "good"), (2, "bad")):
-        pl.save(at(number, position=Event.BATCH_END), folder / f"{name}.safetensors")
-    return folder
+@given(SAVED, st.none() | st.integers(1, 4), st.none() | st.integers(1, 4), st.booleans())
+def test_what_may_go(saved: list[Saved], last: int | None, best: int | None, largest: bool) -> None:
+    gone = Retention(last, best, largest).expired(saved)
+    kept = [each for each in saved if each not in gone]
+    if last is None and best is None:
+        assert not gone
+        return
+    newest = saved[-(last or 1) :]
+    assert all(each in kept for each in newest)
+    scores = {each.name: each.score for each in saved if each.score is not None and each.score == each.score}
+    assert len(kept) <= (last or 1) + (best or 0)
+    assert len([each for each in kept if each.name in scores]) >= min(best or 0, len(scores))
+    # Nothing that went is better than something that stayed for its score.
+    for stayed in (each for each in kept if each not in newest):
+        for went in (each for each in gone if each.name in scores):
+            better = scores[went.name] - scores[stayed.name]
+            assert not (better > 0 if largest else better < 0)
 
 
-@pytest.fixture(scope="module")
-def content(pair: Path) -> bytes:
-    return (pair / "bad.safetensors").read_bytes()
+KINDS = ("file", "sharded", "file that was moved", "sharded that was moved", "index that was moved", "dead link")
 
 
-class TestNumbers:
-    """Each number of a description as one that it can't be, with a digest that is right."""
+def content(folder: Path) -> dict[str, bytes | str]:
+    """What is in a folder, by its path inside; links by where they lead."""
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
 
-    @pytest.mark.parametrize("number", NO_COUNTS)
-    def test_counts(self, pair: Path, content: bytes, number: str) -> None:
-        for path in COUNTS:
-            if path != ("saved_at",) or number not in ("below zero", "63 bits and one"):  # clocks may be wrong
-                self.refused(pair, content, path, NO_COUNTS[number])
 
-    @pytest.mark.parametrize("number", ["infinite", "NaN", "beyond all", "a bool", "a text", "null", "our infinity"])
-    def test_seconds_and_durations(self, pair: Path, content: bytes, number: str) -> None:
-        for name in ("total_seconds", "epoch_seconds", "batch_seconds"):
-            self.refused(pair, content, ("fields", "timestamp", "fields", name), NO_COUNTS[number])
-        time = '{"record":"pure_loop.Time","fields":{"value":%s,"unit":{"enum":["pure_loop.TimeUnit","EPOCH"]}}}'
-        self.refused(pair, content, ("fields", "timestamp", "fields", "max_duration"), time % NO_COUNTS[number])
+def make(folder: RunFolder, kind: str, batch: int, archive: Path) -> Path:
+    """A checkpoint of a batch, of which the archive has by now what the kind says."""
+    sharded = kind.startswith(("sharded", "index"))
+    path = Path(folder.path, f"ba{batch}.{'sharded' if sharded else 'safetensors'}")
+    if sharded:
+        path.mkdir()
+        path.joinpath(INDEX).write_text(f"index {batch}")
+    path.joinpath(*["part"][:sharded]).write_text(f"numbers {batch}")
+    folder.add(Saved(path.name, batch, None))
+    moved, target = path / INDEX if kind.startswith("index") else path, archive / f"{batch}"
+    if "moved" in kind:
+        moved.rename(target)
+        moved.symlink_to(target)
+    elif kind == "dead link":
+        moved.unlink()
+        moved.symlink_to(target)
+    return path
 
-    @pytest.mark.parametrize("number", ["infinite", "NaN", "a bool", "a float", "a text", "null", "our infinity"])
-    def test_seeds(self, pair: Path, content: bytes, number: str) -> None:
-        self.refused(pair, content, ("fields", "seed"), NO_COUNTS[number])
 
-    @pytest.mark.parametrize(
-        "event", ["null1", '{"enum":["pure_loop.Event","NO"]}', "3", '"BATCH_END"', '{"enum":"xB"}']
-    )
-    def test_events(self, pair: Path, content: bytes, event: str) -> None:
-        for name in ("event", "position"):
-            self.refused(pair, content, ("fields", name), event)
+@given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5), st.integers(1, 3))
+def test_what_links_lead_to_stays(tmp_path_factory: pytest.TempPathFactory, kinds: list[str], last: int) -> None:
+    """Of all kinds of checkpoints that expire, moved or not: the archive is as it was, to the byte."""
+    run, archive = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("archive")
+    pattern = Names("ba{batch}.safetensors", ".safetensors")
+    folder = RunFolder(Pattern(run, "folder"), pattern, Retention(last), Links("latest"))
+    folder.settle({})
+    made = [make(folder, kind, batch, archive) for batch, kind in enumerate(kinds)]
+    before = content(archive)
+    for batch in range(len(kinds), len(kinds) + last):
+        make(folder, "file", batch, archive)
+    assert content(archive) == before
+    # What was the run's own, and is no link, is removed.
+    assert not any(path.exists() for path, kind in zip(made, kinds, strict=True) if kind in ("file", "sharded"))
 
-    def test_a_position_that_is_no_boundary(self, pair: Path, content: bytes) -> None:
-        self.refused(pair, content, ("fields", "position"), '{"enum":["pure_loop.Event","BEFORE_FORWARD"]}')
 
-    @examples(10, 100)
-    @given(year=st.integers(-10_000, 100_000), overflows=st.booleans())
-    def test_any_clock_of_the_machine(
-        self, tmp_path_factory: pytest.TempPathFactory, year: int, overflows: bool
-    ) -> None:
-        """Before 1970, and after 2262, where nanoseconds no longer fit into 64 bits and Python raises."""
+@pytest.mark.parametrize("seed", [0, 1])
+def test_folders_without_an_index_stay(tmp_path: Path, seed: int) -> None:
+    """Of another seed and of this one, with parts of a save under way, empty, with files of a user's, and a link."""
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("mine")
+    for batch in (1, 4, 100):
+        path = folder / f"ep0-ba{batch}.sharded"
+        path.mkdir(parents=True)
+        (path / f"{batch:016x}-0-of-2.safetensors").write_bytes(b"a part")
+        (path / f".{batch:016x}-1-of-2.safetensors.another-host-7-0123abcd-0.partial").write_bytes(b"half a part")
+    (folder / "ep0-ba2.sharded").mkdir()
+    (folder / "ep0-ba3.sharded").mkdir()
+    (folder / "ep0-ba3.sharded" / "notes.txt").write_text("mine")
+    (folder / "ep0-ba5.sharded").symlink_to(elsewhere)
+    kept = [*folder.rglob("*"), elsewhere / "precious"]
+    with messages() as said:
+        pl.run(fit(seed=seed, callbacks=[CheckpointSaver(folder, interval="1ba", keep_last=1)]))
+    assert all(os.path.lexists(path) for path in kept)
+    assert sum("has no index" in each for each in said) == 6
+    assert [path.name for path in folder.glob("*.safetensors")] == ["ep2-ba8.safetensors"]
 
-        def now() -> int:
-            if overflows:
-                raise OverflowError("timestamp out of range for platform time_t")
-            return (year - 1970) * 31_556_952 * 10**9
 
-        path = tmp_path_factory.mktemp("clock") / "x.safetensors"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(time, "time_ns", now)
-            pl.save(at(3), path)
-        assert pl.load(path, model=small()).timestamp.batch == 3
-        assert pl.latest(path.parent) == str(path)
-        if not overflows:
-            assert pl.checkpoint.describe(path)["saved_at"] == pytest.approx((year - 1970) * 31_556_952)
+@pytest.mark.parametrize("how", ["replaced", "touched", "removed"])
+def test_one_that_another_run_has_replaced_stays(tmp_path: Path, how: str) -> None:
+    """And one that was only touched does not; of one that is gone the log tells."""
+    saver = CheckpointSaver(tmp_path, interval="1ba", keep_last=1, background=False)
+    path = tmp_path / "ep0-ba2.safetensors"
+    with messages() as said:
+        for event, state in fit(callbacks=[saver], max_duration="3ba"):
+            if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 2:
+                if how == "replaced":
+                    pl.save(state_at(2, seed=9), path)
+                elif how == "touched":
+                    os.utime(path, (5, 5))
+                else:
+                    path.unlink()
+    assert names(tmp_path) == ["ep0-ba2.safetensors", "ep0-ba3.safetensors"][how != "replaced" :]
+    says = {
+        "replaced": "isn't removed: another run has saved in its place",
+        "removed": "was removed by another process",
+    }
+    assert how == "touched" or any(f"{path.name} {says[how]}" in each for each in said)
 
-    def refused(self, pair: Path, content: bytes, path: tuple[str, ...], number: str) -> None:
-        bad = pair / "bad.safetensors"
-        bad.write_bytes(rewritten(content, path, number))
-        with pytest.raises(pl.CheckpointError) as caught:
-            pl.load(bad, model=small())
-        assert len(str(caught.value)) < 1000
-        with pytest.raises(pl.CheckpointError):
-            pl.checkpoint.describe(bad)
-        with messages() as said:
-            assert pl.latest(pair) == str(pair / "good.safetensors")
-        assert any(str(bad) in each for each in said)
 
-    def test_autoresume_passes_over_it(self, pair: Path, content: bytes) -> None:
-        for number in ("1e999", "-1", "NaN", "true", "1" + "0" * 400):
-            (pair / "bad.safetensors").write_bytes(
-                rewritten(content, ("fields", "timestamp", "fields", "batch"), number)
-            )
-            event, state = next(iter(fit(small(), autoresume=pair, callbacks=[])))
-            assert (event, state.timestamp.batch) == (Event.INIT, 0)
-            stream = fit(small(), autoresume=pair)
-            assert next(state.timestamp.batch for event, state in stream if event is Event.AFTER_LOAD) == 1
-            stream.close()
-
-    def test_a_large_seed_is_a_seed(self, tmp_path: Path) -> None:
-        state = at(1, seed=-(10**400))
-        pl.save(state, tmp_path / "x.safetensors")
-        assert pl.load(tmp_path / "x.safetensors", model=small()).seed == -(10**400)
-
-    def test_an_integer_that_no_file_can_hold(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            pl.ArgumentTypeError, match=r"state\.algorithm_state\.x is an integer of more than 4300 digits"
-        ):
-            pl.save(at(1).remember("x", 10**5000), tmp_path / "x.safetensors")
-        pl.save(at(1).remember("x", torch.zeros(1)), tmp_path / "x.safetensors")
-        assert json.dumps(pl.checkpoint.describe(tmp_path / "x.safetensors")["notes"]) == "{}"
+def test_two_savers_of_one_folder_have_names_of_their_own(tmp_path: Path) -> None:
+    often = CheckpointSaver(tmp_path, interval="1ba", keep_last=1)
+    milestones = CheckpointSaver(tmp_path, interval="4ba", filename="milestone-{batch}.safetensors")
+    pl.run(fit(callbacks=[often, milestones]))
+    assert names(tmp_path) == ["ep2-ba8.safetensors", "milestone-4.safetensors", "milestone-8.safetensors"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import pure_loop as pl
 from pure_loop.callbacks import CheckpointSaver
 from tests.support.checkpoint_runs import DATA, fit, small
+from tests.support.problem import cross_entropy
 from tests.support.refused import Refusal, check, rows
 
 WRONG, TYPE, OTHER = pl.ArgumentError, pl.ArgumentTypeError, pl.ResumeError
@@ -54,13 +57,21 @@ def weights(name: str, error: type[Exception], *says: str, tensors: dict[str, An
     return Refusal(name, call, error, says)
 
 
-def of(interval: Any = "1ep", **options: Any) -> Any:
-    """A run with a saver."""
-    ours = {"keep_best", "metric", "mode", "latest", "filename", "weights_only", "stop_before"}
-    own = {name: options.pop(name) for name in list(options) if name in ours}
-    return fit(small(), callbacks=[CheckpointSaver("run", interval=interval, **own)], **options)
+def of(folder: str = "run", **options: Any) -> Any:
+    """A run with a saver, which has those options that are its own."""
+    own = {name: options.pop(name) for name in list(options) if name in inspect.signature(CheckpointSaver).parameters}
+    fields = {name.removeprefix("fit_"): value for name, value in options.items()}
+    return fit(**{"callbacks": [CheckpointSaver(folder, **own)], **fields})
 
 
+def runs(says: str, error: type[Exception] = WRONG, **options: Any) -> Refusal:
+    return Refusal(
+        " ".join(f"{name}={value!r:.20}" for name, value in options.items()), lambda: of(**options), error, (says,)
+    )
+
+
+ACCURACY: dict[str, Any] = {"keep_best": 1, "metric": "val/accuracy", "mode": "max"}
+REGRESSION = [(inputs, torch.zeros(4, 3)) for inputs, _ in DATA]
 DEEP: list[Any] = []
 DEEP.append(DEEP)
 ONES = torch.ones(3, 2)
@@ -104,72 +115,26 @@ REFUSED = [
     saver(TYPE, 'stop_before="19h50m"', time_limit=1),
     saver(TYPE, "weights_only=True", save_weights_only=True),
     # Savers in a run
-    Refusal(
-        "a metric that is not measured",
-        lambda: of(keep_best=1, metric="val/accurracy", mode="max"),
-        WRONG,
-        ("metric='val/accurracy' is not measured; there are val/loss",),
-    ),
-    Refusal(
-        "a metric of no evaluator",
-        lambda: of(keep_best=1, metric="test/loss", mode="min"),
-        WRONG,
-        ("there is no evaluator 'test' in evaluators=; there are val",),
-    ),
-    Refusal("the order of 2021", lambda: of(order="2021"), WRONG, ("order='2021' has no checkpoint events",)),
-    Refusal("iterations that are not there", lambda: of("1iter"), WRONG, ("iteration_length is not given",)),
-    Refusal(
-        "an evaluation",
-        lambda: pl.evaluate(state(), DATA, loss=nn.functional.mse_loss, callbacks=[CheckpointSaver("run")]),
-        WRONG,
-        ("evaluate has no checkpoint events",),
-    ),
-    Refusal(
-        "savers with the same names",
-        lambda: fit(small(), callbacks=[CheckpointSaver("run"), CheckpointSaver("run/", interval="4ba")]),
-        WRONG,
-        ("under the same names",),
-    ),
-    Refusal(
-        "weights in the folder of autoresume",
-        lambda: of(weights_only=True, autoresume="run"),
-        WRONG,
-        ("whole States: give the weights a folder",),
-    ),
-    Refusal(
-        "a saver of weights to resume from",
-        lambda: fit(small(), autoresume=CheckpointSaver("run", weights_only=True)),
-        WRONG,
-        ("saves nothing that training resumes from",),
-    ),
-    Refusal(
-        "another callback to resume from",
-        lambda: fit(small(), autoresume=pl.callbacks.SpeedMonitor()),
-        TYPE,
-        ("autoresume=CheckpointSaver(...)",),
-    ),
-    Refusal(
-        "an argument of a saver",
-        lambda: fit(small(), keep_last=2),
-        TYPE,
-        ("autoresume=pl.callbacks.CheckpointSaver(", "keep_last="),
-    ),
-    Refusal("a time limit of weights", lambda: of(weights_only=True, stop_before="1h"), WRONG, ("can't resume from",)),
-    Refusal("a folder that is a file", lambda: fit(small(), autoresume="x.safetensors"), WRONG, ("pass the folder",)),
-    Refusal(
-        "a folder in a file",
-        lambda: fit(small(), callbacks=[CheckpointSaver("x.safetensors/run")]),
-        pl.CheckpointWriteError,
-        ("no file can be written to the folder", "x.safetensors/run"),
-        at_once=False,
-    ),
-    Refusal(
-        "a memory that no file can hold",
-        lambda: of(algorithms=[pl.Algorithm("odd", {pl.Event.BATCH_END: lambda s: s}, init=lambda s: object())]),
-        TYPE,
-        ("state.algorithm_state.odd is a builtins.object",),
-        at_once=False,
-    ),
+    runs("'val/accurracy' is not measured; there are val/loss, val/acc", **ACCURACY | {"metric": "val/accurracy"}),
+    runs("no evaluator 'test' in evaluators=; there are val", keep_best=1, metric="test/loss", mode="min"),
+    runs("order='2021' has no checkpoint events", order="2021"),
+    runs("iteration_length is not given", interval="1iter"),
+    runs("whole States: give the weights a folder", weights_only=True, autoresume="run"),
+    runs("saves nothing that training resumes from", autoresume=CheckpointSaver("run", weights_only=True)),
+    runs("pass the folder", autoresume="x.safetensors"),
+    runs("autoresume=CheckpointSaver(...)", autoresume=pl.callbacks.SpeedMonitor(), error=TYPE),
+    runs("autoresume=pl.callbacks.CheckpointSaver(", fit_keep_last=2, error=TYPE),
+    runs("under the same names", callbacks=[CheckpointSaver("run"), CheckpointSaver("run/", interval="4ba")]),
+    Refusal("an evaluation", lambda: pl.evaluate(state(), DATA, loss=cross_entropy, callbacks=[CheckpointSaver("run")]),
+            WRONG, ("evaluate has no checkpoint events",)),
+    Refusal("a metric of other outputs",
+            lambda: of(**ACCURACY, evaluators={"val": REGRESSION}, data=REGRESSION, loss=mse_loss),
+            WRONG, ("metric='val/accuracy' is not measured; there are val/loss",), False),
+    Refusal("a folder in a file", lambda: of(folder="x.safetensors/run"), pl.CheckpointWriteError,
+            ("no file can be written to the folder", "x.safetensors/run"), at_once=False),
+    Refusal("a memory that no file can hold",
+            lambda: of(algorithms=[pl.Algorithm("odd", {pl.Event.BATCH_END: lambda s: s}, init=lambda s: object())]),
+            TYPE, ("state.algorithm_state.odd is a builtins.object",), at_once=False),
     # What can't be saved
     holds("an object", {"a": [1, Strange()]}, "state.algorithm_state.mine.a.1 is a", "Strange", "keep a tensor"),
     holds("a record", NotRegistered(1), "pl.checkpoint.register(NotRegistered)"),
@@ -179,7 +144,6 @@ REFUSED = [
     holds("a value too deep", DEEP, "nested more than 100 deep"),
     holds("an integer too long", 10**5000, "state.algorithm_state.mine is an integer of more than 4300 digits"),
     Refusal("a path first", lambda: pl.save("x", state()), TYPE, ("what is saved is a State",)),  # type: ignore[arg-type]
-    Refusal("no path", lambda: pl.save(state(), 3), TYPE, ("3 is no path",)),  # type: ignore[arg-type]
     Refusal("no path at all", lambda: pl.save(state()), TYPE, ("save needs path",)),  # type: ignore[call-arg]
     Refusal("notes that are none", lambda: pl.save(state(), "y", notes=5), TYPE, ("a dict of what JSON has",)),  # type: ignore[arg-type]
     Refusal("notes with NaN", lambda: pl.save(state(), "y", notes={"a": float("nan")}), TYPE, ("JSON has",)),
@@ -206,8 +170,8 @@ REFUSED = [
     loads("no such memory", WRONG, "did you mean 'algorithm_state/ema'?", exclude=["algorithm_state/emma"]),
     loads("no glob", TYPE, "exclude=[5]: write globs", exclude=[5], **SELECTION),
     loads("an empty glob", TYPE, "write globs", exclude=[""], **SELECTION),
-    loads("a glob of nothing", WRONG, "exclude='3.wieght' matches no weight of", "did you mean '3.weight'?",
-          exclude=["3.wieght"], **SELECTION),
+    loads("a glob of nothing", WRONG, "exclude='4.wieght' matches no weight of", "did you mean '4.weight'?",
+          exclude=["4.wieght"], **SELECTION),
     loads("no renaming", TYPE, "rename=['a']: write", rename=["a"], **SELECTION),
     loads("a renaming to a number", TYPE, "rename={'a': 1}: write", rename={"a": 1}, **SELECTION),
     loads("a renaming without a name", TYPE, "can't be called with one argument", rename=lambda: "a", **SELECTION),
@@ -224,8 +188,6 @@ REFUSED = [
     Refusal("a description of weights alone", lambda: (save_file({"w": ONES}, "w.safetensors"),
             pl.checkpoint.describe("w.safetensors")), pl.CheckpointError, ("weights alone",)),
     Refusal("no folder", lambda: pl.latest(), TYPE, ("latest needs folder",)),  # type: ignore[call-arg]
-    Refusal("a number as a folder", lambda: pl.best(3), TYPE, ("no path",)),  # type: ignore[arg-type]
-    Refusal("a file as a folder", lambda: pl.best("x.safetensors"), WRONG, ("is a file",)),
     Refusal("another mode", lambda: pl.best(".", mode="least"), WRONG, ("mode='least'",)),  # type: ignore[arg-type]
     Refusal("a protocol unknown", lambda: pl.latest("carrier-pigeon://home"), WRONG, ("carrier-pigeon://home",)),
     Refusal("a class that is no record", lambda: pl.checkpoint.register(Strange), TYPE, ("give an attrs class",)),

@@ -1,313 +1,209 @@
-"""CheckpointSaver: when it saves, what it keeps, and that training is not changed by it."""
+"""CheckpointSaver beside training: when it saves, what autoresume takes, on a slow disk and on one that fails."""
 
 from __future__ import annotations
 
-import os
-import signal
+import errno
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
+from fsspec.implementations.memory import MemoryFileSystem
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
-from pure_loop.checkpoint.run_folder import Retention, Saved
-from tests.support import streams as sameness
+from pure_loop.checkpoint import paths
+from pure_loop.errors import CheckpointWriteError
+from tests.support.checkpoint_runs import fit, names, small
+from tests.support.streams import assert_same, frozen_copy
 
-DATA = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)), torch.zeros(4, 1)) for i in range(4)]
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
-
-
-def stream(*callbacks: Any, **overrides: Any) -> Any:
-    settings: dict[str, Any] = {
-        "loss": nn.functional.mse_loss,
-        "optimizer": pl.optim.adamw(lr=0.1),
-        "max_duration": "3ep",
-        "evaluators": {"val": pl.Evaluator(DATA[:1], metrics={"loss": pl.metrics.loss()})},
-        "algorithms": [pl.algorithms.ema(half_life="2ba")],
-        "callbacks": callbacks,
-        **overrides,
-    }
-    return pl.fit(model(), DATA, **settings)
+INTERVALS: dict[Any, list[int]] = {
+    "1ep": [4, 8, 12],
+    "2ep": [8, 12],
+    "5ba": [5, 10, 12],
+    "20sp": [5, 10, 12],
+    "0.25dur": [3, 6, 9, 12],
+    0: [12],
+    (lambda state: state.timestamp.batch == 7): [7, 12],
+}
 
 
-def files(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir() if not each.is_symlink())
+def test_it_saves_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
+    for number, (interval, batches) in enumerate(INTERVALS.items()):
+        folder = tmp_path / str(number)
+        saver = CheckpointSaver(folder, interval=interval, filename="{batch:02}.safetensors", latest=None)
+        pl.run(fit(max_duration="3ep", callbacks=saver))
+        assert [path.name for path in sorted(folder.iterdir())] == [f"{batch:02}.safetensors" for batch in batches]
 
 
-@pytest.mark.parametrize(
-    ("interval", "batches"),
-    [
-        ("1ep", [4, 8, 12]),
-        ("2ep", [8, 12]),
-        ("5ba", [5, 10, 12]),
-        ("20sp", [5, 10, 12]),
-        ("0.25dur", [3, 6, 9, 12]),
-        (lambda state: state.timestamp.batch == 7, [7, 12]),
-        (0, [12]),
-    ],
-    ids=["1ep", "2ep", "5ba", "20sp", "0.25dur", "a function", "never"],
-)
-def test_it_saves_at_its_interval_and_at_the_end(tmp_path: Path, interval: Any, batches: list[int]) -> None:
-    saver = CheckpointSaver(tmp_path, interval=interval, filename="{batch:02}.safetensors")
-    whole = list(stream(saver))
-    assert files(tmp_path) == [f"{batch:02}.safetensors" for batch in batches]
-    for batch in batches:
-        at = {Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT}
-        found = pl.load(tmp_path / f"{batch:02}.safetensors", model=model())
-        wanted = next(s for e, s in reversed(whole) if e is found.event and s.timestamp.batch == batch)
-        assert found.event in at
-        sameness.assert_same(found, wanted, f"batch {batch}")
+class Faulty(MemoryFileSystem):  # type: ignore[misc]
+    """A disk in memory that is slow, and fails when it is told."""
+
+    protocol = "faulty"
+    seconds = 0.0
+    fail: Callable[[str], BaseException | None] = staticmethod(lambda path: None)
+    ready = threading.Event()  # a save waits for it
+    began = 0
+    failed = 0
+    ended = 0
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "wb" and "probe" not in path:
+            Faulty.began += 1
+            assert Faulty.ready.wait(60)
+            time.sleep(self.seconds)
+            error = Faulty.fail(path)
+            if error is not None:
+                Faulty.failed += 1
+                raise error
+        return super()._open(path, mode, **options)
+
+    def mv(self, *args: Any, **options: Any) -> None:
+        super().mv(*args, **options)
+        if "probe" not in str(args):
+            Faulty.ended += 1
 
 
-def test_the_link_leads_to_the_newest(tmp_path: Path) -> None:
-    pl.run(stream(CheckpointSaver(tmp_path)))
-    assert os.readlink(tmp_path / "latest") == "ep3-ba12.safetensors"
-    assert pl.load(tmp_path / "latest", model=model()).timestamp.epoch == 3
-    assert pl.latest(tmp_path) == str(tmp_path / "ep3-ba12.safetensors")
-    pl.run(stream(CheckpointSaver(tmp_path / "none", latest=None)))
-    assert "latest" not in files(tmp_path / "none")
+@pytest.fixture
+def faulty() -> Iterator[str]:
+    fsspec.register_implementation("faulty", Faulty, clobber=True)
+    Faulty.began = Faulty.failed = Faulty.ended = 0
+    Faulty.ready.set()
+    try:
+        yield "faulty://run"
+    finally:
+        Faulty.seconds, Faulty.fail = 0.0, staticmethod(lambda path: None)
+        Faulty.ready.set()
+        Faulty.store.clear()
+        Faulty.pseudo_dirs[:] = [""]
 
 
-# None: of a loss less is better.
-@pytest.mark.parametrize("mode", ["min", "max", None])
-def test_it_keeps_the_best(tmp_path: Path, mode: Any) -> None:
-    saver = CheckpointSaver(tmp_path, interval="1ba", keep_best=2, metric="val/loss", mode=mode)
-    whole = list(stream(saver, eval_interval="2ba", max_duration="12ba", donate=False))
-    scores = {s.timestamp.batch: float(s.metrics["val"]["loss"]) for e, s in whole if e is Event.EVAL_AFTER_ALL}
-    assert sorted(scores) == [2, 4, 6, 8, 10, 12]
-    best = sorted(scores, key=scores.__getitem__, reverse=mode == "max")[:2]
-    kept = {pl.load(path, model=model()).timestamp.batch for path in tmp_path.glob("*.safetensors")}
-    assert kept == {*best, 12}
+def threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("pure_loop")]
 
 
-SAVED = st.lists(st.none() | st.floats(width=16), max_size=12).map(
-    lambda scores: [Saved(str(index), index, score) for index, score in enumerate(scores)]
-)
+@pytest.mark.parametrize("donate", [True, False])
+def test_on_a_slow_disk_training_goes_on_two_saves_ahead(faulty: str, donate: bool) -> None:
+    """And then it waits; memory that is being written is not reused meanwhile."""
+    Faulty.ready.clear()
+    ahead, wanted = [], {}
+    for event, state in fit(donate=False):
+        if event is Event.BATCH_CHECKPOINT:
+            wanted[state.timestamp.batch] = frozen_copy(state)
+    saver = CheckpointSaver(faulty, interval="1ba", filename="{batch}.safetensors")
+    for event, state in fit(callbacks=[saver], donate=donate):
+        if event is Event.BATCH_CHECKPOINT:
+            ahead.append(state.timestamp.batch - Faulty.ended)
+            assert threads()
+            if len(ahead) == 2:
+                # While the third batch is trained; were its save not held back, it would be a third one.
+                threading.Timer(0.2, Faulty.ready.set).start()
+    for event, _ in fit(callbacks=[CheckpointSaver(f"{faulty}/2", interval="1ba", background=False)]):
+        assert event is not Event.BATCH_CHECKPOINT or Faulty.ended == Faulty.began, (
+            "in the foreground none is under way"
+        )
+    # The end of an epoch is saved as well, and counted in no batch.
+    assert ahead[:2] == [1, 2]
+    assert max(ahead) <= 2
+    assert Faulty.ended >= 8
+    assert not threads()
+    for batch in (1, 2, 3, 5, 6, 7):
+        found = pl.load(f"{faulty}/{batch}.safetensors", model=small())
+        times = ("total_seconds", "epoch_seconds", "batch_seconds")
+        assert_same(
+            {name: leaf for name, leaf in frozen_copy(found).items() if not name.endswith(times)}, wanted[batch], faulty
+        )
 
 
-@given(SAVED, st.none() | st.integers(1, 4), st.none() | st.integers(1, 4), st.booleans())
-def test_what_may_go(saved: list[Saved], last: int | None, best: int | None, largest: bool) -> None:
-    gone = Retention(last, best, largest).expired(saved)
-    kept = [each for each in saved if each not in gone]
-    if last is None and best is None:
-        assert not gone
-        return
-    newest = saved[-(last or 1) :]
-    assert all(each in kept for each in newest)
-    scored = [each for each in saved if each.score is not None and each.score == each.score]
-    others = [each for each in kept if each not in newest]
-    assert len(kept) <= (last or 1) + (best or 0)
-    # Nothing that went is better than something that stayed for its score.
-    for stayed in others:
-        for went in (each for each in gone if each in scored):
-            assert stayed.score is not None
-            assert went.score is not None
-            assert (went.score <= stayed.score) if largest else (went.score >= stayed.score)
-    assert len([each for each in kept if each in scored]) >= min(best or 0, len(scored))
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), RuntimeError("lost")], ids=["full", "lost"])
+@pytest.mark.parametrize("failing", [1, 3])
+def test_an_error_surfaces_at_the_next_event(faulty: str, error: Exception, failing: int) -> None:
+    name = f"ba{failing}.safetensors"
+    Faulty.fail = staticmethod(lambda path: error if name in path else None)
+    saver = CheckpointSaver(faulty, interval="1ba", filename="ba{batch}.safetensors")
+    wrong: Any = CheckpointWriteError if isinstance(error, OSError) else type(error)
+    seen: list[tuple[Event, int]] = []
+
+    def loop() -> None:
+        for event, state in fit(callbacks=[saver]):
+            seen.append((event, state.timestamp.batch))
+            while event is Event.BATCH_CHECKPOINT and Faulty.ended + Faulty.failed < state.timestamp.batch:
+                time.sleep(0.001)
+            if Faulty.failed:
+                time.sleep(0.1)  # from the disk to the thread that training reads
+
+    with pytest.raises(wrong) as caught:
+        loop()
+    assert any(f"{faulty}/{name}" in each for each in [str(caught.value), *caught.value.__notes__])
+    assert wrong is RuntimeError or "The disk is full" in str(caught.value)
+    # Raised in the event, so that the last one seen is the one before it.
+    assert seen[-1][1] <= failing + 1
+    assert (Event.BATCH_CHECKPOINT, failing + 1) not in seen
+    assert not threads()
+    assert pl.latest(faulty) == (None if failing == 1 else f"{faulty}/ba{failing - 1}.safetensors")
+    assert not [each for each in Faulty.store if each.endswith(paths.LEFTOVER)]
 
 
-def test_memory_that_is_being_written_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With donate=True, and a disk so slow that the next steps are over before it has begun."""
-    from pure_loop.checkpoint import background
-
-    go, real = threading.Event(), background.write_state
-
-    def slow(*args: Any, **kwargs: Any) -> None:
-        go.wait(20)
-        real(*args, **kwargs)
-
-    monkeypatch.setattr(background, "write_state", slow)
-    whole = {s.timestamp.batch: s for e, s in stream(donate=False) if e is Event.BATCH_CHECKPOINT}
-    saver = CheckpointSaver(tmp_path, interval="2ba", filename="{batch}.safetensors")
-    for event, state in stream(saver, donate=True):
-        if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == 3:
-            go.set()
-    for batch in (2, 4, 6):
-        sameness.assert_same(pl.load(tmp_path / f"{batch}.safetensors", model=model()), whole[batch], f"batch {batch}")
+def test_errors_of_one_run_are_not_those_of_the_next(faulty: str) -> None:
+    """Where two saves fail, one error is raised, and the other is not kept for a run that it isn't of."""
+    Faulty.fail = staticmethod(lambda path: OSError(errno.ENOSPC, "full"))
+    Faulty.ready.clear()  # neither of the two has failed when the loop is left
+    saver = CheckpointSaver(faulty, interval="1ba")
+    stream = fit(callbacks=[saver])
+    assert any(event is Event.BATCH_START and state.timestamp.batch == 2 for event, state in stream)
+    Faulty.ready.set()
+    with pytest.raises(CheckpointWriteError):
+        stream.close()
+    assert Faulty.began == 2
+    Faulty.fail = staticmethod(lambda path: None)
+    pl.run(fit(callbacks=[saver]))
 
 
-def test_autoresume_brings_no_saver_where_a_callback_of_ones_own_saves(tmp_path: Path) -> None:
-    class Saver(pl.Callback):
+def test_what_autoresume_saves_to(tmp_path: Path) -> None:
+    pl.run(fit(autoresume=tmp_path / "a", max_duration="3ep"))
+    assert names(tmp_path / "a") == ["ep2-ba8.safetensors", "ep3-ba12.safetensors"]  # the last two
+    pl.run(fit(callbacks=CheckpointSaver(tmp_path / "b", interval="2ep"), autoresume=str(tmp_path / "b") + "/"))
+    assert names(tmp_path / "b") == ["ep2-ba8.safetensors"]
+    pl.run(fit(callbacks=CheckpointSaver(tmp_path / "c", interval="2ep"), autoresume=tmp_path / "d"))
+    assert len(names(tmp_path / "d")) == 2
+    # A saver in the place of its folder may stand among the callbacks, too, and it serves one call after another.
+    saver = CheckpointSaver(tmp_path / "e", interval="1ba", keep_last=3)
+    pl.run(fit(autoresume=saver, max_duration="6ba"))
+    assert names(tmp_path / "e") == ["ep0-ba4.safetensors", "ep1-ba5.safetensors", "ep1-ba6.safetensors"]
+    assert [s.timestamp.batch for event, s in fit(autoresume=saver) if event is Event.FIT_START] == [6]
+    for callbacks in ([saver], saver):
+        last = pl.run(fit(autoresume=saver, callbacks=callbacks, max_duration="3ep"))
+        assert len(names(tmp_path / "e")) == 3
+    assert_same(last, pl.run(fit(max_duration="3ep")), "resumed")
+
+    class Own(pl.Callback):
         """Saves where training ends."""
 
         folders: list[Any] = []  # noqa: RUF012
 
         def saves_to(self, folder: Any) -> bool:
-            return folder == tmp_path
+            return folder == tmp_path / "f"
 
         def bind(self, run: Any) -> None:
             self.folders.append(run.autoresume)
 
         def fit_end(self, state: pl.State, logger: Any) -> None:
-            pl.save(state, tmp_path / "own.safetensors")
+            pl.save(state, tmp_path / "f" / "own.safetensors")
 
-    pl.run(stream(Saver(), autoresume=tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["own.safetensors"]
-    pl.run(stream(Saver()))
-    assert Saver.folders == [tmp_path, None]
-
-
-def test_autoresume_brings_a_saver_where_there_is_none(tmp_path: Path) -> None:
-    pl.run(stream(autoresume=tmp_path / "a"))
-    assert files(tmp_path / "a") == ["ep2-ba8.safetensors", "ep3-ba12.safetensors"]  # the last two
-    pl.run(stream(CheckpointSaver(tmp_path / "b", interval="3ep"), autoresume=str(tmp_path / "b") + "/"))
-    assert files(tmp_path / "b") == ["ep3-ba12.safetensors"]
-    pl.run(stream(CheckpointSaver(tmp_path / "c", interval="3ep"), autoresume=tmp_path / "d"))
-    assert len(files(tmp_path / "d")) == 2
+    pl.run(fit(callbacks=Own(), autoresume=tmp_path / "f"))
+    pl.run(fit(callbacks=Own()))
+    assert names(tmp_path / "f") == ["own.safetensors"]
+    assert Own.folders == [tmp_path / "f", None]
 
 
-def test_autoresume_takes_a_saver_in_the_place_of_its_folder(tmp_path: Path) -> None:
-    saver = CheckpointSaver(tmp_path, interval="1ba", keep_last=3)
-    pl.run(stream(autoresume=saver, max_duration="6ba"))
-    assert files(tmp_path) == ["ep0-ba4.safetensors", "ep1-ba5.safetensors", "ep1-ba6.safetensors"]
-    starts = [state.timestamp.batch for event, state in stream(autoresume=saver) if event is Event.FIT_START]
-    assert starts == [6]
-    # Among the callbacks it may stand as well, and alone; and serves one call after the other.
-    for callbacks in ([saver], saver):
-        last = pl.run(stream(autoresume=saver, callbacks=callbacks, max_duration="4ep"))
-        assert last.timestamp.batch == 16
-        assert len(files(tmp_path)) == 3
-    sameness.assert_same(last, pl.run(stream(max_duration="4ep")), "resumed")
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    def breaks(state: pl.State) -> pl.State:
+        return state.replace(loss=state.loss * float("nan")) if state.timestamp.batch == 1 else state
 
-
-@pytest.mark.parametrize("written", [["USR1"], ["SIGUSR1"], ["usr1"], [signal.SIGUSR1], [int(signal.SIGUSR1)]])
-def test_a_signal_by_its_name(tmp_path: Path, written: Any) -> None:
-    saver = CheckpointSaver(tmp_path, interval=0, signals=written)
-
-    def raises(event: Event, state: pl.State) -> None:
-        if event is Event.BATCH_START and state.timestamp.batch == 5:
-            signal.raise_signal(signal.SIGUSR1)
-
-    with pytest.raises(SystemExit) as caught:
-        pl.run(stream(raises, autoresume=saver))
-    assert caught.value.code == 128 + signal.SIGUSR1
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    assert files(tmp_path) == ["ep1-ba6.safetensors"]
-    sameness.assert_same(pl.run(stream(autoresume=saver)), pl.run(stream()), "resumed")
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no real-time signals")
-def test_a_signal_without_a_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    number = signal.SIGRTMIN + 3
-    assert number not in [entry.value for entry in signal.Signals]
-    saver = CheckpointSaver(tmp_path, interval=0, signals=[number])
-
-    def raises(event: Event, state: pl.State) -> None:
-        if event is Event.BATCH_START and state.timestamp.batch == 5:
-            signal.raise_signal(number)
-
-    with pytest.raises(SystemExit) as caught:
-        pl.run(stream(raises, autoresume=saver))
-    assert caught.value.code == 128 + number
-    assert files(tmp_path) == ["ep1-ba6.safetensors"]
-    assert f"signal {number}: the State of batch 6 is saved" in caplog.text
-
-
-def test_a_metric_that_is_not_measured_is_refused_before_training(tmp_path: Path) -> None:
-    saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/accurracy", mode="max")
-    with pytest.raises(pl.ArgumentError, match="metric='val/accurracy' is not measured; there are val/loss"):
-        stream(saver)
-    with pytest.raises(pl.ArgumentError, match="there is no evaluator 'test' in evaluators=; there are val"):
-        stream(CheckpointSaver(tmp_path, keep_best=1, metric="test/loss", mode="min"))
-    with pytest.raises(pl.ArgumentError, match="metric='val/accurracy' is not measured; there are val/loss, val/acc"):
-        stream(saver, evaluators={"val": DATA[:1]})
-    # By default there is an accuracy where the outputs are scores of classes, and the first ones tell.
-    saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/accuracy", mode="max")
-    with pytest.raises(pl.ArgumentError, match="metric='val/accuracy' is not measured; there are val/loss"):
-        pl.run(stream(saver, evaluators={"val": DATA[:1]}))
-
-
-def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
-    data = [(torch.full((4, 3), float("nan")), torch.zeros(4, 1))]
-    saver = CheckpointSaver(tmp_path, interval="1ba", keep_best=1, metric="val/loss", mode="min")
-    pl.run(stream(saver, evaluators={"val": data}, eval_interval="1ba"))
-    assert files(tmp_path) == ["ep3-ba12.safetensors"]
-    notes = pl.checkpoint.describe(tmp_path / "ep3-ba12.safetensors")["notes"]
-    assert {name: notes[name] for name in ("metric", "mode", "score")} == {
-        "metric": "val/loss",
-        "mode": "min",
-        "score": None,
-    }
-
-
-def test_two_savers_of_one_folder_need_names_of_their_own(tmp_path: Path) -> None:
-    often = CheckpointSaver(tmp_path, interval="1ba", keep_last=1)
-    with pytest.raises(pl.ArgumentError, match="under the same names"):
-        stream(often, CheckpointSaver(str(tmp_path) + "/", interval="4ba"))
-    pl.run(stream(often, CheckpointSaver(tmp_path, interval="4ba", filename="milestone-{batch}.safetensors")))
-    assert files(tmp_path) == ["ep3-ba12.safetensors", *(f"milestone-{n}.safetensors" for n in (12, 4, 8))]
-
-
-def test_a_folder_without_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "symlink", refuse)
-    pl.run(stream(CheckpointSaver(tmp_path)))
-    assert files(tmp_path) == [f"ep{epoch}-ba{4 * epoch}.safetensors" for epoch in (1, 2, 3)]
-    assert "can't have links" in caplog.text
-
-
-def test_the_link_takes_nobodys_place(tmp_path: Path) -> None:
-    tmp_path.joinpath("latest").write_text("precious")
-    with pytest.raises(pl.ArgumentError, match="is no link, and stays as it is"):
-        pl.run(stream(CheckpointSaver(tmp_path)))
-    assert tmp_path.joinpath("latest").read_text() == "precious"
-
-
-def how_it_ended(child: int) -> int | None:
-    """The status of a process; one that doesn't end within seconds is killed, and has none."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            return status
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
-
-
-def test_a_forked_process_ends_when_it_is_told_to(tmp_path: Path) -> None:
-    for event, _ in stream(CheckpointSaver(tmp_path)):
-        if event is Event.BATCH_END:
-            # The signal comes before, at, or after the call that waits for it.
-            for delay in (0.0, 0.0, 0.0, 0.001, 0.01):
-                child = os.fork()
-                if child == 0:
-                    signal.pause()
-                    os._exit(0)  # not reached: nothing holds the signal back here
-                time.sleep(delay)
-                os.kill(child, signal.SIGTERM)
-                assert how_it_ended(child) == signal.SIGTERM
-            break
-
-
-def test_a_fork_leaves_signals_held_back_in_the_process_that_trains(tmp_path: Path) -> None:
-    def told() -> None:
-        for event, state in stream(CheckpointSaver(tmp_path, interval="9ep")):
-            if event is Event.BATCH_START and state.timestamp.batch == 1:
-                child = os.fork()
-                if child == 0:
-                    os._exit(0)
-                os.waitpid(child, 0)
-                assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(SystemExit):
-        told()
-    assert pl.latest(tmp_path) is not None
+    with pytest.raises(pl.NonFiniteError):
+        pl.run(fit(algorithms=[pl.Algorithm("nan", {Event.AFTER_LOSS: breaks})], autoresume=tmp_path))
+    assert names(tmp_path) == []

@@ -1,48 +1,60 @@
-"""What tests of checkpoints share: models, a run, small limits, and the errors for a file that is refused."""
+"""What tests of checkpoints share: a run, its folder, small limits, and the errors for a file that is refused."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import resource
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import pure_loop as pl
+from pure_loop import Event
 from pure_loop.errors import CheckpointError
+from tests.support import problem
 
-
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
+DATA = problem.points(4)
+small = problem.noisy
 
 
 def wide() -> nn.Module:
     """Some 200 kB a checkpoint."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 5000), nn.Tanh(), nn.Linear(5000, 1))
+    with pl.random.seeded(0):
+        return nn.Sequential(nn.Linear(problem.FEATURES, 5000), nn.Tanh(), nn.Linear(5000, problem.CLASSES))
 
 
-_generator = torch.Generator().manual_seed(0)
-DATA = [(torch.randn(4, 2, generator=_generator), torch.zeros(4, 1)) for _ in range(4)]
-
-
-def fit(start: Any, data: Any = DATA, **options: Any) -> Any:
-    arguments = {
-        "loss": nn.functional.mse_loss,
+def fit(start: Any = None, **options: Any) -> pl.Stream:
+    """Two epochs of four batches, with a momentum, an average, an evaluation, and the clock of the machine."""
+    settings = {
         "optimizer": pl.optim.sgd(lr=0.1, momentum=0.9),
-        "max_duration": "2ep",
         "algorithms": [pl.algorithms.ema(half_life="3ba")],
         "evaluators": {"val": DATA[:1]},
+        "strict": False,
+        "clock": time.monotonic,
+        "data": DATA,
+        **options,
     }
-    return pl.fit(start, data, **{**arguments, **options})
+    return problem.fit(small() if start is None else start, **settings)
+
+
+@functools.cache
+def trained() -> pl.State:
+    """The last State of that run."""
+    return pl.run(fit())
+
+
+def state_at(batch: int = 0, epoch: int = 0, position: Event | None = None, seed: int = 0, **fields: Any) -> pl.State:
+    """A State that has finished so much."""
+    now = pl.Timestamp(batch=batch, epoch=epoch, sample=4 * batch, **fields)
+    return pl.State.create(small(), seed=seed).replace(timestamp=now, event=position, position=position)
 
 
 @contextlib.contextmanager
@@ -82,21 +94,23 @@ def limited(what: int, most: int) -> Iterator[None]:
         resource.setrlimit(what, before)
 
 
-def little_memory() -> contextlib.AbstractContextManager[None]:
-    """A few more megabytes than the process has by now."""
+def little_memory(more: int = 64 << 20) -> contextlib.AbstractContextManager[None]:
+    """So many more bytes than the process has by now."""
     if not Path("/proc/self/statm").exists():
         return contextlib.nullcontext()
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return limited(resource.RLIMIT_AS, pages * resource.getpagesize() + (64 << 20))
+    return limited(resource.RLIMIT_AS, pages * resource.getpagesize() + more)
 
 
 def refused(path: Path, **options: Any) -> str:
     """That a file is refused, by an error of ours that names it; gives the text."""
     with pytest.raises(CheckpointError) as caught:
-        pl.load(path, model=small(), **options)
+        pl.load(path, **{"model": small(), **options})
     assert str(path) in str(caught.value)
     return str(caught.value)
 
 
-def hidden(folder: Path) -> list[str]:
-    return [each.name for each in folder.iterdir() if each.name.startswith(".")]
+def names(folder: Any, hidden: bool = False) -> list[str]:
+    """What is in a folder, but for links; or of it what is hidden."""
+    found = sorted(path.name for path in Path(folder).iterdir() if not path.is_symlink())
+    return [name for name in found if name.startswith(".")] if hidden else found

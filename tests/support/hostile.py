@@ -1,127 +1,54 @@
-"""Files of about one megabyte that are made to cost much, and what loading and listing them costs.
+"""Checkpoints that are changed with knowledge of the format, and have a digest that is right.
 
-Run as a program, ``python -m tests.support.hostile FOLDER files``, it writes each of them, loads it, asks ``latest``
-for it, and prints lines of JSON: its name, the way it was read, its bytes, CPU seconds, bytes of memory at the peak,
-and what came. With ``folders`` it does so with folders of 90 MB.
+Whatever they say: ``load`` gives a State that training and saving take, or an error of ours that names the file;
+``latest`` and ``autoresume`` take the good file beside it where it can't be read; and it takes little time and memory.
 """
 
 from __future__ import annotations
 
-import gc
+import contextlib
+import functools
 import hashlib
-import io
 import json
-import re
-import sys
-from collections.abc import Callable, Iterator
+import operator
+import tempfile
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import pure_loop as pl
+from pure_loop import Event
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.document import METADATA_KEY, write_document
-from tests.support.checkpoint_runs import small
-from tests.support.cpu_time import cpu_seconds
+from pure_loop.checkpoint.document import write_document
+from pure_loop.checkpoint.tree import UnknownClassError
+from pure_loop.errors import CheckpointError, ResumeError
+from tests.support.checkpoint_runs import fit, little_memory, messages, small, state_at
+from tests.support.cpu_time import within
 
-MEGABYTE = 1 << 20
-MOST_SECONDS = 2.0
-# Integers, floats and tuples that differ by this have one hash.
-MODULUS = sys.hash_info.modulus
-COUNT = 60_000
+MEMORY = ("fields", "algorithm_state", "frozen", "x")
 
 
-def repeated(item: str, size: int = MEGABYTE) -> str:
-    """A JSON list of this size."""
-    return f"[{','.join([item] * (size // (len(item) + 1)))}]"
-
-
-def counted(item: Callable[[int], str], count: int = COUNT) -> str:
-    """A JSON list of what ``item`` gives for 0, 1, 2, ..., up to a megabyte."""
-    found: list[str] = []
-    size = 0
-    for number in range(count):
-        found.append(item(number))
-        size += len(found[-1]) + 1
-        if size > MEGABYTE:
+@functools.cache
+def checkpoint(batch: int = 5) -> bytes:
+    """The file of a State whose algorithm ``x`` remembers a value of every kind."""
+    everything = {
+        "tuple": (1, 2.5, float("inf"), "text", None, True, b"bytes", 1 + 2j),
+        "sets": [{1, 2}, frozenset({"a"}), torch.Size([2, 3]), torch.float8_e5m2, torch.device("cpu")],
+        "deque": [deque([1, (2,)], 3), deque()],
+        "tensors": [torch.zeros(2, dtype=torch.complex128), torch.zeros(0, 3), torch.tensor(True), torch.ones(2, 3).T],
+        "number": torch.tensor(0.5),
+        "keys": {1: torch.arange(3), (2, "b"): {"inner": Event.BATCH_END}},
+        "time": pl.Time("3ep"),
+    }
+    for event, state in fit():
+        if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == batch:
             break
-    return f"[{','.join(found)}]"
-
-
-def collision(number: int) -> int:
-    return 1 + number * MODULUS
-
-
-MEMORIES: dict[str, Callable[[], str]] = {
-    "a set of colliding integers": lambda: f'{{"set": {counted(lambda i: str(collision(i)))}}}',
-    "a frozenset of colliding integers": lambda: f'{{"frozenset": {counted(lambda i: str(collision(i)))}}}',
-    "a set of negative colliding integers": lambda: f'{{"set": {counted(lambda i: str(-collision(i)))}}}',
-    "a set of colliding floats": lambda: f'{{"set": {counted(lambda i: repr(float(i + 1) * 2.0 ** (61 * (i % 16))))}}}',
-    "a set of colliding tuples": lambda: f'{{"set": {counted(lambda i: f"""{{"tuple": [5, {collision(i)}]}}""")}}}',
-    "a set of colliding frozensets": lambda: (
-        f'{{"set": {counted(lambda i: f"""{{"frozenset": [{collision(i)}]}}""")}}}'
-    ),
-    "a set of colliding complex numbers": lambda: (
-        f'{{"set": {counted(lambda i: f"""{{"complex": ["{float(-1000003 * i).hex()}", "{float(i).hex()}"]}}""")}}}'
-    ),
-    "a dict by colliding integers": lambda: f'{{"dict": {counted(lambda i: f"[{collision(i)}, 0]")}}}',
-    "an ordered dict by colliding integers": lambda: f'{{"ordered": {counted(lambda i: f"[{collision(i)}, 0]")}}}',
-    "a frozen dict by colliding tuples": lambda: (
-        f'{{"frozen": {counted(lambda i: f"""[{{"tuple": [{collision(i)}]}}, 0]""")}}}'
-    ),
-    "a set of distinct integers": lambda: f'{{"set": {counted(lambda i: str(i << 40))}}}',
-    "lists": lambda: repeated("[]"),
-    "lists of lists": lambda: repeated("[[0]]"),
-    "deep lists": lambda: repeated("[" * 60 + "]" * 60),
-    "deep tuples": lambda: repeated('{"tuple": [' * 60 + "]}" * 60),
-    "dicts": lambda: repeated('{"dict": {}}'),
-    "objects of no kind": lambda: repeated("{}"),
-    "sets": lambda: repeated('{"set": []}'),
-    "zeros": lambda: repeated("0"),
-    "long integers": lambda: repeated("9" * 4300),
-    "an integer too long": lambda: "9" * MEGABYTE,
-    "a float of many digits": lambda: "0." + "9" * MEGABYTE,
-    "a float in hexadecimal": lambda: f'{{"float": "0x1.{"f" * MEGABYTE}p0"}}',
-    "bytes": lambda: f'{{"bytes": "{"0" * MEGABYTE}"}}',
-    "a text": lambda: f'"{"x" * MEGABYTE}"',
-    "a text of wide characters": lambda: f'"{chr(0x1F600) * (MEGABYTE // 4)}"',
-    "texts of wide characters": lambda: repeated(f'"{chr(0x1F600)}"'),
-    "one tensor often": lambda: repeated('{"tensor": "skipped"}'),
-    "one tensor described in two ways": lambda: repeated('{"tensor": "skipped"}, {"tensor": "skipped", "device": "x"}'),
-    "one tensor of many dimensions": lambda: f'{{"tensor": "skipped", "shape": {repeated("1")}, "stride": [1]}}',
-    "numbers of NumPy": lambda: repeated('{"numpy": "number", "of": {"tensor": "skipped"}}'),
-    "devices": lambda: repeated('{"device": "cpu"}'),
-    "dtypes": lambda: repeated('{"dtype": "float32"}'),
-    "sizes": lambda: repeated('{"size": [1]}'),
-    "a size": lambda: f'{{"size": {repeated("1")}}}',
-    "records": lambda: repeated(
-        '{"record": "pure_loop.Time", "fields": {"value": 1, "unit": {"enum": ["pure_loop.TimeUnit", "EPOCH"]}}}'
-    ),
-    "a record with many fields": lambda: (
-        f'{{"record": "pure_loop.Time", "fields": {{{counted(lambda i: f"""{chr(34)}{i}{chr(34)}: 0""")[1:-1]}}}}}'
-    ),
-    "a kind that is long": lambda: f'{{"{"k" * MEGABYTE}": 0}}',
-    "a class that is long": lambda: f'{{"record": "{"k" * MEGABYTE}", "fields": {{}}}}',
-    "a name that is long": lambda: f'{{"tensor": "{"k" * MEGABYTE}"}}',
-    "a name that stands twice": lambda: f'{{"dict": {{{counted(lambda i: """"x": 0""")[1:-1]}}}}}',
-}
-
-
-def checkpoint() -> bytes:
-    """The file of a small State that has trained."""
-    state = pl.State.create(small()).count_batch(samples=4).replace(event=pl.Event.BATCH_END)
-    text, tensors = write_document(state.replace(position=pl.Event.BATCH_END).remember("x", 0))
-    file = Buffer()
-    container.write(file, tensors, {METADATA_KEY: text, "format": "pt"})
-    return file.getvalue()
-
-
-class Buffer(io.BytesIO):
-    """A file in memory."""
-
-
-def with_memory(value: str) -> bytes:
-    """A checkpoint whose algorithm ``x`` remembers this JSON, with a digest that is right."""
-    return rewritten(checkpoint(), ("fields", "algorithm_state", "frozen", "x"), value)
+    with tempfile.TemporaryDirectory() as folder:
+        pl.save(state.remember("x", everything), f"{folder}/x.safetensors", notes={"who": "me"})
+        return Path(folder, "x.safetensors").read_bytes()
 
 
 def sealed(header: str, data: bytes = b"") -> bytes:
@@ -131,133 +58,115 @@ def sealed(header: str, data: bytes = b"") -> bytes:
     return before + hashlib.blake2b(before, digest_size=32).digest()
 
 
+def header_of(content: bytes) -> tuple[Any, bytes]:
+    """The header of a file, and the bytes of its tensors."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:-32]
+
+
 def document_of(content: bytes) -> Any:
     """The description in a checkpoint."""
-    header, _ = container.read(io.BytesIO(content), "x")
-    return json.loads(header.metadata["pure_loop"])
+    return json.loads(header_of(content)[0]["__metadata__"]["pure_loop"])
 
 
 def described(content: bytes, text: str) -> bytes:
-    """A checkpoint with another description, this text, and a digest that is right."""
-    header, tensors = container.read(io.BytesIO(content), "x")
-    file = Buffer()
-    limit = container.MOST_MEMORY  # what a writer refuses, a stranger writes
-    container.MOST_MEMORY = 1 << 60  # type: ignore[misc]
-    try:
-        container.write(file, tensors, {**header.metadata, "pure_loop": text})
-    finally:
-        container.MOST_MEMORY = limit  # type: ignore[misc]
-    return file.getvalue()
+    """A checkpoint with another description, this text."""
+    header, data = header_of(content)
+    header["__metadata__"]["pure_loop"] = text
+    return sealed(json.dumps(header), data)
 
 
 def rewritten(content: bytes, path: tuple[Any, ...], text: str) -> bytes:
-    """A checkpoint whose description has this JSON, of whatever kind, at a place, and a digest that is right."""
+    """A checkpoint whose description has this JSON, of whatever kind, at a place."""
     document = document_of(content)
-    place = document
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = "HERE"
+    at(document, path[:-1])[path[-1]] = "HERE"
     return described(content, json.dumps(document).replace('"HERE"', text))
 
 
-DIGEST = '"pure_loop.blake2b-256":{"dtype":"U8","shape":[32],"data_offsets":[0,32]}'
+def at(tree: Any, path: Sequence[Any]) -> Any:
+    return functools.reduce(operator.getitem, path, tree)
 
 
-def entries(entry: Callable[[int], str]) -> bytes:
-    return sealed(f"{{{counted(entry)[1:-1]},{DIGEST}}}")
+class Folder:
+    """A checkpoint of batch 3, and beside it a file that anything may have written.
 
+    Attributes:
+        path: of that file.
+    """
 
-HEADERS: dict[str, Callable[[], bytes]] = {
-    "empty tensors": lambda: entries(lambda i: f'"{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'),
-    "tensors of many dimensions": lambda: entries(
-        lambda i: f'"{i}":{{"dtype":"U8","shape":[{"9," * 63}0],"data_offsets":[0,0]}}'
-    ),
-    "entries that are none": lambda: entries(lambda i: f'"{i}":{{}}'),
-    "metadata of many names": lambda: sealed(
-        f'{{"__metadata__":{{{counted(lambda i: f"{chr(34)}{i}{chr(34)}:{chr(34) * 2}")[1:-1]}}},{DIGEST}}}'
-    ),
-    "a header of lists": lambda: sealed(f'{{"x":{repeated("[]")}}}'),
-    "a header of deep lists": lambda: sealed(f'{{"x":{repeated("[" * 60 + "]" * 60)}}}'),
-    "a description of lists": lambda: sealed(
-        f'{{"__metadata__":{{"pure_loop":{json.dumps(repeated("[]"))}}},{DIGEST}}}'
-    ),
-}
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path, self._good = folder, folder / "x.safetensors", folder / "good.safetensors"
+        pl.save(state_at(3, position=Event.BATCH_END).remember("x", 0), self._good)
 
+    def check(self, content: bytes, reads: bool = True, seconds: float = 2.0, memory: int = 64 << 20) -> str:
+        """Each door gives what fits, or says what is wrong; gives what ``load`` says, "" where it gives a State.
 
-def files() -> Iterator[tuple[str, bytes]]:
-    for name, memory in MEMORIES.items():
-        yield name, with_memory(memory())
-    for name, header in HEADERS.items():
-        yield name, header()
+        With ``reads`` runs begin with it, too, and what was loaded is saved again.
+        """
+        self.path.write_bytes(content)
+        with messages(), little_memory(memory):
+            for strict in (True, False)[: 1 + reads]:
+                within(seconds, lambda strict=strict: self._loaded(weights_only=True, strict=strict))
+        with messages() as said:
+            with little_memory(memory):
+                state, error = within(seconds, self._loaded)
+                latest = within(seconds, lambda: pl.latest(self.folder))
+            unreadable = isinstance(error, CheckpointError) and not isinstance(error, UnknownClassError)
+            files = [str(self._good), str(self.path)]
+            assert latest in (files[:1] if unreadable else files)
+            assert not unreadable or b'"pure_loop' not in content or any(str(self.path) in text for text in said)
+            if reads:
+                resumed = self._start(autoresume=self.folder)
+                assert resumed == 3 or not isinstance(error, CheckpointError)
+        if state is not None and reads:
+            self._start(load_path=self.path)
+            pl.save(state, self.folder / "again")
+            assert _written(pl.load(self.folder / "again", model=small())) == _written(state)
+        for text in said:
+            _refuse_nasty(text)
+        return str(error or "")
 
-
-def peak() -> int:
-    return int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) << 10
-
-
-def costs(function: Callable[[], object]) -> tuple[float, int, str]:
-    """CPU seconds, the least of three tries of what takes long; bytes at the peak above those before; and what came."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak()
-
-    def outcome() -> str:
+    def _loaded(self, **options: Any) -> tuple[pl.State | None, Exception | None]:
+        model, refused = small(), None
         try:
-            return type(function()).__name__
-        except pl.PureLoopError as error:
-            return f"{type(error).__name__} {len(str(error))}"
+            state = pl.load(self.path, model=model, **options)
+        except (CheckpointError, ResumeError) as error:
+            refused = error
+        if refused is not None:
+            assert str(self.path) in str(refused)
+            for text in (str(refused), *getattr(refused, "__notes__", ())):
+                _refuse_nasty(text)
+            return None, refused
+        for name, tensor in model.state_dict().items():
+            found = {**state.params, **state.buffers}[name]
+            assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+        return state, None
 
-    came, seconds = cpu_seconds(outcome)
-    memory, tries = peak() - before, 1
-    while seconds > MOST_SECONDS and tries < 3:  # as in ``cpu_time.within``
-        seconds, tries = min(seconds, cpu_seconds(outcome)[1]), tries + 1
-    return seconds, memory, came
-
-
-def report(name: str, folder: Path, path: Path, size: int) -> None:
-    model = small()
-    ways: dict[str, Callable[[], object]] = {
-        "load": lambda: pl.load(path, model=model),
-        "weights": lambda: pl.load(path, model=model, weights_only=True),
-        "latest": lambda: pl.latest(folder),
-    }
-    for how, function in ways.items():
-        print(json.dumps([name, how, size, *costs(function)]), flush=True)
-
-
-def of_files(folder: Path) -> None:
-    """Each file alone."""
-    path = folder / "x.safetensors"
-    for name, content in files():
-        path.write_bytes(content)
-        report(name, folder, path, len(content))
-        path.unlink()
+    def _start(self, **where: Any) -> int | None:
+        """The batch at which training is resumed; None where the file is refused."""
+        at, refused = None, ""
+        try:
+            with contextlib.closing(fit(**where)) as stream:
+                for event, state in stream:
+                    at = state.timestamp.batch if event is Event.AFTER_LOAD else at
+                    if event is Event.FIT_START:  # what numbers an algorithm remembers is its own affair
+                        return at
+        except ResumeError as error:
+            refused = str(error)
+        assert str(self.path) in refused
+        return None
 
 
-def of_folders(folder: Path) -> None:
-    """Many in one folder: 90 files of a megabyte, and three of 27."""
-    for count, item in ((90, "[]"), (90, "[[0]]"), (3, "[]"), (3, '{"tensor": "params.0.weight"}')):
-        content = with_memory(repeated(item, (81 << 20) // count))
-        for number in range(count):
-            (folder / f"{number}.safetensors").write_bytes(content)
-        size, name = count * len(content), f"{count} of {item}"
-        del content
-        report(name, folder, folder / "0.safetensors", size)
-        for path in folder.iterdir():
-            path.unlink()
+def _refuse_nasty(text: str) -> None:
+    """A text of a stranger is shortened and escaped wherever it is said."""
+    assert len(text) < 3000
+    assert "x" * 400 not in text, text[:300]
+    assert "\nWARNING" not in text, text[:300]
+    assert all(line.isprintable() for line in text.split("\n")), text[:300]
 
 
-def main(folder: Path, what: str) -> None:
-    import numpy  # noqa: F401  # not a part of what a file costs
-
-    pl.save(pl.State.create(small()), folder / "warm.safetensors")
-    pl.load(folder / "warm.safetensors", model=small())
-    (folder / "warm.safetensors").unlink()
-    {"files": of_files, "folders": of_folders}[what](folder)
-
-
-if __name__ == "__main__":
-    import logging
-
-    logging.getLogger("pure_loop").setLevel(logging.CRITICAL)
-    main(Path(sys.argv[1]), sys.argv[2])
+def _written(state: pl.State) -> tuple[Any, dict[str, bytes]]:
+    """All that a file has of a State."""
+    text, tensors = write_document(state)
+    numbers = {name: b"".join(map(bytes, container.pieces_of([tensor]))) for name, tensor in tensors.items()}
+    return json.loads(text)["fields"], numbers
