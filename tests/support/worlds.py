@@ -79,6 +79,15 @@ def an_epoch(model, data, **options):
     return pl.fit(model, data, **options)
 
 
+def told(stream):
+    """What the error of a stream says, with its notes; after it, the ranks can run another one."""
+    try:
+        pl.run(stream)
+    except Exception as error:
+        return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return "nothing"
+
+
 def two_halves():
     class Halves(torch.nn.Module):
         def __init__(self):
