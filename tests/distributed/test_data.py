@@ -57,7 +57,6 @@ def seen_of(batches, **options):
 
 SPLIT = {
     "table": lambda: DataLoader(_table(11), batch_size=5, shuffle=True),
-    "collate": lambda: DataLoader(_table(11), batch_size=5, collate_fn=torch.utils.data.default_collate, shuffle=True),
     "list": lambda: [(torch.arange(float(i), i + 5).reshape(5, 1), torch.zeros(5, 1)) for i in (0, 5)],
     "iterable": lambda: DataLoader(_Stream(11), batch_size=5),
     "workers": lambda: DataLoader(_table(11), batch_size=5, shuffle=True, num_workers=1, persistent_workers=True),

@@ -191,7 +191,7 @@ def _an_evaluation(state, stages):
 def _of_others(inside):
     def of_others(state, stages):
         with torch.device("meta"):  # for the shapes: to look at state.params would make what it shows
-            shapes = {name: each.shape for name, each in _recomputed().named_parameters()}
+            shapes = {name: each.shape for name, each in _Recomputed().named_parameters()}
         params = {name: torch.full(shape, 0.3) for name, shape in shapes.items()}
         inside(state.replace(params=params, buffers={k: 3 * each for k, each in state.buffers.items()}), stages)
 
@@ -201,22 +201,13 @@ def _of_others(inside):
 class _Recomputed(torch.nn.Sequential):
     """Its first half is gone through again in the backward, in the mode and with the numbers that it had."""
 
-    def __init__(self, *halves):
-        super().__init__(*halves)
+    def __init__(self):
+        half = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 4))
+        super().__init__(half, torch.nn.Linear(4, 1))
         self.register_buffer("scale", torch.tensor(0.5))
 
-    def forward(self, batch):
-        return self[1](checkpoint(lambda x: self[0](x * self.scale) ** 2, batch[0], use_reentrant=False))
-
-    def loss(self, outputs, batch):
-        with torch.autocast("cpu", enabled=False):  # a cast for the forward and for this would add up other numbers
-            penalty = self[1](torch.ones(1, 4)).exp().sum()
-        return (outputs - batch[1]).square().mean() + 0.1 * penalty
-
-
-def _recomputed():
-    half = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 4))
-    return _Recomputed(half, torch.nn.Linear(4, 1))
+    def forward(self, x):
+        return self[1](checkpoint(lambda x: self[0](x * self.scale) ** 2, x, use_reentrant=False))
 
 
 EVENTS = (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD)
@@ -231,11 +222,16 @@ def test_what_is_computed_in_the_middle_of_a_microbatch_changes_nothing():
         generator = torch.Generator().manual_seed(0)
         data = [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(2)]
         torch.manual_seed(0)
-        options = {"microbatch_size": size, "precision": precision, "parallel": kind}
-        options |= {"algorithms": (_weights, *algorithms), "loss": None}  # after the loss the last one comes first
+        # After the loss the last algorithm comes first.
+        options = {
+            "microbatch_size": size,
+            "precision": precision,
+            "parallel": kind,
+            "algorithms": (_weights, *algorithms),
+        }
         # What autocast remembers of parameters lasts as long as the outermost one.
         with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32"):
-            return [*params_of(an_epoch(_recomputed(), data, **options)).values()]
+            return [*params_of(an_epoch(_Recomputed(), data, **options)).values()]
 
     def meanwhile(event, inside, number):
         def changes_nothing(state, stages):

@@ -7,7 +7,6 @@ Slow: a rank is a process of its own, which imports torch.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import socket
@@ -19,10 +18,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-from tests.support.worlds import an_epoch
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +30,7 @@ TIMEOUT = 6.0
 START, NAMED = 180.0, 60.0
 
 HEAD = """
-import itertools, json, os, signal, sys, time
+import os, signal, sys, time
 import torch, torch.distributed as dist
 import pure_loop as pl
 from pure_loop import Event
@@ -237,33 +232,22 @@ def test_a_rank_that_stops_or_dies_is_named(job, kind, sent, who, ranks, words):
         assert float(seconds) < NAMED
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_never_starts_is_named(job, who):
-    alone = job('say(told(lambda: fit("replicate")))\nsay("done")')
-    alone.rank_by_rank(2, without=who)
-    ((line, _),) = alone.wait(1 - who)
-    assert re.search(f"DistributedError: rank {1 - who} of 2 could not meet the others within 6 s: rank {who}", line)
-    assert float(line.partition(" ")[0]) < NAMED
-
-
 TOGETHER = """
-generator = torch.Generator().manual_seed(0)
-inputs = torch.randn(20, 3, generator=generator)
-dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+inputs = torch.arange(60.0).reshape(20, 3) / 60
 
 def train(parallel, **options):
     torch.manual_seed(0)
+    dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True)
     return pl.run(pl.fit(torch.nn.Linear(3, 1), loader, loss=mse, optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep",
                          parallel=parallel, **options))
 
 say(told(lambda: train(None)))
-say(train(False).timestamp.sample)
+alone = train(False)
 for number in range(2):  # a script may train more than once
     state = train(os.environ["KIND"], autoresume=f"{path}/runs/{number}")
-module = state.module()
-size = pl.distributed.world_size()
-say(json.dumps([size, state.timestamp.batch, state.timestamp.sample, module.weight.tolist()]))
+close = torch.allclose(state.module().weight, alone.module().weight, rtol=1e-5)
+say([pl.distributed.world_size(), state.timestamp.batch, state.timestamp.sample, close])
 say("done")
 """
 LAUNCHERS = {
@@ -271,27 +255,18 @@ LAUNCHERS = {
     "SLURM_STEP_ID=0 SLURM_JOB_ID={1}",
     "mpirun": "OMPI_COMM_WORLD_RANK={0} OMPI_COMM_WORLD_LOCAL_RANK={0} OMPI_COMM_WORLD_SIZE=2 "
     "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE={1}",
-    "mpiexec": "PMI_RANK={0} MPI_LOCALRANKID={0} PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_JOBID={1}",
 }
 
 
-@pytest.mark.parametrize(("launcher", "kind"), [("srun", "replicate"), ("mpirun", "shard"), ("mpiexec", "replicate")])
+@pytest.mark.parametrize(("launcher", "kind"), [("srun", "replicate"), ("mpirun", "shard")])
 def test_processes_that_a_launcher_starts_train_one_model_without_a_word_of_glue(job, launcher, kind):
     """As many batches and samples as one process, and its weights; one set of checkpoints; never apart by default."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    inputs = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
-    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8, shuffle=True)
-    *_, (_, alone) = an_epoch(model, loader, max_duration="2ep")
-    several, number = job(TOGETHER), f"{os.getpid()}{len(launcher)}"
+    several = job(TOGETHER)
     for rank in range(2):
-        environ = dict(each.split("=") for each in LAUNCHERS[launcher].format(rank, number).split())
+        environ = dict(each.split("=") for each in LAUNCHERS[launcher].format(rank, os.getpid()).split())
         several.start(KIND=kind, **environ)
-    for apart, on_purpose, together, _ in several.wait(0, 1):
+    for apart, together, _ in several.wait(0, 1):
         assert "ArgumentError: parallel=None" in apart
-        assert on_purpose == "40"
-        size, batch, sample, weight = json.loads(together)
-        assert (size, batch, sample) == (2, 6, 40)
-        assert weight == [pytest.approx(alone.params["weight"][0].tolist(), rel=1e-5)]
+        assert together == "[2, 6, 40, True]"
     saved = [path.name.partition(".")[0] for path in (several.folder / "runs" / "1").glob("ep*")]
     assert sorted(saved) == ["ep1-ba3", "ep2-ba6"]  # one set, by both

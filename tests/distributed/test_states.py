@@ -115,24 +115,18 @@ def test_going_on_is_bitwise_the_rest(tmp_path):
 ENDS = ((Event.EPOCH_END, 2),)
 
 
-class Parts(torch.nn.Module):
-    """Registered in another order than it is called in, partly frozen, and partly left out."""
+class Parts(torch.nn.ModuleList):
+    """Called in another order than it is registered in, partly frozen, and partly left out."""
 
     def __init__(self, frozen, unused):
-        super().__init__()
-        self.head = torch.nn.Linear(17, 3)
-        self.body = torch.nn.ModuleList([torch.nn.Linear(17, 17) for _ in range(3)])
-        self.first = torch.nn.Linear(7, 17)
-        self.extra = torch.nn.Linear(3, 3)
-        self.unused = unused
-        self.body[1].requires_grad_(not frozen)
+        super().__init__([torch.nn.Linear(n, m) for n, m in ((17, 3), (17, 17), (17, 17), (7, 17), (3, 3))])
+        self.order = (3, 1, 2, 0) if unused else (3, 1, 2, 0, 4)
+        self[1].requires_grad_(not frozen)
 
     def forward(self, x):
-        x = self.first(x)
-        for layer in self.body:
-            x = torch.tanh(layer(x))
-        x = self.head(x)
-        return x if self.unused else self.extra(x)
+        for index in self.order:
+            x = torch.tanh(self[index](x))
+        return x
 
 
 def in_buckets(cap, frozen, unused, microbatch_size):
