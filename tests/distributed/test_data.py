@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
@@ -11,7 +13,7 @@ from pure_loop import Event, testing
 from pure_loop.distributed import Parallel
 from pure_loop.distributed.engines import reads_its_own
 from pure_loop.testing.laws.ranks import compare, witness
-from tests.support.worlds import KINDS, an_epoch, pool, two_halves
+from tests.support.worlds import KINDS, an_epoch, pool, told, two_halves
 
 LINEAR = testing.PROBLEMS["linear"]
 mse = torch.nn.functional.mse_loss
@@ -156,25 +158,19 @@ def test_a_sampler_that_repeats_or_leaves_out_is_refused_in_evaluation(monkeypat
         assert reads_its_own(Parallel(), DataLoader(_table(7), 2, sampler=_Exact(7, 2, rank)), "predict")
 
 
-def _mean(loader):
-    """The mean of 0 .. n - 1 where each sample counts once."""
+def _means(loader):
+    """A stream that measures the mean, of 0 .. n - 1 where each sample counts once."""
     identity = torch.nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         identity.weight.fill_(1.0)
     mean = pl.metrics.mean(lambda outputs, batch: outputs.flatten(), "mean")
     evaluators = {"val": pl.Evaluator(loader, metrics=mean)}
-    return float(pl.run(pl.evaluate(identity, evaluators, parallel="replicate")).metrics["val"]["mean"])
-
-
-def _refused(call):
-    with pytest.raises(pl.PureLoopError) as caught:
-        call()
-    return str(caught.value)
+    return pl.evaluate(identity, evaluators, parallel="replicate")
 
 
 def test_evaluation_and_prediction_count_each_sample_once():
     """With a batch of one sample, of which a rank has none; of a module, the parameters of rank 0 count. And with
-    samplers that don't pad; one that does is refused, a metric without merge, and evaluators of unequal length."""
+    samplers that don't pad; one that does is refused, and a metric without merge."""
     batches = LINEAR.batches((5, 3, 1), seed=3)
     cross_entropy = torch.nn.functional.cross_entropy
     worst = pl.Metric(
@@ -192,20 +188,16 @@ def test_evaluation_and_prediction_count_each_sample_once():
             stream = pl.predict(model, batches, parallel=kind)
             predicted = [state.outputs for event, state in stream if event is Event.PREDICT_BATCH_END]
             found.append((dict(evaluated.metrics["test"]), predicted))
-        means = [
-            _mean(DataLoader(_table(7), batch_size=3)),
-            _mean(DataLoader(_table(8), batch_size=3, sampler=DistributedSampler(_table(8), 2, rank))),
-            _mean(_Around(DataLoader(_table(7), batch_size=3, sampler=_Exact(7, 2, rank)))),
+        loaders = [
+            DataLoader(_table(7), batch_size=3),
+            DataLoader(_table(8), batch_size=3, sampler=DistributedSampler(_table(8), 2, rank)),
+            _Around(DataLoader(_table(7), batch_size=3, sampler=_Exact(7, 2, rank))),
         ]
+        means = [float(pl.run(_means(each)).metrics["val"]["mean"]) for each in loaders]
         texts = [
-            _refused(lambda: _mean(_Around(UNEVEN["padding"](7, rank)))),
-            _refused(lambda: pl.run(pl.evaluate(model, pl.Evaluator(batches, metrics=worst), parallel="replicate"))),
+            told(lambda: _means(_Around(UNEVEN["padding"](7, rank)))),
+            told(pl.evaluate(model, pl.Evaluator(batches, metrics=worst), parallel="replicate")),
         ]
-        for kind in KINDS:
-            for given in (list, iter):
-                unequal = {"evaluators": given(LINEAR.batches((4,) * (3 - rank), seed=1)), "parallel": kind}
-                stream = an_epoch(model, LINEAR.batches((4,), seed=1), loss=cross_entropy, **unequal)
-                texts.append(_refused(lambda stream=stream: pl.run(stream)))
         return found, means, texts
 
     (found, means, texts), (others, same, _) = pool().run(program)
@@ -219,10 +211,8 @@ def test_evaluation_and_prediction_count_each_sample_once():
             torch.testing.assert_close(torch.cat([mine, theirs])[: len(inputs)], model(inputs))
         assert len(others_outputs[-1]) == 0
     assert means == same == [3.0, 3.5, 3.0]
-    says = ("gives 1 of them twice", "metric 'worst'", "'batches': ", "batches", "'batches': ", "at different events")
-    for text, part in zip(texts, says, strict=True):
-        assert part in text
-    assert "can't be put together: give it pl.Metric" in texts[1]
+    assert "gives 1 of them twice" in texts[0]
+    assert re.search(r"metric 'worst' .* can't be put together: give it pl\.Metric", texts[1])
 
 
 # Ranks with fewer batches or samples than the others.

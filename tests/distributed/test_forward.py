@@ -155,6 +155,37 @@ def test_whatever_the_loss_reaches_has_the_gradient_of_one_rank():
         torch.testing.assert_close(turns, _reached_by_turns(None, 2))
 
 
+class _OneOf(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.one(x) if x[0, 0] > 0 else self.two(x)
+
+
+@pytest.mark.slow
+def test_parameters_that_only_some_batches_reach():
+    """By default and where it is asked for. Slow: else a rank is told by the next batch, after the timeout."""
+
+    def stream(unused):
+        # Each rank reaches one half, and the last batch the first one alone.
+        inputs = torch.tensor([[1.0, 1.0], [-1.0, 1.0]])
+        data = [(inputs, torch.zeros(2, 1)), (inputs.abs(), torch.zeros(2, 1))]
+        return an_epoch(_OneOf(), data, parallel=Parallel(find_unused_parameters=unused, timeout=4.0))
+
+    def program(rank):
+        found = []
+        for unused in (None, True):
+            grads = [dict(state.grads) for event, state in stream(unused) if event is Event.AFTER_TRAIN_BATCH]
+            found.append([[name for name, tensor in each.items() if tensor is None] for each in grads])
+        return found, told(stream(False))
+
+    answers = pool().run(program)
+    assert [found for found, _ in answers] == [[[[], ["two.weight", "two.bias"]]] * 2] * 2
+    assert any("find_unused_parameters=True" in text for _, text in answers)
+
+
 def test_weights_of_any_size_fit_gradients_of_half_precision():
     """Gradients at AFTER_BACKWARD are of their own order, and neither 0 nor infinite."""
     data = [(torch.randn(8, 3).half(), torch.randn(8, 2).half()) for _ in range(3)]

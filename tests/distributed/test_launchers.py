@@ -19,6 +19,7 @@ from pure_loop._internal.processes import World, launched, nodes, world
 from pure_loop.distributed.engines import device_of_rank
 from pure_loop.testing.ranks import simulate
 from tests.support.problem import cross_entropy, fit, mlp, points
+from tests.support.streams import assert_same
 from tests.support.tiers import examples
 
 PORTS = range(20000, 32000)
@@ -54,12 +55,14 @@ def mpich(rank, size, local=0, local_size=None):
     )
 
 
-def of_step(rank=1, size=2, local=0, host="node01", port=20000 + 2 * 101):
-    return World(launcher="srun", rank=rank, size=size, local_rank=local, host=host, port=port)
+def of(launcher, rank, size, local=0, host=None, port=None):
+    return World(launcher=launcher, rank=rank, size=size, local_rank=local, host=host, port=port)
 
 
 TORCHRUN = variables("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=head MASTER_PORT=29500")
-OF_TORCHRUN = World(launcher="RANK and WORLD_SIZE", rank=3, size=4, local_rank=1, host="head", port=29500)
+BY_RANK = "RANK and WORLD_SIZE"
+OF_TORCHRUN = of(BY_RANK, 3, 4, 1, "head", 29500)
+OF_STEP = of("srun", 1, 2, 0, "node01", 20202)
 TWO = variables("RANK=1 WORLD_SIZE=2")
 THERE = variables("MASTER_ADDR=10.0.0.1 MASTER_PORT=1234")
 HERE = "127.0.0.1"
@@ -67,25 +70,19 @@ READ = [
     ({}, World()),
     (BATCH, World()),
     (variables("SLURM_JOB_ID=2 SLURM_NTASKS=2 SLURM_NODELIST=node[01-02]"), World()),
-    (step(1, 2), of_step()),
-    (step(1, 2, nodelist="node07", local=1, number=3), of_step(local=1, host=HERE, port=20205)),
-    (step(0, 1, nodelist="node07"), of_step(0, 1, host=HERE)),
-    (step(1, 2) | variables("PMI_RANK=1 PMI_SIZE=2 PMI_JOBID=2.0"), of_step()),
-    (step(1, 2) | THERE, of_step(host="10.0.0.1", port=1234)),
+    (step(1, 2), OF_STEP),
+    (step(1, 2, nodelist="node07", local=1, number=3), of("srun", 1, 2, 1, HERE, 20205)),
+    (step(0, 1, nodelist="node07"), of("srun", 0, 1, 0, HERE, 20202)),
+    (step(1, 2) | variables("PMI_RANK=1 PMI_SIZE=2 PMI_JOBID=2.0"), OF_STEP),
+    (step(1, 2) | THERE, of("srun", 1, 2, 0, "10.0.0.1", 1234)),
     (TORCHRUN, OF_TORCHRUN),
     (step(0, 2) | TORCHRUN, OF_TORCHRUN),
-    (
-        step(1, 2, local=1) | TWO | THERE,
-        World(launcher="RANK and WORLD_SIZE", rank=1, size=2, local_rank=1, host="10.0.0.1", port=1234),
-    ),
-    (mpich(2, 4, local=0, local_size=2), World(launcher="mpiexec", rank=2, size=4, local_rank=0)),
+    (step(1, 2, local=1) | TWO | THERE, of(BY_RANK, 1, 2, 1, "10.0.0.1", 1234)),
+    (mpich(2, 4, local=0, local_size=2), of("mpiexec", 2, 4)),
     # Open MPI and MPICH start one process of their own on each node through srun.
-    (
-        step(1, 2) | open_mpi(3, 4, local=1, local_size=2),
-        World(launcher="mpirun", rank=3, size=4, local_rank=1),
-    ),
+    (step(1, 2) | open_mpi(3, 4, local=1, local_size=2), of("mpirun", 3, 4, 1)),
     ({"WORLD_SIZE": "1"}, World()),  # of a template
-    ({"RANK": "0", "WORLD_SIZE": "1"}, World(launcher="RANK and WORLD_SIZE")),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, World(launcher=BY_RANK)),
 ]
 
 
@@ -193,8 +190,9 @@ def test_one_process_is_one_process(monkeypatch):
     for environ in ({}, BATCH, step(0, 1), open_mpi(0, 1), mpich(0, 1), ONE, BATCH | ONE | STANDALONE):
         set_only(monkeypatch, environ)
         assert (pl.distributed.rank(), pl.distributed.world_size()) == (0, 1)
-        for parallel in (None, False, "replicate", "shard"):
-            assert pl.run(CALLS["fit"](parallel)).timestamp.batch == 1
+        for parallel in (False, "replicate", "shard"):
+            assert_same(pl.run(CALLS["fit"](parallel)), pl.run(CALLS["fit"](None)), str(parallel))
+    assert not dist.is_initialized()
 
 
 NOWHERE = [

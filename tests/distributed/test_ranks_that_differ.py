@@ -70,6 +70,11 @@ def ordered(start):
     return {"data": lambda: table(12, shuffle=False, sampler=UserList((i + start) % 12 for i in range(12)))}
 
 
+def stopping(last):
+    stop = {Event.BATCH_CHECKPOINT: lambda state: state.replace(stop=state.timestamp.batch == last)}
+    return {"algorithms": [pl.Algorithm("stops", stop)]}
+
+
 def rated(by):
     return {"optimizer": pl.optim.sgd(lr=lambda timestamp: by)}
 
@@ -96,6 +101,7 @@ SETTINGS = [
     ({}, {"model": lambda: model(5)}, r"params\['0.weight'\] is .*\(5, 3\)"),
     ({}, {"model": frozen}, "trained is"),
     ({}, {"data": lambda: batches(SIZES[:3])}, r"{'batches': 3}.*Parallel\(data='own'\)"),
+    (stopping(9), stopping(1), "different events"),
     (tables(), tables(15), "'samples': 15"),
     (tables(), tables(13, batch_size=5), "'batch_size': 5"),
     (tables(), tables(shuffle=False), "SequentialSampler"),
@@ -156,16 +162,6 @@ def test_other_data_is_named_with_both_numbers():
         assert re.search("given 8 samples; rank 1 was given 7 samples", fewer)
         assert re.search("given 2 batches; .* given 3 batches", more)
         check_all_told([texts], DATA * 2)
-
-
-def test_a_rank_that_stops_alone_is_an_error_on_every_rank():
-    def program(rank):
-        stops = pl.Algorithm("stopping", {Event.BATCH_CHECKPOINT: lambda state: state.replace(stop=rank == 1)})
-        for kind in KINDS:
-            with pytest.raises(pl.DistributedError):
-                pl.run(fit(kind, algorithms=[stops], timeout=5 if kind == "shard" else 30))
-
-    pool().run(program)
 
 
 @st.composite

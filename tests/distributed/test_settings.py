@@ -6,14 +6,12 @@ import io
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.distributed import Parallel
 from pure_loop.order import Plan
-from pure_loop.testing.laws.ranks import compare, witness
 from tests.support.problem import fit
 from tests.support.worlds import KINDS, an_epoch, pool, told
 
@@ -96,12 +94,6 @@ def test_a_parameter_without_a_dimension_is_refused_before_training():
             next(stream)
 
     pool(kind="shard").run(program)
-
-
-def test_without_torchrun_there_is_one_rank():
-    for kind in KINDS:
-        compare(witness(CASE.stream(parallel=kind)), witness(CASE.stream()), kind, 0.0)
-    assert not dist.is_initialized()
 
 
 WRONG = [

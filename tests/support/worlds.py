@@ -80,9 +80,9 @@ def an_epoch(model, data, **options):
 
 
 def told(stream):
-    """What the error of a stream says, with its notes; after it, the ranks can run another one."""
+    """What the error of a stream, or of the call that makes it, says; after it, the ranks can run another one."""
     try:
-        pl.run(stream)
+        pl.run(stream() if callable(stream) else stream)
     except Exception as error:
         return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     return "nothing"
