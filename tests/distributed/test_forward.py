@@ -155,24 +155,13 @@ def test_whatever_the_loss_reaches_has_the_gradient_of_one_rank():
         torch.testing.assert_close(turns, _reached_by_turns(None, 2))
 
 
-class _OneOf(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-
-    def forward(self, x):
-        return self.one(x) if x[0, 0] > 0 else self.two(x)
-
-
-@pytest.mark.slow
 def test_parameters_that_only_some_batches_reach():
-    """By default and where it is asked for. Slow: else a rank is told by the next batch, after the timeout."""
+    """By default and where it is asked for; else a rank is told by the next batch."""
 
     def stream(unused):
         # Each rank reaches one half, and the last batch the first one alone.
-        inputs = torch.tensor([[1.0, 1.0], [-1.0, 1.0]])
-        data = [(inputs, torch.zeros(2, 1)), (inputs.abs(), torch.zeros(2, 1))]
-        return an_epoch(_OneOf(), data, parallel=Parallel(find_unused_parameters=unused, timeout=4.0))
+        data = [(torch.tensor([[1.0], [second]]), torch.zeros(2, 1)) for second in (-1.0, 2.0)]
+        return an_epoch(two_halves(), data, parallel=Parallel(find_unused_parameters=unused, timeout=4.0))
 
     def program(rank):
         found = []

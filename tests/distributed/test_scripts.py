@@ -15,21 +15,19 @@ from pure_loop import Event, FrozenDict
 from tests.support.worlds import pool, told
 
 
-class GAN(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, momentum=1.0), nn.Linear(4, 2))
-        self.critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+def gan():
+    generator = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    return nn.ModuleDict({"generator": generator, "critic": nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))})
 
 
 OPTIMIZERS = {"critic": pl.optim.adam(lr=1e-2), "generator": pl.optim.sgd(lr=1e-1, momentum=0.9)}
 
 
-def losses(gan, player, real, noise):
-    fake = gan.generator[2](gan.generator[0](noise))
+def losses(models, player, real, noise):
+    fake, critic = models["generator"](noise), models["critic"]
     if player == "critic":
-        return softplus(-gan.critic(real)).mean() + softplus(gan.critic(fake.detach())).mean()
-    return softplus(-gan.critic(fake)).mean()
+        return softplus(-critic(real)).mean() + softplus(critic(fake.detach())).mean()
+    return softplus(-critic(fake)).mean()
 
 
 def params_of(state, player):
@@ -66,7 +64,7 @@ def adversarial(state, batches, *, exchanges=True, samples=7):
 
 def start(seed=0):
     with pl.random.seeded(seed):
-        state = pl.State.create(GAN().double())
+        state = pl.State.create(gan().double())
     return state.replace(opt_state={name: each.init(params_of(state, name)) for name, each in OPTIMIZERS.items()})
 
 
