@@ -21,10 +21,10 @@ from pure_loop.errors import DonatedStateError
 from pure_loop.stages import engine, ownership
 from pure_loop.stages.workspace import Workspace
 from pure_loop.testing import differences
-from tests.support.problem import cross_entropy, points
+from tests.support.problem import fit, points
 from tests.support.streams import leaves
 from tests.support.tiers import examples
-from tests.support.worlds import ALGORITHMS, KINDS, an_epoch, pool
+from tests.support.worlds import ALGORITHMS, KINDS, pool
 
 BATCHES = {Event.BATCH_END}
 KEPT = [*[*Event][9:11], *[*Event][12:17]]  # BEFORE_FORWARD to BATCH_END
@@ -37,31 +37,25 @@ OPTIMIZERS = {
 }
 WHAT = {
     "the State": lambda state: state,
-    "a part": lambda state: {"part": local_tensor(state.params["3.weight"])},
-    "a view of one": lambda state: {"view": local_tensor(state.params["3.weight"])[:1]},
+    "a part": lambda state: {"part": local_tensor([*state.params.values()][-1])},
+    "a view of one": lambda state: {"view": local_tensor([*state.params.values()][-1])[:1]},
     "its gradients": lambda state: {"gradients": state.grads},
     "memory of the optimizer": lambda state: {"memory": list(leaves(state.opt_state).values())[-1]},
 }
 
 
-class Network(nn.Sequential):
+class Unused(nn.Linear):
     """With a layer that nothing reaches."""
 
-    def __init__(self, frozen, unused):
-        torch.manual_seed(0)
-        super().__init__(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3), *[nn.Linear(3, 3)] * unused)
-        self[0].weight.requires_grad_(not frozen)
-
-    def forward(self, x):
-        for layer in list(self)[:4]:
-            x = layer(x)
-        return x
+    def __init__(self):
+        super().__init__(4, 3)
+        self.extra = nn.Linear(4, 3)
 
 
-def stream(kind="replicate", frozen=False, unused=False, algorithm=None, optimizer="adamw", **options):
-    algorithms = () if algorithm is None else [ALGORITHMS[algorithm]()]
-    settings = {"loss": cross_entropy, "optimizer": OPTIMIZERS[optimizer](), "max_duration": "2ep", **options}
-    return an_epoch(Network(frozen, unused), points(size=8), algorithms=algorithms, parallel=kind, **settings)
+def stream(kind="replicate", model="noisy", algorithm=None, optimizer="adamw", **options):
+    algorithms = () if algorithm is None else ALGORITHMS[algorithm]()
+    options = {"optimizer": OPTIMIZERS[optimizer](), "parallel": kind, "strict": None, **options}
+    return fit(model, points(size=8), algorithms, **options)
 
 
 def numbers_of(tree):
@@ -118,7 +112,7 @@ def differing(one, other):
             "microbatch_size": st.sampled_from([None, 2]),
             "algorithm": st.sampled_from([None, "ema", "sam", "composed"]),
             "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
-            "frozen": st.booleans(),
+            "model": st.sampled_from(["noisy", "tied"]),
             "compile": st.booleans(),
         }
     ),
@@ -138,10 +132,10 @@ def test_every_step_writes_in_place_where_nothing_was_kept():
     """And a rank that keeps a State copies alone; a parameter without a gradient is copied once."""
     ways = [
         {"microbatch_size": 2},
-        {"frozen": True, "watch": BATCHES},
+        {"model": "tied", "watch": BATCHES},
         {"compile": True},
         {"kind": "shard", "watch": BATCHES, "optimizer": "sgd"},
-        {"kind": "shard", "frozen": True, "microbatch_size": 2, "optimizer": "partition"},
+        {"kind": "shard", "model": "tied", "microbatch_size": 2, "optimizer": "partition"},
         {"kind": "shard", "compile": True, "watch": BATCHES, "microbatch_size": 2},
     ]
 
@@ -156,7 +150,7 @@ def test_every_step_writes_in_place_where_nothing_was_kept():
             assert len(addresses) <= (1 if "kind" in options else 2), options
         copying = []
         for kind in KINDS:
-            _, taken, changed = seen(BATCHES, kind=kind, unused=True, keeps_until=2, watch=BATCHES)
+            _, taken, changed = seen(BATCHES, kind=kind, model=Unused(), keeps_until=2, watch=BATCHES)
             assert taken.count(False) <= 2
             assert taken[-3:] == [True] * 3
             assert not changed
