@@ -41,10 +41,6 @@ def _table(n):
     return TensorDataset(torch.arange(float(n)).reshape(n, 1), torch.zeros(n, 1))
 
 
-def _own(rank):
-    return [(torch.full((2, 1), float(10 * rank + i)), torch.zeros(2, 1)) for i in range(3 + 2 * rank)]
-
-
 def seen_of(batches, **options):
     """For each of two epochs, the batches that this rank saw, as numbers; and the samples counted at each batch."""
     seen, counts = [[], []], []
@@ -89,7 +85,8 @@ def test_data_of_each_rank_are_not_split_again():
 
     def program(rank):
         sampled = DataLoader(_table(12), batch_size=2, sampler=DistributedSampler(_table(12), 2, rank))
-        own = [seen_of(_own(rank), data="own", uneven=uneven) for uneven in ("stop", "pad")]
+        mine = [(torch.full((2, 1), float(10 * rank + i)), torch.zeros(2, 1)) for i in range(3 + 2 * rank)]
+        own = [seen_of(mine, data="own", uneven=uneven) for uneven in ("stop", "pad")]
         return seen_of(sampled), seen_of(_Around(sampled)), *own
 
     for number, ((one, counts), (other, same)) in enumerate(zip(*pool().run(program), strict=True)):
@@ -106,23 +103,14 @@ def test_data_of_each_rank_are_not_split_again():
         assert counts[-1] == 24
 
 
-class _Padding(torch.utils.data.Sampler):
-    """Begins anew until each rank has as many samples; is no DistributedSampler."""
+class _Own(torch.utils.data.Sampler):
+    """Is no DistributedSampler; one that pads begins anew until each rank has as many samples."""
 
-    def __init__(self, n, num_replicas, rank):
-        self.n, self.num_replicas, self.rank = n, num_replicas, rank
+    def __init__(self, n, rank, pads=True):
+        self.n, self.num_replicas, self.rank, self.pads = n, 2, rank, pads
 
     def __iter__(self):
-        size = -(-self.n // self.num_replicas) * self.num_replicas
-        return iter([index % self.n for index in range(self.rank, size, self.num_replicas)])
-
-
-class _Exact(_Padding):
-    def __iter__(self):
-        return iter(range(self.rank, self.n, self.num_replicas))
-
-    def __len__(self):
-        return len(range(self.rank, self.n, self.num_replicas))
+        return iter([index % self.n for index in range(self.rank, self.n + self.n % 2 * self.pads, 2)])
 
 
 def _sampled(n, rank, **options):
@@ -130,13 +118,10 @@ def _sampled(n, rank, **options):
 
 
 UNEVEN = {
-    "padding": lambda n, rank: _sampled(n, rank, shuffle=False),
-    "shuffled": lambda n, rank: _sampled(n, rank),
+    "padding": lambda n, rank: _sampled(n, rank),
     "drop last": lambda n, rank: _sampled(n, rank, drop_last=True),
-    "batch sampler": lambda n, rank: DataLoader(
-        _table(n), batch_sampler=BatchSampler(DistributedSampler(_table(n), 2, rank), 2, False)
-    ),
-    "own sampler": lambda n, rank: DataLoader(_table(n), 2, sampler=_Padding(n, 2, rank)),
+    "batch sampler": lambda n, rank: DataLoader(_table(n), batch_sampler=BatchSampler(_Own(n, rank), 2, False)),
+    "own sampler": lambda n, rank: DataLoader(_table(n), 2, sampler=_Own(n, rank)),
     "wrappers": lambda n, rank: _Around({"a": [_Around(UNEVEN["own sampler"](n, rank))]}),
     "factory": lambda n, rank: _Around((lambda loader: lambda: loader)(UNEVEN["drop last"](n, rank))),
 }
@@ -155,7 +140,7 @@ def test_a_sampler_that_repeats_or_leaves_out_is_refused_in_evaluation(monkeypat
                 with pytest.raises(pl.ArgumentError, match=says):
                     reads_its_own(Parallel(), make(7, rank), stream)
             assert reads_its_own(Parallel(), make(7, rank), "train")
-        assert reads_its_own(Parallel(), DataLoader(_table(7), 2, sampler=_Exact(7, 2, rank)), "predict")
+        assert reads_its_own(Parallel(), DataLoader(_table(7), 2, sampler=_Own(7, rank, pads=False)), "predict")
 
 
 def _means(loader):
@@ -173,11 +158,8 @@ def test_evaluation_and_prediction_count_each_sample_once():
     samplers that don't pad; one that does is refused, and a metric without merge."""
     batches = LINEAR.batches((5, 3, 1), seed=3)
     cross_entropy = torch.nn.functional.cross_entropy
-    worst = pl.Metric(
-        "worst",
-        lambda: torch.tensor(0.0),
-        lambda found, outputs, batch: torch.maximum(found, outputs.abs().max()),
-        lambda found: found,
+    largest = pl.Metric(
+        "largest", lambda: torch.zeros(()), lambda found, outputs, _: outputs.max(), lambda found: found
     )
 
     def program(rank):
@@ -191,12 +173,12 @@ def test_evaluation_and_prediction_count_each_sample_once():
         loaders = [
             DataLoader(_table(7), batch_size=3),
             DataLoader(_table(8), batch_size=3, sampler=DistributedSampler(_table(8), 2, rank)),
-            _Around(DataLoader(_table(7), batch_size=3, sampler=_Exact(7, 2, rank))),
+            _Around(DataLoader(_table(7), batch_size=3, sampler=_Own(7, rank, pads=False))),
         ]
         means = [float(pl.run(_means(each)).metrics["val"]["mean"]) for each in loaders]
         texts = [
             told(lambda: _means(_Around(UNEVEN["padding"](7, rank)))),
-            told(pl.evaluate(model, pl.Evaluator(batches, metrics=worst), parallel="replicate")),
+            told(pl.evaluate(model, pl.Evaluator(batches, metrics=largest), parallel="replicate")),
         ]
         return found, means, texts
 
@@ -212,7 +194,7 @@ def test_evaluation_and_prediction_count_each_sample_once():
         assert len(others_outputs[-1]) == 0
     assert means == same == [3.0, 3.5, 3.0]
     assert "gives 1 of them twice" in texts[0]
-    assert re.search(r"metric 'worst' .* can't be put together: give it pl\.Metric", texts[1])
+    assert re.search(r"metric 'largest' .* can't be put together: give it pl\.Metric", texts[1])
 
 
 # Ranks with fewer batches or samples than the others.

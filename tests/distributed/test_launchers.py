@@ -116,10 +116,8 @@ CALLS = {
 UNREADABLE = [
     ({"RANK": "1"}, "RANK='1' is set .* and WORLD_SIZE is not"),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' is set .* and RANK is not"),
-    ({"RANK": "", "WORLD_SIZE": "2"}, "RANK is not"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: .* from 0"),
     ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK='first' in the environment: it is a whole number"),
-    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
     (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
     (step(0, 2) | {"SLURM_PROCID": ""}, "SLURM_PROCID is not"),
     (variables("PMIX_RANK=0 PMIX_NAMESPACE=prterun-1"), "PMIX_RANK='0' .* nothing says how many"),
@@ -220,7 +218,7 @@ def test_cuda_is_the_gpu_of_this_rank(monkeypatch):
         (step(1, 2, local=1), 2, "cuda:1"),
         (step(1, 2, local=1), 1, "cuda:0"),  # srun --gpus-per-task=1
         (open_mpi(3, 4, local=3), 4, "cuda:3"),
-        (TORCHRUN, 1, "cuda:1"),  # no GPU for this rank: torch says so
+        (TORCHRUN, 1, "cuda:1"),  # no GPU for this rank, as torch says
         (step(1, 2, local=1) | TWO, 8, "cuda:1"),
     ):
         set_only(monkeypatch, environ)
@@ -233,13 +231,8 @@ def test_cuda_is_the_gpu_of_this_rank(monkeypatch):
 
 def test_lists_of_nodes():
     """As ``scontrol show hostnames`` of Slurm 22.05 prints them; of a long one only the first are made."""
-    for text, wanted in (
-        ("node[01-04,07],other", "node01 node02 node03 node04 node07 other"),
-        ("a[9-11]", "a9 a10 a11"),
-        ("rack[1-2]n[08-09]", "rack1n08 rack1n09 rack2n08 rack2n09"),
-        ("node[1,3],10.0.0.1", "node1 node3 10.0.0.1"),
-    ):
-        assert " ".join(nodes(text)) == wanted
+    assert " ".join(nodes("node[01-04,07],other")) == "node01 node02 node03 node04 node07 other"
+    assert " ".join(nodes("rack[1-2]n[8-10],10.0.0.1")) == "rack1n8 rack1n9 rack1n10 rack2n8 rack2n9 rack2n10 10.0.0.1"
     assert launched(step(0, 2, nodelist="n[0-999999999999]")).host == "n0"
     for text in ("", "a,", ",a", "a[", "a]", "a[]", "a[1-]", "a[1;2]", "a[[1]]", "a[1x2]", "a[-1]"):
         with pytest.raises(pl.DistributedError, match="can't be read; it is a list such as"):

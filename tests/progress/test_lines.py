@@ -107,47 +107,41 @@ def test_without_rich_a_terminal_gets_lines_and_one_hint_and_a_pipe_none(termina
 
 
 class Device:
-    """Stands in for a device: what it was given is done so many polls later."""
+    """Stands in for a device, and for its events: what it was given is done so many polls later."""
 
-    polls, waited = 3, 0
+    polls, waited = 3, []
 
-    def Event(self, _):
-        return Mark(self)
-
-
-class Mark:
-    def __init__(self, device):
-        self._device, self._left = device, device.polls
+    def __init__(self, *_):
+        self.left = self.polls
 
     def record(self, _):
         pass
 
     def query(self):
-        self._left -= 1
-        return self._left < 0
+        self.left -= 1
+        return self.left < 0
 
     def synchronize(self):
-        self._device.waited += self._left >= 0
+        self.waited.append(self.left >= 0)
 
 
 @pytest.fixture
 def device(monkeypatch):
-    device = Device()
-    monkeypatch.setattr(_readings, "on_cpu", lambda value: False)
-    monkeypatch.setattr(sys.modules["pure_loop.progress.tracker"], "on_cpu", lambda value: False)
-    monkeypatch.setattr(torch, "Event", device.Event)
+    monkeypatch.setattr(Device, "waited", [])
+    for module in (_readings, sys.modules["pure_loop.progress.tracker"]):
+        monkeypatch.setattr(module, "on_cpu", lambda value: False)
+    monkeypatch.setattr(torch, "Event", Device)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
-    return device
 
 
-def test_it_never_waits_for_a_device_before_the_end(device):
+def test_it_never_waits_for_a_device_before_the_end(device, monkeypatch):
     """Where it is slow, lines of epochs are late and complete; after an error it is not asked."""
     screen, losses = Recording(), []
     for event, state in followed(fit(DATA * 4), screen, Clock(), refresh=0.1):
         if event is E.BATCH_END:
             losses.append(float(state.loss))
         if event is not E.FIT_END:
-            assert device.waited == 0
+            assert not any(Device.waited)
     assert 0 < len(screen.shown) < len(losses)
     for snapshot, values in screen.shown[1:]:
         batch = int(re.search(r"batch +(\d+)", snapshot.place)[1])
@@ -158,11 +152,13 @@ def test_it_never_waits_for_a_device_before_the_end(device):
     epoch = ["loss", "val/loss val/accuracy"]
     assert [" ".join(values) for _, values in screen.shown] == [*epoch, *epoch, "loss val/loss val/accuracy"]
 
-    screen, device.polls, device.waited = Recording(), 10**6, 0
+    monkeypatch.setattr(Device, "polls", 10**6)
+    Device.waited.clear()
+    screen = Recording()
     stream = (pair if n < 40 else pair[n] for n, pair in enumerate(fit()))
     with pytest.raises(IndexError):
         list(followed(stream, screen, Clock(), refresh=0.1))
-    assert device.waited == 0
+    assert not any(Device.waited)
     assert screen.shown[-1][0].ending == "failed: IndexError"
 
 
