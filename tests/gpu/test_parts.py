@@ -150,7 +150,7 @@ def test_a_test_that_hangs_or_ends_its_process_costs_itself_alone(
     monkeypatch.setattr(marked, "command", lambda *_: ["python", "-c", "raise ImportError('no pytest here')"])
     marked.main(part, [])
     assert set(found_by(part, "tests")["not collected"].values()) == {"ImportError: no pytest here"}
-    assert "tests/laws/test_gpu.py" in marked.files()
+    assert "tests/progress/test_lines.py" in marked.files()
 
 
 def test_laws_hold_and_what_breaks_one_is_told_with_its_case(part: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
