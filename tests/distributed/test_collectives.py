@@ -1,4 +1,4 @@
-"""What ranks say to each other in a step, counted; and ranks that are sharded in groups."""
+"""What ranks say to each other in a step, counted."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pure_loop as pl
-from pure_loop import Event, testing
+from pure_loop import Event
 from pure_loop.distributed import Parallel
-from pure_loop.order import Plan
-from pure_loop.testing.laws.ranks import compare, whole, witness
-from pure_loop.testing.ranks import Pool
 from tests.support.worlds import an_epoch
 
 WORLD, LAYERS = 8, 5
@@ -74,18 +70,3 @@ def test_ranks_exchange_once_a_batch_and_gather_once_a_group_of_layers(many_rank
         # The loss, and whether any part of the parameters is not finite; a norm of parts costs one exchange.
         assert step["allreduce"] == 2
         assert counted_steps(Parallel(kind="shard"), clip_grad=1.0, **options)[-1] - step == {"allreduce": 1}
-
-
-@pytest.mark.slow
-def test_sharding_within_and_replicating_across_groups_of_ranks():
-    """Slow: four processes of its own."""
-    case = testing.Case(plan=Plan(batches=(8, 5), max_duration="2ep"), problem="tied", optimizer="adamw")
-
-    def program(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        return witness(case.stream(parallel=Parallel(kind="shard", mesh=mesh)))
-
-    alone = witness(whole(case, 4).stream())
-    with Pool(4, checked=False) as four:
-        for seen in four.run(program):
-            compare(seen, alone, "two by two", 1e-5)

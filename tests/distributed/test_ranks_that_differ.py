@@ -1,4 +1,4 @@
-"""Ranks of which one does something else: an error on every rank that names it and the difference; else, one rank.
+"""Ranks of which one does something else: an error on every rank that names it and the difference.
 
 On real processes: a program takes a tenth of a second there, and ranks that fail can be told from ranks that wait.
 """
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.distributed import Parallel
-from tests.support.problem import by_hand, close
 from tests.support.tiers import examples
 from tests.support.worlds import KINDS, an_epoch, pool
 
@@ -75,6 +74,20 @@ def stopping(last):
     return {"algorithms": [pl.Algorithm("stops", stop)]}
 
 
+def fit(kind, *, model=model, data=lambda: batches(SIZES), timeout=30, **options):
+    return an_epoch(model(), data(), **{"parallel": Parallel(kind=kind, timeout=timeout), **options})
+
+
+def kept(by=0.0):
+    """A State to go on from."""
+
+    def start():
+        state = pl.run(fit("replicate", parallel=False, max_duration="1ba"))
+        return state.replace(params={name: tensor + by for name, tensor in state.params.items()})
+
+    return {"model": start}
+
+
 def rated(by):
     return {"optimizer": pl.optim.sgd(lr=lambda timestamp: by)}
 
@@ -102,6 +115,8 @@ SETTINGS = [
     ({}, {"model": frozen}, "trained is"),
     ({}, {"data": lambda: batches(SIZES[:3])}, r"{'batches': 3}.*Parallel\(data='own'\)"),
     (stopping(9), stopping(1), "different events"),
+    (kept(), kept(1.0), r"another State than rank 0"),
+    ({}, kept(), "the start is .* kept.* on rank 1 and afresh on rank 0"),
     (tables(), tables(15), "'samples': 15"),
     (tables(), tables(13, batch_size=5), "'batch_size': 5"),
     (tables(), tables(shuffle=False), "SequentialSampler"),
@@ -113,10 +128,6 @@ DATA = [
     (streamed(6, 6), streamed(6), "different events: rank 0 is about"),
     (ordered(0), ordered(1), "in batch 0 .*rank 1 took other samples than rank 0"),
 ]
-
-
-def fit(kind, *, model=model, data=lambda: batches(SIZES), timeout=30, **options):
-    return an_epoch(model(), data(), **{"parallel": Parallel(kind=kind, timeout=timeout), **options})
 
 
 def outcome(rank, kind, mine, differing, who, act=None):
@@ -138,7 +149,7 @@ def check_all_told(found, ways):
     for texts in found:
         for text, (_, _, words) in zip(texts, ways, strict=True):
             assert isinstance(text, str), f"a rank trained on: {words}"
-            assert re.match("DistributedError: .*rank 1", text), text
+            assert re.match(r"\w+Error: .*rank 1", text), text
             assert re.search(words, text), f"{words!r} is not in {text!r}"
 
 
@@ -167,7 +178,7 @@ def test_other_data_is_named_with_both_numbers():
 @st.composite
 def differences(draw):
     """What all ranks have, what one rank has, what it does in its loop, and what the errors of all the others say."""
-    what = draw(st.sampled_from(["nothing", "setting", "setting", "size", "raises", "leaves"]))
+    what = draw(st.sampled_from(["setting", "size", "raises", "leaves"]))
     if what == "setting":
         mine, differing, words = draw(st.sampled_from(SETTINGS))
         return what, mine, differing, None, words
@@ -176,8 +187,6 @@ def differences(draw):
         sizes = [size + by * (index == at) for index, size in enumerate(SIZES)]
         words = rf"in batch {at} .*({SIZES[at]}|{sizes[at]}) samples"
         return what, {}, {"data": lambda: batches(sizes)}, None, words
-    if what == "nothing":
-        return what, {}, {}, None, None
     event = draw(st.sampled_from((*BEFORE_BATCHES, *A_BATCH)))
     batch = draw(st.integers(0, len(SIZES) - 1)) if event in A_BATCH else 0
     counted = batch + (event in (Event.BATCH_END, Event.BATCH_CHECKPOINT))
@@ -203,22 +212,12 @@ def test_ranks_that_differ(difference, kind, ranks, data):
     what, mine, differing, act, words = difference
     who = data.draw(st.integers(0, ranks - 1), "who")
     results = pool(ranks, kind).run(lambda rank: outcome(rank, kind, mine, differing, who, act))
-    if what == "nothing":
-
-        def gradient(trained, inputs, targets):
-            mse(trained(inputs), targets).backward()
-
-        wanted = by_hand(model(), batches(SIZES), gradient, epochs=1)
-        for found in results:
-            close({name: each.detach() for name, each in found.items()}, wanted, 1e-5)
-            assert all(torch.equal(found[name], results[0][name]) for name in found)
-        return
     for rank, text in enumerate(results):
         assert isinstance(text, str), f"rank {rank} trained on"
         if rank == who and what in ("raises", "leaves"):
             assert text in ("left", "ValueError: no more")
             continue
-        assert text.startswith("DistributedError: "), text
+        assert re.match("(Distributed|Resume)Error: ", text), text
         named = rf"rank {who} " if what in ("raises", "leaves") or who else r"rank [12] |ranks 1, 2 "
         assert re.search(named, text), text
         assert re.search(words, text), f"{words!r} is not in {text!r}"

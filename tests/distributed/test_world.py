@@ -10,14 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.compile import interpreted
+from pure_loop.distributed import Parallel
 from pure_loop.distributed.multi_rank import MultiRankEngine
 from pure_loop.order import EvaluatorPlan, Plan, expected
 from pure_loop.testing import LawViolation, cases, laws
 from pure_loop.testing.laws.ranks import compare, whole, witness
+from pure_loop.testing.ranks import Pool
 from tests.conftest import THOROUGH
 from tests.support.tiers import examples, tiers
 from tests.support.worlds import ALGORITHMS, KINDS, an_epoch, pool
@@ -125,6 +128,21 @@ def test_ranks_leave_a_step_out_together():
         assert second < first
         assert skipped >= 1
         assert samples == 12
+
+
+@pytest.mark.slow
+def test_sharding_within_and_replicating_across_groups_of_ranks():
+    """Slow: four processes of its own."""
+    case = testing.Case(plan=Plan(batches=(8, 5), max_duration="2ep"), problem="tied", optimizer="adamw")
+
+    def program(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return witness(case.stream(parallel=Parallel(kind="shard", mesh=mesh)))
+
+    alone = witness(whole(case, 4).stream())
+    with Pool(4, checked=False) as four:
+        for seen in four.run(program):
+            compare(seen, alone, "two by two", 1e-5)
 
 
 # Every law can fail.
