@@ -101,9 +101,11 @@ def test_the_fraction_grows_with_every_batch_and_the_speed_leaves_evaluations_ou
     for batches, options in {12: {}, 8: {"max_duration": "8ba"}, 9: {"max_duration": "36sp"}}.items():
         shown = list(dict.fromkeys(snapshot.fraction for _, snapshot in timed(fit(**options))[0]))
         assert shown == pytest.approx([n / batches for n in range(batches + 1)])
-    fractions = [snapshot.fraction for _, snapshot in timed(fit(Unsized()))[0]]
-    assert fractions[5] is None
-    assert 10 / 12 in fractions
+    shown = [snapshot for _, snapshot in timed(fit(Unsized()))[0]]
+    fractions = {snapshot.batch: snapshot.fraction for snapshot in shown}
+    assert fractions["batch 5"] is None
+    assert fractions["batch 10/12"] == pytest.approx(10 / 12)
+    assert "batch 12/12" in shown[-1].place
     stream = fit(DATA * 4, max_duration="24ba", evaluators=VAL, eval_interval="12ba")
     speeds = [snapshot.speed for _, snapshot in timed(stream)[0] if snapshot.speed is not None]
     assert len(speeds) > 20
