@@ -78,7 +78,7 @@ MINUTES ?= 8
 OUT ?= .
 
 gpu:  ## try and measure all on a GPU, offline, into OUT/gpu.json: PYTHON=python3 MINUTES=8 DEVICE=cuda
-	$(PYTHON) -m tests.gpu --device $(DEVICE) --minutes $(MINUTES) --output $(OUT)/gpu.json
+	$(PYTHON) -m bench.gpu --device $(DEVICE) --minutes $(MINUTES) --output $(OUT)/gpu.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

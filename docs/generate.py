@@ -361,7 +361,7 @@ def _peers(part: str = "table") -> str:
 def _gpu() -> str:
     """What ran on a GPU, or that nothing has."""
     path = ROOT / "docs" / "gpu.json"
-    return str(_by_path("tests/gpu/page.py").render(json.loads(path.read_text()) if path.exists() else None))
+    return str(_by_path("bench/gpu/page.py").render(json.loads(path.read_text()) if path.exists() else None))
 
 
 def _by_path(path: str) -> Any:

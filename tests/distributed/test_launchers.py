@@ -18,6 +18,8 @@ import pure_loop as pl
 from pure_loop._internal.processes import World, launched, nodes, world
 from pure_loop.distributed.engines import device_of_rank
 from pure_loop.testing.ranks import simulate
+from tests.support.problem import cross_entropy, fit, mlp, points
+from tests.support.streams import assert_same
 from tests.support.tiers import examples
 
 PORTS = range(20000, 32000)
@@ -53,90 +55,47 @@ def mpich(rank, size, local=0, local_size=None):
     )
 
 
+def of(launcher, rank, size, local=0, host=None, port=None):
+    return World(launcher=launcher, rank=rank, size=size, local_rank=local, host=host, port=port)
+
+
 TORCHRUN = variables("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=head MASTER_PORT=29500")
+BY_RANK = "RANK and WORLD_SIZE"
+OF_TORCHRUN = of(BY_RANK, 3, 4, 1, "head", 29500)
+OF_STEP = of("srun", 1, 2, 0, "node01", 20202)
 TWO = variables("RANK=1 WORLD_SIZE=2")
-OF_TORCHRUN = World(launcher="RANK and WORLD_SIZE", rank=3, size=4, local_rank=1, host="head", port=29500)
-
-
-def of_step(rank=1, size=2, local=0, host="node01", port=20000 + 2 * 101):
-    return World(launcher="srun", rank=rank, size=size, local_rank=local, host=host, port=port)
-
-
-READ = {
-    "nothing": ({}, World()),
-    "a batch script": (BATCH, World()),
-    "salloc": (variables("SLURM_JOB_ID=2 SLURM_NTASKS=2 SLURM_NODELIST=node[01-02]"), World()),
-    "a step": (step(1, 2), of_step()),
-    "a step on one node": (
-        step(1, 2, nodelist="node07", local=1, number=3),
-        of_step(local=1, host="127.0.0.1", port=20205),
-    ),
-    "a step of one task": (step(0, 1, nodelist="node07"), of_step(0, 1, host="127.0.0.1")),
-    "a step with PMI": (step(1, 2) | variables("PMI_RANK=1 PMI_SIZE=2 PMI_JOBID=2.0"), of_step()),
-    "torchrun": (TORCHRUN, OF_TORCHRUN),
-    "torchrun in a step": (step(0, 2) | TORCHRUN, OF_TORCHRUN),
-    "RANK of a step's task": (
-        step(1, 2, local=1) | TWO | variables("MASTER_ADDR=head MASTER_PORT=1234"),
-        World(launcher="RANK and WORLD_SIZE", rank=1, size=2, local_rank=1, host="head", port=1234),
-    ),
-    "a step with another address": (
-        step(1, 2) | variables("MASTER_ADDR=10.0.0.1 MASTER_PORT=1234"),
-        of_step(host="10.0.0.1", port=1234),
-    ),
-    "mpiexec on one of two nodes": (
-        mpich(2, 4, local=0, local_size=2),
-        World(launcher="mpiexec", rank=2, size=4, local_rank=0),
-    ),
+THERE = variables("MASTER_ADDR=10.0.0.1 MASTER_PORT=1234")
+HERE = "127.0.0.1"
+READ = [
+    ({}, World()),
+    (BATCH, World()),
+    (variables("SLURM_JOB_ID=2 SLURM_NTASKS=2 SLURM_NODELIST=node[01-02]"), World()),
+    (step(1, 2), OF_STEP),
+    (step(1, 2, nodelist="node07", local=1, number=3), of("srun", 1, 2, 1, HERE, 20205)),
+    (step(0, 1, nodelist="node07"), of("srun", 0, 1, 0, HERE, 20202)),
+    (step(1, 2) | variables("PMI_RANK=1 PMI_SIZE=2 PMI_JOBID=2.0"), OF_STEP),
+    (step(1, 2) | THERE, of("srun", 1, 2, 0, "10.0.0.1", 1234)),
+    (TORCHRUN, OF_TORCHRUN),
+    (step(0, 2) | TORCHRUN, OF_TORCHRUN),
+    (step(1, 2, local=1) | TWO | THERE, of(BY_RANK, 1, 2, 1, "10.0.0.1", 1234)),
+    (mpich(2, 4, local=0, local_size=2), of("mpiexec", 2, 4)),
     # Open MPI and MPICH start one process of their own on each node through srun.
-    "mpirun under a step": (
-        step(1, 2) | open_mpi(3, 4, local=1, local_size=2),
-        World(launcher="mpirun", rank=3, size=4, local_rank=1),
-    ),
-    "a template's WORLD_SIZE": ({"WORLD_SIZE": "1"}, World()),
-    "RANK alone of one": ({"RANK": "0", "WORLD_SIZE": "1"}, World(launcher="RANK and WORLD_SIZE")),
-}
+    (step(1, 2) | open_mpi(3, 4, local=1, local_size=2), of("mpirun", 3, 4, 1)),
+    ({"WORLD_SIZE": "1"}, World()),  # of a template
+    ({"RANK": "0", "WORLD_SIZE": "1"}, World(launcher=BY_RANK)),
+]
 
 
 def test_what_a_launcher_sets_is_read():
-    assert {name: world(environ) for name, (environ, _) in READ.items()} == {name: w for name, (_, w) in READ.items()}
-
-
-def test_processes_of_one_mpirun_on_one_machine_meet_there_and_those_of_another_elsewhere():
+    """Processes of one mpirun on one machine meet there, and those of another one elsewhere."""
+    assert [world(environ) for environ, _ in READ] == [wanted for _, wanted in READ]
     for more in ({}, BATCH):
         worlds = [world(open_mpi(rank, 3) | more) for rank in range(3)]
         assert [each.rank for each in worlds] == [0, 1, 2]
         ((host, port),) = {each.address for each in worlds}
-        assert host == "127.0.0.1"
+        assert host == HERE
         assert port in PORTS
     assert world(open_mpi(0, 3, namespace="1110900738")).port != port
-
-
-UNREADABLE = {
-    "RANK without WORLD_SIZE": ({"RANK": "1"}, "RANK='1' is set .* and WORLD_SIZE is not"),
-    "WORLD_SIZE without RANK": ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' is set .* and RANK is not"),
-    "an empty RANK": ({"RANK": "", "WORLD_SIZE": "2"}, "RANK is not"),
-    "a rank that is none": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: .* from 0"),
-    "a word": ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK='first' in the environment: it is a whole number"),
-    "a negative number": ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
-    "a port that is none": (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
-    "a step without a task": (step(0, 2) | {"SLURM_PROCID": ""}, "SLURM_PROCID is not"),
-    "PMIX without a size": (
-        variables("PMIX_RANK=0 PMIX_NAMESPACE=prterun-1"),
-        "PMIX_RANK='0' .* nothing says how many",
-    ),
-    "half of Open MPI": ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
-    "half of PMI": ({"PMI_SIZE": "2"}, "PMI_RANK is not"),
-    "a nodelist": (step(0, 2, nodelist="bgp[000x133]"), r"SLURM_STEP_NODELIST='bgp\[000x133\]' can't be read"),
-}
-
-
-def test_what_contradicts_itself_is_refused_wherever_it_is_read(monkeypatch):
-    for environ, message in UNREADABLE.values():
-        set_only(monkeypatch, environ)
-        reads = (world, pl.distributed.rank, pl.distributed.world_size, call, lambda: call("fit", "replicate"))
-        for read in reads:
-            with pytest.raises(pl.DistributedError, match=message):
-                read()
 
 
 def set_only(monkeypatch, environ):
@@ -149,70 +108,77 @@ def set_only(monkeypatch, environ):
         monkeypatch.setenv(name, value)
 
 
-DATA = [(torch.ones(4, 3), torch.ones(4, 2))]
-FIT = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep", "loss": torch.nn.functional.mse_loss}
 CALLS = {
-    "fit": lambda **o: pl.fit(torch.nn.Linear(3, 2), DATA, **FIT, **o),
-    "evaluate": lambda **o: pl.evaluate(torch.nn.Linear(3, 2), DATA, loss=FIT["loss"], **o),
-    "predict": lambda **o: pl.predict(torch.nn.Linear(3, 2), DATA, **o),
+    "fit": lambda parallel=None: fit(parallel=parallel, max_duration="1ba"),
+    "evaluate": lambda parallel: pl.evaluate(mlp(), points(1), loss=cross_entropy, parallel=parallel),
+    "predict": lambda parallel: pl.predict(mlp(), points(1), parallel=parallel),
 }
+UNREADABLE = [
+    ({"RANK": "1"}, "RANK='1' is set .* and WORLD_SIZE is not"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' is set .* and RANK is not"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2: .* from 0"),
+    ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK='first' in the environment: it is a whole number"),
+    (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
+    (step(0, 2) | {"SLURM_PROCID": ""}, "SLURM_PROCID is not"),
+    (variables("PMIX_RANK=0 PMIX_NAMESPACE=prterun-1"), "PMIX_RANK='0' .* nothing says how many"),
+    ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
+    ({"PMI_SIZE": "2"}, "PMI_RANK is not"),
+    (step(0, 2, nodelist="bgp[000x133]"), r"SLURM_STEP_NODELIST='bgp\[000x133\]' can't be read"),
+]
 
 
-def call(function="fit", parallel=None):
-    return CALLS[function](parallel=parallel)
+def test_what_contradicts_itself_is_refused_wherever_it_is_read(monkeypatch):
+    for environ, message in UNREADABLE:
+        set_only(monkeypatch, environ)
+        reads = (pl.distributed.rank, pl.distributed.world_size, CALLS["fit"], lambda: CALLS["fit"]("replicate"))
+        for read in (world, *reads):
+            with pytest.raises(pl.DistributedError, match=message):
+                read()
 
 
 # Never n trainings where one was meant.
 
-SEVERAL = {
-    "srun": step(1, 2),
-    "mpirun": open_mpi(1, 2, local=1),
-    "mpiexec": mpich(1, 2),
-    "torchrun": TORCHRUN,
-}
+SEVERAL = {"srun": step(1, 2), "mpirun": open_mpi(1, 2, local=1), "mpiexec": mpich(1, 2)}
+ONE = variables("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500")
+STANDALONE = variables("TORCHELASTIC_RUN_ID=none GROUP_RANK=0 GROUP_WORLD_SIZE=1")
 APART = r"parallel=None, and this process is rank \d of \d, by .*parallel=False"
 
 
-@pytest.mark.parametrize("launcher", SEVERAL)
-def test_several_processes_without_parallel_are_refused_and_run_apart_on_purpose(monkeypatch, launcher):
-    set_only(monkeypatch, SEVERAL[launcher])
-    for function in CALLS:
-        with pytest.raises(pl.ArgumentError, match=APART):
-            call(function)
-        assert pl.run(call(function, False)).timestamp.batch == (1 if function == "fit" else 0)
+def test_several_processes_without_parallel_are_refused_and_run_apart_on_purpose(monkeypatch):
+    for environ in (*SEVERAL.values(), TORCHRUN):
+        set_only(monkeypatch, environ)
+        for name, call in CALLS.items():
+            with pytest.raises(pl.ArgumentError, match=APART):
+                call(None)
+            assert pl.run(call(False)).timestamp.batch == (name == "fit")
 
-
-def test_several_in_a_process_group_without_parallel_are_refused():
     def program(rank):
         with pytest.raises(pl.ArgumentError, match=f"is rank {rank} of 2, by its process group"):
-            call()
-        return pl.run(call("fit", False)).timestamp.batch
+            fit()
+        return pl.run(CALLS["fit"](False)).timestamp.batch
 
     assert [each.result for each in simulate(program, 2)] == [1, 1]
 
 
-ONE = variables("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500")
-STANDALONE = variables("TORCHELASTIC_RUN_ID=none GROUP_RANK=0 GROUP_WORLD_SIZE=1")
+def test_several_processes_that_believe_to_be_alone_are_refused(monkeypatch):
+    """By ``WORLD_SIZE=1``, a process group of one, a standalone torchrun in each task, of one rank or more."""
 
+    def refused(says):
+        for parallel in (None, "replicate", pl.distributed.Parallel(data="own")):
+            with pytest.raises(pl.ArgumentError, match=says):
+                fit(parallel=parallel)
 
-@pytest.mark.parametrize("parallel", [None, "replicate", pl.distributed.Parallel(data="own")])
-def test_several_processes_that_believe_to_be_alone_are_refused(monkeypatch, parallel):
-    """Neighbours: ``WORLD_SIZE=1``, a process group of one, a standalone torchrun in each task, of one rank or more."""
-    for launcher in ("srun", "mpirun", "mpiexec"):
-        set_only(monkeypatch, SEVERAL[launcher] | ONE)
-        alone = f"{launcher} started 2 processes, and by WORLD_SIZE=1 this one is alone"
-        with pytest.raises(pl.ArgumentError, match=alone):
-            call("fit", parallel)
-        assert pl.run(call("fit", False)).timestamp.batch == 1
+    for launcher, environ in SEVERAL.items():
+        set_only(monkeypatch, environ | ONE)
+        refused(f"{launcher} started 2 processes, and by WORLD_SIZE=1 this one is alone")
+        assert pl.run(CALLS["fit"](False)).timestamp.batch == 1
         for size in ("1", "4"):
-            set_only(monkeypatch, SEVERAL[launcher] | ONE | STANDALONE | {"WORLD_SIZE": size})
-            with pytest.raises(pl.ArgumentError, match=f"{launcher} started 2 times torchrun|parallel=None"):
-                call("fit", parallel)
-        set_only(monkeypatch, SEVERAL[launcher])
+            set_only(monkeypatch, environ | ONE | STANDALONE | {"WORLD_SIZE": size})
+            refused(f"{launcher} started 2 times torchrun|parallel=None")
+        set_only(monkeypatch, environ)
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         try:
-            with pytest.raises(pl.ArgumentError, match="by its process group this one is alone"):
-                call("fit", parallel)
+            refused("by its process group this one is alone")
         finally:
             dist.destroy_process_group()
 
@@ -222,29 +188,29 @@ def test_one_process_is_one_process(monkeypatch):
     for environ in ({}, BATCH, step(0, 1), open_mpi(0, 1), mpich(0, 1), ONE, BATCH | ONE | STANDALONE):
         set_only(monkeypatch, environ)
         assert (pl.distributed.rank(), pl.distributed.world_size()) == (0, 1)
-        for parallel in (None, False, "replicate", "shard"):
-            assert pl.run(call("fit", parallel)).timestamp.batch == 1
+        for parallel in (False, "replicate", "shard"):
+            assert_same(pl.run(CALLS["fit"](parallel)), pl.run(CALLS["fit"](None)), str(parallel))
+    assert not dist.is_initialized()
 
 
-NOWHERE = {
-    "RANK without an address": TWO,
-    "a port without a host": TWO | {"MASTER_PORT": "29500"},
-    "a host without a port": TWO | {"MASTER_ADDR": "127.0.0.1"},
-    "mpirun on two machines": open_mpi(1, 2, local_size=1),
-    "mpiexec on two machines": mpich(1, 2, local_size=1),
-    "mpiexec on one": mpich(1, 2),
-    "a step that says nothing of nodes": step(1, 2) | {"SLURM_STEP_NODELIST": ""},
-}
+NOWHERE = [
+    *(TWO, TWO | {"MASTER_PORT": "29500"}, TWO | {"MASTER_ADDR": HERE}),
+    # On two machines, and on one; and a step that says nothing of nodes.
+    *(open_mpi(1, 2, local_size=1), mpich(1, 2, local_size=1), mpich(1, 2)),
+    step(1, 2) | {"SLURM_STEP_NODELIST": ""},
+]
 
 
-@pytest.mark.parametrize("function", CALLS)
-def test_where_rank_0_is_not_known_the_call_says_what_to_set(monkeypatch, function):
-    for environ in NOWHERE.values():
-        set_only(monkeypatch, environ)
-        with pytest.raises(pl.DistributedError, match=r"MASTER_ADDR and MASTER_PORT are not set .* set MASTER_ADDR to"):
-            call(function, "replicate")
-        set_only(monkeypatch, environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
-        call(function, "replicate")
+def test_where_rank_0_is_not_known_the_call_says_what_to_set(monkeypatch):
+    for environ in NOWHERE:
+        for call in CALLS.values():
+            set_only(monkeypatch, environ)
+            with pytest.raises(
+                pl.DistributedError, match=r"MASTER_ADDR and MASTER_PORT are not set .* set MASTER_ADDR to"
+            ):
+                call("replicate")
+            set_only(monkeypatch, environ | THERE)
+            call("replicate")
 
 
 def test_cuda_is_the_gpu_of_this_rank(monkeypatch):
@@ -252,29 +218,21 @@ def test_cuda_is_the_gpu_of_this_rank(monkeypatch):
         (step(1, 2, local=1), 2, "cuda:1"),
         (step(1, 2, local=1), 1, "cuda:0"),  # srun --gpus-per-task=1
         (open_mpi(3, 4, local=3), 4, "cuda:3"),
-        (TORCHRUN, 2, "cuda:1"),
-        (TORCHRUN, 1, "cuda:1"),  # no GPU for this rank: torch says so
+        (TORCHRUN, 1, "cuda:1"),  # no GPU for this rank, as torch says
         (step(1, 2, local=1) | TWO, 8, "cuda:1"),
     ):
         set_only(monkeypatch, environ)
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        devices = ("cuda", "cpu", "cuda:5")
-        assert [device_of_rank(device) for device in devices] == [expected, "cpu", "cuda:5"]
+        assert [device_of_rank(device) for device in ("cuda", "cpu", "cuda:5")] == [expected, "cpu", "cuda:5"]
     set_only(monkeypatch, TWO)
     with pytest.raises(pl.DistributedError, match=r"set LOCAL_RANK .* device=\"cuda:0\""):
         device_of_rank("cuda")
 
 
-# Lists of nodes, and ports.
-
-
 def test_lists_of_nodes():
     """As ``scontrol show hostnames`` of Slurm 22.05 prints them; of a long one only the first are made."""
-    spread = ["node01", "node02", "node03", "node04", "node07", "other"]
-    assert list(nodes("node[01-04,07],other")) == spread
-    assert list(nodes("a[9-11]")) == ["a9", "a10", "a11"]
-    assert list(nodes("rack[1-2]n[08-09]")) == ["rack1n08", "rack1n09", "rack2n08", "rack2n09"]
-    assert list(nodes("node[1,3],10.0.0.1")) == ["node1", "node3", "10.0.0.1"]
+    assert " ".join(nodes("node[01-04,07],other")) == "node01 node02 node03 node04 node07 other"
+    assert " ".join(nodes("rack[1-2]n[8-10],10.0.0.1")) == "rack1n8 rack1n9 rack1n10 rack2n8 rack2n9 rack2n10 10.0.0.1"
     assert launched(step(0, 2, nodelist="n[0-999999999999]")).host == "n0"
     for text in ("", "a,", ",a", "a[", "a]", "a[]", "a[1-]", "a[1;2]", "a[[1]]", "a[1x2]", "a[-1]"):
         with pytest.raises(pl.DistributedError, match="can't be read; it is a list such as"):
@@ -284,10 +242,8 @@ def test_lists_of_nodes():
 @given(job=st.integers(1, 2**32), later=st.integers(0, 100), steps=st.tuples(st.integers(0, 100), st.integers(0, 100)))
 @examples(40, 3000)
 def test_steps_of_a_job_and_neighbouring_jobs_have_ports_of_their_own(job, later, steps):
-    one, other, again = (
-        world(step(0, 2, job=number, number=n)).port
-        for number, n in ((job, steps[0]), (job + later, steps[1]), (job, steps[0]))
-    )
+    numbers = ((job, steps[0]), (job + later, steps[1]), (job, steps[0]))
+    one, other, again = (world(step(0, 2, job=each, number=n)).port for each, n in numbers)
     assert {one, other} <= set(PORTS)
     assert one == again
     assert (one == other) == (not later and steps[0] == steps[1])

@@ -1,4 +1,4 @@
-"""Several ranks or one: what is logged and drawn where, and what ``parallel`` can be."""
+"""Several ranks or one: what is logged and drawn where, what is left behind, and what ``parallel`` can be."""
 
 from __future__ import annotations
 
@@ -6,36 +6,43 @@ import io
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.distributed import Parallel
 from pure_loop.order import Plan
-from pure_loop.testing.laws.ranks import compare, witness
 from tests.support.problem import fit
-from tests.support.worlds import KINDS, an_epoch, pool
+from tests.support.worlds import KINDS, an_epoch, pool, told
 
 CASE = testing.Case(plan=Plan(batches=(4, 3), max_duration="1ep"))
-TYPE, VALUE = pl.ArgumentTypeError, pl.ArgumentError
+
+
+class Calls(pl.Callback):
+    """Counts batches, or reads something of each, on all ranks or on the first one."""
+
+    def __init__(self, all_ranks, read=lambda state: 0.0):
+        self.all_ranks, self.read, self.found = all_ranks, read, []
+
+    def batch_end(self, state, logger):
+        self.found.append(float(self.read(state)))
 
 
 def test_rank_0_alone_logs_and_draws_unless_a_callback_asks_for_all():
+    """A stream leaves no process group of its own, at its end or where the loop is left."""
+
     def program(rank):
-        class Everywhere(pl.Callback):
-            all_ranks, calls = True, 0
-
-            def batch_end(self, state, logger):
-                self.calls += 1
-
-        class Once(Everywhere):
-            all_ranks = False
-
-        everywhere, once, memory, screen = Everywhere(), Once(), pl.loggers.InMemoryLogger(), io.StringIO()
+        everywhere, once, memory, screen = Calls(True), Calls(False), pl.loggers.InMemoryLogger(), io.StringIO()
         stream = CASE.stream(parallel="replicate", callbacks=[everywhere, once], loggers=[memory])
         pl.run(pl.progress(stream, file=screen))
-        return everywhere.calls, once.calls, "train/loss" in memory.metrics, screen.getvalue()
+        for kind in KINDS:
+            CASE.run(parallel=kind)  # sharded, the first one leaves a mesh for the States that it made
+            before = set(c10d._world.pg_map)
+            CASE.run(parallel=kind)
+            assert set(c10d._world.pg_map) == before
+            next(event for event, _ in CASE.stream(parallel=kind) if event is Event.BATCH_END)
+            assert set(c10d._world.pg_map) == before
+        return len(everywhere.found), len(once.found), "train/loss" in memory.metrics, screen.getvalue()
 
     (*one, drawn), other = pool().run(program)
     assert one == [2, 2, True]
@@ -43,66 +50,31 @@ def test_rank_0_alone_logs_and_draws_unless_a_callback_asks_for_all():
     assert other == (2, 0, False, "")
 
 
-def _norm(state):
-    return pl.gradients.global_norm(state.params)
-
-
-def _module(state):
-    return state.module().weight.sum()
-
-
 def test_a_callback_on_the_first_rank_alone_does_not_begin_what_all_ranks_do_together():
     """That is an error, and no wait for ever; replicas are read alone."""
-
-    def read(read, everywhere, parallel):
-        """What the callback read, or the error of the first rank."""
-
-        def program(rank):
-            norms = []
-
-            class Report(pl.Callback):
-                all_ranks = everywhere
-
-                def batch_end(self, state, logger):
-                    norms.append(float(read(state)))
-
-            try:
-                data = [(torch.ones(4, 6), torch.zeros(4, 4))] * 2
-                pl.run(an_epoch(torch.nn.Linear(6, 4), data, callbacks=[Report()], parallel=parallel))
-            except pl.DistributedError as error:
-                return str(error)
-            return norms
-
-        return pool().run(program)
-
-    for what in (_norm, _module):
-        first, second = read(what, False, "shard")
-        assert first.startswith("callback Report runs on the first rank alone, and reads shards that all ranks read")
-        assert "all_ranks = True" in first
-        assert "rank 0" in second
-    one, other = read(_module, True, "shard")
-    assert one == other
-    assert len(one) == 2
-    first, second = read(_norm, False, "replicate")
-    assert (len(first), second) == (2, [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_leaves_no_process_group_of_its_own(kind):
-    """Slow: three streams of each kind."""
+    reads = {
+        "norm": lambda state: pl.gradients.global_norm(state.params),
+        "module": lambda state: state.module().weight.sum(),
+    }
 
     def program(rank):
-        CASE.run(parallel=kind)  # sharded, the first one leaves a mesh for the States that it made
-        before = set(c10d._world.pg_map)
-        CASE.run(parallel=kind)
-        after_end = set(c10d._world.pg_map)
-        for event, _ in CASE.stream(parallel=kind):
-            if event is Event.BATCH_END:
-                break
-        return before == after_end, set(c10d._world.pg_map) == before
+        found = []
+        for name, all_ranks, kind in (("norm", False, "shard"), ("module", False, "shard"), ("module", True, "shard")):
+            callback = Calls(all_ranks, reads[name])
+            data = [(torch.ones(4, 6), torch.zeros(4, 4))] * 2
+            text = told(an_epoch(torch.nn.Linear(6, 4), data, callbacks=[callback], parallel=kind))
+            found.append(text if text != "nothing" else callback.found)
+        callback = Calls(False, reads["norm"])
+        CASE.run(callbacks=[callback], parallel="replicate")
+        return *found, callback.found
 
-    assert pool(kind=kind).run(program) == [(True, True)] * 2
+    one, other = pool().run(program)
+    for first, second in zip(one[:2], other[:2], strict=True):
+        assert "callback Calls runs on the first rank alone, and reads shards that all ranks read" in first
+        assert "all_ranks = True" in first
+        assert "rank 0" in second
+    assert one[2] == other[2]
+    assert [len(found) for found in (one[2], one[3], other[3])] == [2, 2, 0]
 
 
 class Scaled(torch.nn.Linear):
@@ -124,38 +96,26 @@ def test_a_parameter_without_a_dimension_is_refused_before_training():
     pool(kind="shard").run(program)
 
 
-def test_without_torchrun_there_is_one_rank():
-    for kind in KINDS:
-        compare(witness(CASE.stream(parallel=kind)), witness(CASE.stream()), kind, 0.0)
-    assert not dist.is_initialized()
+WRONG = [
+    *({"kind": "ddp"}, {"data": "mine"}, {"uneven": 1}, {"timeout": "3ep"}, {"timeout": 0}, {"timeout": "soon"}),
+    *({"find_unused_parameters": 1}, {"bucket_cap_mb": -1}, {"groups": 3}, {"mesh": 3}),
+]
+UNUSED = [
+    {"groups": lambda name, module: True, "kind": "replicate"},
+    {"bucket_cap_mb": 1.0, "kind": "shard"},
+    {"find_unused_parameters": True, "kind": "shard"},
+]
 
 
 def test_what_parallel_and_its_settings_can_be():
+    calls = [(lambda wrong=wrong: Parallel(**wrong), next(iter(wrong))) for wrong in WRONG]
+    calls += [(lambda wrong=wrong: Parallel(**wrong), "has no use for") for wrong in UNUSED]
     for given, message in (
         ("ddp", 'parallel=\'ddp\': write "replicate", "shard"'),
         (2, "parallel=2 of type int"),
         (True, r'parallel=True .* "replicate".*False'),
     ):
-        with pytest.raises((TYPE, VALUE), match=message):
-            fit(parallel=given)
-    for wrong in (
-        {"kind": "ddp"},
-        {"data": "mine"},
-        {"uneven": 1},
-        {"timeout": "3ep"},
-        {"timeout": 0},
-        {"timeout": "soon"},
-        {"find_unused_parameters": 1},
-        {"bucket_cap_mb": -1},
-        {"groups": 3},
-        {"mesh": 3},
-    ):
-        with pytest.raises((TYPE, VALUE), match=next(iter(wrong))):
-            pytest.fail(f"it is accepted: {Parallel(**wrong)}")
-    for wrong in (
-        {"kind": "replicate", "groups": lambda name, module: True},
-        {"kind": "shard", "bucket_cap_mb": 1.0},
-        {"kind": "shard", "find_unused_parameters": True},
-    ):
-        with pytest.raises(VALUE, match="has no use for"):
-            pytest.fail(f"it is accepted: {Parallel(**wrong)}")
+        calls.append((lambda given=given: fit(parallel=given), message))
+    for call, message in calls:
+        with pytest.raises((pl.ArgumentTypeError, pl.ArgumentError), match=message):
+            call()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import attrs
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 import pure_loop as pl
 from pure_loop import Event, testing
@@ -18,54 +18,52 @@ from pure_loop.compile import interpreted
 from pure_loop.distributed import Parallel
 from pure_loop.distributed.multi_rank import MultiRankEngine
 from pure_loop.order import EvaluatorPlan, Plan, expected
-from pure_loop.testing import LawViolation, laws
-from pure_loop.testing.laws.ranks import compare, on_ranks, whole, witness
+from pure_loop.testing import LawViolation, cases, laws
+from pure_loop.testing.laws.ranks import compare, whole, witness
+from pure_loop.testing.ranks import Pool
 from tests.conftest import THOROUGH
 from tests.support.tiers import examples, tiers
 from tests.support.worlds import ALGORITHMS, KINDS, an_epoch, pool
 
-KIND, RANKS = st.sampled_from(KINDS), st.sampled_from((2, 2, 3))
 # The sums of a gradient in bfloat16 are rounded to 8 bits, here and there in another place, and steps add up.
 TOLERANCES = {"fp32": 1e-5, "amp_bf16": 2e-2}
+LINEAR = cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=list(TOLERANCES))
+EXACT = cases(problems="exact", optimizers=["sgd"], precisions=["fp32"], clip_grads=[None])
 
 
-@given(testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=list(TOLERANCES)), KIND, RANKS)
-@examples(fast=8, thorough=1500)
-def test_ranks_are_one_rank(case, kind, ranks):
-    """Their events are those of the specification."""
+def gradients(case, **more):
+    stream = case.stream(optimizer=pl.optim.sgd(lr=0.0), **more)
+    return [each.values["grads"] for each in witness(stream) if each.event is Event.AFTER_TRAIN_BATCH]
+
+
+@given(LINEAR, EXACT, cases(), st.sampled_from(KINDS), st.sampled_from((2, 2, 3)))
+@examples(fast=6, thorough=1500)
+def test_ranks_are_one_rank(case, exact, any_case, kind, ranks):
+    """Bitwise where sums are exact; and of any case all ranks yield the same events, counts, times and values."""
     if case.precision != "fp32":
         case = attrs.evolve(case, problem="linear", plan=attrs.evolve(case.plan, max_duration="2ba"))
-    alone = witness(whole(case, ranks).stream())
-    for rank, seen in enumerate(on_ranks(case, lambda: (), pl.fit, ranks, kind)):
-        assert [each.event for each in seen] == expected(whole(case, ranks).plan)
+
+    def program(rank):
+        return (
+            witness(case.stream(parallel=kind)),
+            gradients(exact, parallel=kind),
+            witness(any_case.stream(parallel=kind), counts_time=True),
+        )
+
+    alone, exactly = witness(whole(case, ranks).stream()), gradients(whole(exact, ranks))
+    found = pool(ranks, kind).run(program)
+    assert [each.event for each in found[0][0]] == expected(whole(case, ranks).plan)
+    assert [each.event for each in found[0][2]] == expected(whole(any_case, ranks).plan)
+    for rank, (seen, grads, agreeing) in enumerate(found):
         compare(seen, alone, f"{kind}: rank {rank} of {ranks}", TOLERANCES[case.precision])
-
-
-@given(testing.cases(problems="exact", optimizers=["sgd"], precisions=["fp32"], clip_grads=[None]), KIND, RANKS)
-@examples(fast=5, thorough=500)
-def test_gradients_are_bitwise_those_of_one_rank_where_sums_are_exact(case, kind, ranks):
-    def gradients(case, **more):
-        stream = case.stream(optimizer=pl.optim.sgd(lr=0.0), **more)
-        return [each.values["grads"] for each in witness(stream) if each.event is Event.AFTER_TRAIN_BATCH]
-
-    alone = gradients(whole(case, ranks))
-    for found in pool(ranks, kind).run(lambda rank: gradients(case, parallel=Parallel(kind=kind))):
-        for one, other in zip(found, alone, strict=True):
+        compare(agreeing, found[0][2], f"{kind}: rank {rank} of {ranks}", 0.0)
+        for one, other in zip(grads, exactly, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in other)
-
-
-@given(testing.cases(), KIND, RANKS)
-@examples(fast=5, thorough=500)
-def test_all_ranks_yield_the_same_events_counts_and_values(case, kind, ranks):
-    first, *others = pool(ranks, kind).run(lambda rank: witness(case.stream(parallel=kind), counts_time=True))
-    assert [each.event for each in first] == expected(whole(case, ranks).plan)
-    for other in others:
-        compare(other, first, f"{kind}: a rank of {ranks}", 0.0)
 
 
 @pytest.mark.parametrize("name", tiers(ALGORITHMS, ["composed"]))
 def test_algorithms_of_the_library_keep_the_law(name):
-    laws.world_size(ALGORITHMS[name], max_examples=60 if THOROUGH else 4)
+    laws.world_size(ALGORITHMS[name], max_examples=60 if THOROUGH else 2)
 
 
 OPTIMIZERS = {
@@ -77,38 +75,26 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-def test_optimizers_step_as_on_one_rank(make):
+def test_optimizers_step_as_on_one_rank():
     case = testing.Case(plan=Plan(batches=(7, 4), max_duration="3ba", microbatch_size=2), problem="tied")
-    alone = witness(whole(case, 2).stream(optimizer=make()))
-    for kind in KINDS:
-        for seen in pool(kind=kind).run(lambda rank, kind=kind: witness(case.stream(optimizer=make(), parallel=kind))):
-            compare(seen, alone, kind, 1e-5)
+    ways = [(make, kind) for make in OPTIMIZERS.values() for kind in KINDS]
+    alone = [witness(whole(case, 2).stream(optimizer=make())) for make, _ in ways]
+    for found in pool().run(
+        lambda rank: [witness(case.stream(optimizer=make(), parallel=kind)) for make, kind in ways]
+    ):
+        for seen, wanted, (_, kind) in zip(found, alone, ways, strict=True):
+            compare(seen, wanted, kind, 1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_scale_is_the_same_on_all_ranks_and_backs_off_together(kind):
-    # One sample overflows, and stands on one rank only.
-    data = [(torch.ones(4, 3), torch.zeros(4, 1)) for _ in range(3)]
-    data[1][0][3] = 6e4
+def test_ranks_leave_a_step_out_together():
+    """Where one sample overflows, on one rank; whatever an algorithm does to the part of one rank, of which the others
+    know nothing; and an update that overflows by itself is an error on all."""
+    large = [(torch.ones(4, 3), torch.zeros(4, 4)) for _ in range(3)]
+    large[1][0][3] = 6e4
+    ones = [(torch.ones(4, 3), torch.zeros(4, 4))] * 3
 
-    def program(rank):
-        torch.manual_seed(0)
-        options = {"optimizer": pl.optim.sgd(lr=1e-3), "precision": "amp_fp16", "nonfinite": "skip", "parallel": kind}
-        options["loss"] = lambda outputs, targets: (outputs - targets).square().mean()
-        stream = an_epoch(torch.nn.Linear(3, 1), data, **options)
-        ends = [state for event, state in stream if event is Event.BATCH_END]
-        return [(float(state.loss_scale), int(state.skipped), state.timestamp.sample) for state in ends]
-
-    one, other = pool(kind=kind).run(program)
-    assert one == other
-    assert one[-1][1] >= 1
-    assert one[1][0] < one[0][0]
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_sharded_ranks_leave_a_step_out_together(compile):
-    """Whatever an algorithm does to the part of one rank, of which the others know nothing."""
+    def square(outputs, targets):
+        return (outputs - targets).square().mean()
 
     def program(rank):
         @pl.algorithm(Event.AFTER_TRAIN_BATCH)
@@ -116,29 +102,47 @@ def test_sharded_ranks_leave_a_step_out_together(compile):
             factor = math.inf if rank and state.timestamp.batch == 1 else 1.0
             return state.replace(grads={name: factor * each for name, each in state.grads.items()})
 
-        torch.manual_seed(0)
-        settings = {"algorithms": [spoils_its_part], "nonfinite": "skip", "parallel": "shard", "compile": compile}
-        with interpreted():
-            stream = an_epoch(torch.nn.Linear(3, 4), [(torch.ones(4, 3), torch.zeros(4, 4))] * 3, **settings)
-            return [int(state.skipped) for event, state in stream if event is Event.BATCH_END]
+        def ends(data=ones, **options):
+            torch.manual_seed(0)
+            stream = an_epoch(torch.nn.Linear(3, 4), data, nonfinite="skip", **options)
+            return [state for event, state in stream if event is Event.BATCH_END]
 
-    assert pool(kind="shard").run(program) == [[0, 1, 1]] * 2
+        found = []
+        for kind in KINDS:
+            scaled = {"precision": "amp_fp16", "loss": square, "optimizer": pl.optim.sgd(lr=1e-3)}
+            states = ends(large, parallel=kind, **scaled)
+            found.append([(float(each.loss_scale), int(each.skipped), each.timestamp.sample) for each in states])
+            with pytest.raises(pl.NonFiniteError, match=r"batch 0 .*the optimizer's step made"):
+                ends(parallel=kind, optimizer=pl.optim.sgd(lr=1e39))
+        with interpreted():
+            for compiled in ({}, {"compile": True}):
+                states = ends(algorithms=[spoils_its_part], parallel="shard", **compiled)
+                assert [int(state.skipped) for state in states] == [0, 1, 1]
+            with pytest.raises(pl.NonFiniteError, match="the optimizer's step made"):
+                ends(parallel="shard", optimizer=pl.optim.sgd(lr=1e39), compile=True, watch={Event.BATCH_END})
+        return found
+
+    one, other = pool().run(program)
+    assert one == other
+    for (first, _, _), (second, _, _), (_, skipped, samples) in one:
+        assert second < first
+        assert skipped >= 1
+        assert samples == 12
 
 
 @pytest.mark.slow
-def test_an_update_that_overflows_by_itself_is_an_error():
-    """Slow: eager and compiled, on ranks of each kind."""
+def test_sharding_within_and_replicating_across_groups_of_ranks():
+    """Slow: four processes of its own."""
+    case = testing.Case(plan=Plan(batches=(8, 5), max_duration="2ep"), problem="tied", optimizer="adamw")
 
     def program(rank):
-        for kind in KINDS:
-            for options in ({}, {"compile": True, "watch": {Event.BATCH_END}}):
-                options |= {"optimizer": pl.optim.sgd(lr=1e39), "nonfinite": "skip", "parallel": kind}
-                torch.manual_seed(0)
-                stream = an_epoch(torch.nn.Linear(3, 4), [(torch.ones(4, 3), torch.zeros(4, 4))] * 3, **options)
-                with interpreted(), pytest.raises(pl.NonFiniteError, match=r"batch 0 .*the optimizer's step made"):
-                    pl.run(stream)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return witness(case.stream(parallel=Parallel(kind="shard", mesh=mesh)))
 
-    pool().run(program)
+    alone = witness(whole(case, 4).stream())
+    with Pool(4, checked=False) as four:
+        for seen in four.run(program):
+            compare(seen, alone, "two by two", 1e-5)
 
 
 # Every law can fail.
@@ -151,30 +155,32 @@ def _weighs_ranks_alike(real=MultiRankEngine.divisor):
         real(self, weights)
         return (self._weights[self.rank] or 1) * self.ranks / self._power
 
-    return {"divisor": divisor}
+    return divisor
 
 
 WRONG_ENGINES = {
-    "weighs ranks alike": _weighs_ranks_alike(),
-    "keeps its own loss": {"reduce_loss": lambda self, state, loss: loss},
-    "counts its own samples": {"counts": lambda self, samples, tokens, seconds: (samples, tokens, seconds())},
-    "measures its own part": {"merge_metrics": lambda self, metrics, accumulated, state: accumulated},
+    "divisor": _weighs_ranks_alike(),
+    "reduce_loss": lambda self, state, loss: loss,
+    "counts": lambda self, samples, tokens, seconds: (samples, tokens, seconds()),
+    "merge_metrics": lambda self, metrics, accumulated, state: accumulated,
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_ENGINES)
-def test_a_wrong_engine_fails_the_law(wrong):
+def test_a_wrong_engine_fails_the_law():
+    """One that weighs ranks alike, keeps its own loss, counts its own samples, or measures its own part."""
     plan = Plan(batches=(5, 3), max_duration="3ba", evaluators={"val": EvaluatorPlan((3,), interval="1ba")})
     case = testing.Case(plan=plan)
-    ((name, function),) = WRONG_ENGINES[wrong].items()
 
-    def fit(*arguments, **options):
-        several = options.get("parallel") is not None
-        with patch.object(MultiRankEngine, name, function) if several else nullcontext():
-            yield from pl.fit(*arguments, **options)
+    def program(rank):
+        found = {}
+        for name, function in WRONG_ENGINES.items():
+            for kind in KINDS:
+                with patch.object(MultiRankEngine, name, function):
+                    found[name, kind] = witness(case.stream(parallel=kind))
+        return found
 
     alone = witness(whole(case, 2).stream())
-    for kind in KINDS:
-        by_rank = on_ranks(case, lambda: (), fit, 2, kind)
+    one, other = pool().run(program)
+    for way in one:
         with pytest.raises(LawViolation):
-            [compare(seen, alone, kind, 1e-5) for seen in by_rank]
+            [compare(seen, alone, str(way), 1e-5) for seen in (one[way], other[way])]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 
+import pytest
+
 import pure_loop as pl
-from pure_loop.progress.display import _pass_on
+from pure_loop.progress.display import _pass_on, progress
 from pure_loop.progress.estimate import Facts
 from pure_loop.progress.tracker import Tracker
 from tests.support import problem
 
 E = pl.Event
 DATA = problem.points(6)
+VAL = {"val": DATA}
 _TOKEN = re.compile(r"\x1b\[([0-9;?]*)([a-zA-Z])|([\r\n\b])|([^\x1b\r\n\b])")
 
 
@@ -35,54 +39,41 @@ class Terminal(io.StringIO):
         return True
 
     def lines(self, columns=80):
-        """What is seen: the rows, without empty ones at the end."""
-        return Emulator(columns).feed(self.getvalue()).lines
+        return lines_of(self.getvalue(), columns)
 
 
-class Emulator:
-    """Wraps as xterm does: the character after a full row goes to the next row."""
-
-    def __init__(self, columns):
-        self.columns = columns
-        self.rows = [[]]
-        self.row = self.column = 0
-
-    def feed(self, text):
-        for parameters, command, control, character in _TOKEN.findall(text):
-            if character:
-                self._put(character)
-            elif control == "\n":
-                self._next_row()
-            elif control:
-                self.column = 0 if control == "\r" else max(self.column - 1, 0)
-            else:
-                self._command(command, parameters)
-        return self
-
-    @property
-    def lines(self):
-        return "\n".join("".join(row).rstrip() for row in self.rows).rstrip("\n").split("\n")
-
-    def _put(self, character):
-        if self.column == self.columns:
-            self._next_row()
-        row = self.rows[self.row]
-        row.extend(" " * (self.column + 1 - len(row)))
-        row[self.column] = character
-        self.column += 1
-
-    def _next_row(self):
-        self.row, self.column = self.row + 1, 0
-        if self.row == len(self.rows):
-            self.rows.append([])
-
-    def _command(self, command, parameters):
-        if command == "A":
-            self.row = max(self.row - (int(parameters) if parameters.isdigit() else 1), 0)
+def lines_of(text, columns):
+    """What is seen of it: the rows, without empty ones at the end. Wraps as xterm does, after a full row."""
+    rows, row, column = [[]], 0, 0
+    for parameters, command, control, character in _TOKEN.findall(text):
+        if control == "\n" or (character and column == columns):
+            row, column = row + 1, 0
+            rows += [[]] * (row == len(rows))
+            rows[row] = [*rows[row]]
+        if character:
+            rows[row].extend(" " * (column + 1 - len(rows[row])))
+            rows[row][column] = character
+            column += 1
+        elif control:
+            column = max(column - 1, 0) if control == "\b" else 0
+        elif command == "A":
+            row = max(row - (int(parameters) if parameters.isdigit() else 1), 0)
         elif command == "K":
-            del self.rows[self.row][0 if parameters == "2" else self.column :]
-        elif command not in ("m", "h", "l"):  # colors, and the cursor's visibility
+            del rows[row][0 if parameters == "2" else column :]
+        elif command not in ("m", "h", "l", ""):  # colors, and the cursor's visibility
             raise NotImplementedError(f"ESC [ {parameters} {command}")
+    return "\n".join("".join(each).rstrip() for each in rows).rstrip("\n").split("\n")
+
+
+def shown(stream, columns=80, **options):
+    """The lines of a terminal after the stream ran there, or after its error."""
+    terminal = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        patch.setenv("TERM", "xterm-256color")
+        with contextlib.suppress(RuntimeError):
+            pl.run(progress(stream, file=terminal, refresh_seconds=0, **options))
+    return terminal.lines(columns)
 
 
 def rows_of(lines):
@@ -91,22 +82,22 @@ def rows_of(lines):
 
 
 class Clock:
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self):
         return self.now
 
 
 class Recording:
-    """A screen that keeps what it is shown."""
+    """A screen that keeps what it is shown, and the time at which it is."""
 
-    def __init__(self, live=True, seconds=0.0):
-        self.live, self.seconds = live, seconds
-        self.shown, self.rows = [], []
+    def __init__(self, live=True, seconds=0.0, clock=None):
+        self.live, self.seconds, self.clock = live, seconds, clock or Clock()
+        self.shown, self.rows, self.times = [], [], []
 
     def show(self, snapshot, values):
         self.shown.append((snapshot, values))
+        self.times.append((self.clock.now, snapshot))
 
     def add(self, row, values):
         self.rows.append((row, values))

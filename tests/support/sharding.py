@@ -19,13 +19,14 @@ from pure_loop.checkpoint.sharded import write
 from pure_loop.frozendict import FrozenDict
 from pure_loop.testing.ranks import shared_pool, simulate
 from tests.support.streams import leaves
+from tests.support.worlds import Ranks
 
 torch.set_num_threads(1)
 
 
 def pool(ranks=2):
     # torch's DistributedDataParallel crashes where gloo's collectives are checked, and one pool is enough.
-    return shared_pool(ranks, checked=False)
+    return Ranks(shared_pool(ranks, checked=False))
 
 
 def network(dropout=0.0, width=5):

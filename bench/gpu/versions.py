@@ -7,8 +7,8 @@ import platform
 import subprocess
 from importlib import metadata
 
-from tests.gpu.results import Asked, asked, first_line
-from tests.gpu.running import ROOT, command
+from bench.gpu.results import Asked, asked, first_line
+from bench.gpu.running import ROOT, command
 
 PACKAGES = ("torch", "optree", "attrs", "numpy", "hypothesis", "pytest", "triton", "torchao")
 

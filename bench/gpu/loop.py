@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from bench.gpu.competitors import LOOPS, workload_on
+from bench.gpu.profiling import kernels, profiled
+from bench.gpu.results import first_line
 from bench.performance.turns import Steps
-from tests.gpu.competitors import LOOPS, workload_on
-from tests.gpu.profiling import kernels, profiled
-from tests.gpu.results import first_line
 
 # Before anything is measured: kernels are loaded and tuned, and a graph is recorded at its third call.
 WARM_UP = 8

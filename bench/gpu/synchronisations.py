@@ -18,10 +18,10 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 import pure_loop as pl
+from bench.gpu.profiling import inside, profiled
+from bench.gpu.results import Asked, asked, first_line
+from bench.gpu.running import ROOT
 from pure_loop import Event
-from tests.gpu.profiling import inside, profiled
-from tests.gpu.results import Asked, asked, first_line
-from tests.gpu.running import ROOT
 from tests.support.problem import noisy, points
 
 # Settings of fit by what is tried.

@@ -20,9 +20,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from tests.gpu.competitors import AGAIN, BASE, COMPILED, EAGER
-from tests.gpu.results import Asked, asked, first_line
-from tests.gpu.running import ROOT, command, ended
+from bench.gpu.competitors import AGAIN, BASE, COMPILED, EAGER
+from bench.gpu.results import Asked, asked, first_line
+from bench.gpu.running import ROOT, command, ended
 
 # Of a workload and a loop.
 Key: TypeAlias = tuple[str, str]
@@ -57,7 +57,7 @@ class Loop:
         self._log = folder / f"{workload} {name}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command(kind, "tests.gpu.loop", device, size, workload, name),
+                command(kind, "bench.gpu.loop", device, size, workload, name),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tests.gpu.results import first_line, read
+from bench.gpu.results import first_line, read
 
 __all__ = ["LOST_DEVICE", "ROOT", "Part", "Run", "command", "ended", "run_process"]
 

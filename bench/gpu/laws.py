@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import pure_loop as pl
+from bench.gpu.results import Asked, asked, first_line
+from bench.gpu.running import command, ended
 from pure_loop import Event
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, going_on
 from pure_loop.testing import PROBLEMS, Case, cases, differences, laws
-from tests.gpu.results import Asked, asked, first_line
-from tests.gpu.running import command, ended
 
 PLANS = 200
 ORDERS = 4
@@ -174,7 +174,7 @@ def _all(part: Asked) -> None:
     while (waiting or running) and part.left > 0:
         while waiting and len(running) < max(os.cpu_count() or 1, FEWEST_PROCESSES):
             way = waiting.pop(0)
-            running[way] = subprocess.Popen(command(part.kind, "tests.gpu.laws", *given, *way))
+            running[way] = subprocess.Popen(command(part.kind, "bench.gpu.laws", *given, *way))
         for way, process in list(running.items()):
             if process.poll() is not None:
                 del running[way]

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.results import Asked, Results, asked, first_line, read
-from tests.gpu.running import LOST_DEVICE, ROOT, command, ended
+from bench.gpu.results import Asked, Results, asked, first_line, read
+from bench.gpu.running import LOST_DEVICE, ROOT, command, ended
 
 # Seconds a test: some compile several steps.
 LIMIT = 60.0
@@ -45,7 +45,7 @@ class Process:
         }
         off = ("-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:faulthandler")
         chosen = ("-m", "gpu and not thorough", "--continue-on-collection-errors", "-q", "--no-header", "--tb=short")
-        self._command = command(kind, "pytest", "-p", "tests.gpu.shard", *off, *chosen, *tests)
+        self._command = command(kind, "pytest", "-p", "bench.gpu.shard", *off, *chosen, *tests)
         self._limit, self._restarts = limit, 0
         self._process = self._start()
 

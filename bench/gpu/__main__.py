@@ -1,8 +1,8 @@
 """``make gpu``: run the parts, and write ``gpu.json`` after each and meanwhile.
 
-    python -m tests.gpu --minutes 8                          # on an NVIDIA GPU
-    python -m tests.gpu --device cpu --minutes 3             # try the command itself
-    python -m tests.gpu --device simulated --minutes 5       # on a device that computes on the CPU, with g++
+    python -m bench.gpu --minutes 8                          # on an NVIDIA GPU
+    python -m bench.gpu --device cpu --minutes 3             # try the command itself
+    python -m bench.gpu --device simulated --minutes 5       # on a device that computes on the CPU, with g++
 
 A GPU's results are committed as ``docs/gpu.json``, and ``make docs`` writes docs/gpu.md from them.
 """
@@ -13,8 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.gpu.page import line
-from tests.gpu.running import Part, Run
+from bench.gpu.page import line
+from bench.gpu.running import Part, Run
 
 __all__ = ["PARTS", "main"]
 
@@ -23,12 +23,12 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # What one doesn't use the others have. Importing torch for the first time may take most of the first one's.
 PARTS = (
-    Part("versions", "tests.gpu.versions", 12),
-    Part("tests", "tests.gpu.marked", 27, _DETERMINISTIC),
-    Part("laws", "tests.gpu.laws", 12, _DETERMINISTIC),
-    Part("synchronisations", "tests.gpu.synchronisations", 7),
-    Part("precision", "tests.gpu.precision", 7, _DETERMINISTIC),
-    Part("cost", "tests.gpu.cost", 42),
+    Part("versions", "bench.gpu.versions", 12),
+    Part("tests", "bench.gpu.marked", 27, _DETERMINISTIC),
+    Part("laws", "bench.gpu.laws", 12, _DETERMINISTIC),
+    Part("synchronisations", "bench.gpu.synchronisations", 7),
+    Part("precision", "bench.gpu.precision", 7, _DETERMINISTIC),
+    Part("cost", "bench.gpu.cost", 42),
 )
 
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         0 if parts ran, whatever they found; 1 if none could.
     """
-    parser = argparse.ArgumentParser("python -m tests.gpu", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser("python -m bench.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu", "simulated"], default="cuda")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together")
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))

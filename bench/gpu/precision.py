@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
+from bench.gpu.results import Asked, asked, first_line
 from pure_loop import Event
 from pure_loop.testing import differences
-from tests.gpu.results import Asked, asked, first_line
 
 PRECISIONS = ("amp_bf16", "amp_fp16", "amp_fp8")
 BATCHES, EPOCHS, SAVED = 8, 4, 13

@@ -1,4 +1,4 @@
-"""For pytest, ``-p tests.gpu.shard``: one of several processes that share tests, and write how each one ended.
+"""For pytest, ``-p bench.gpu.shard``: one of several processes that share tests, and write how each one ended.
 
 It needs no other plugin: a test that takes too long ends its process, by faulthandler, and the next process continues
 after it.
@@ -16,8 +16,8 @@ import pytest
 
 # What these warn about when they are imported is no test's fault: here warnings are no errors yet.
 import pure_loop  # noqa: F401
-from tests.gpu.results import Results, first_line, read
-from tests.gpu.running import LOST_DEVICE
+from bench.gpu.results import Results, first_line, read
+from bench.gpu.running import LOST_DEVICE
 
 # After which each call of CUDA in the process fails.
 _DEVICE_IS_LOST = re.compile("CUDA error: (an illegal|misaligned|unspecified launch|device-side assert)")
