@@ -15,29 +15,29 @@ from pure_loop.compile import interpreted
 from pure_loop.ranges import settings_of
 from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.problems import as_problem
-from tests.support.problem import convnet, fit, images, run
+from tests.support.problem import convnet, fit, images, points, run
 from tests.support.samples import simplest
 from tests.support.served import module_of, required, served
 from tests.support.streams import equal
 from tests.support.worlds import pool
 
 
-def made(name: str, **settings: Any) -> pl.Algorithm:
+def made(name: str) -> pl.Algorithm:
     """With the simplest settings."""
     factory = ALGORITHMS[name]
-    needed = {**required(factory), **settings}
-    return simplest(built(factory, **{key: st.just(v) for key, v in needed.items() if key not in settings_of(factory)}))  # type: ignore[no-any-return]
+    needed = {key: st.just(v) for key, v in required(factory).items() if key not in settings_of(factory)}
+    return simplest(built(factory, **needed))  # type: ignore[no-any-return]
 
 
 def everything() -> list[pl.Algorithm]:
     """What trains any model of images, in any order with others."""
-    names = [name for name, factory in ALGORITHMS.items() if name == "blurpool" or _serves_all(factory)]
+
+    def serves(factory: Any) -> bool:
+        module = module_of(factory)
+        return getattr(module, "SERVES", None) in (None, "classes") and not hasattr(module, "EXPECTED_FAILURES")
+
+    names = [name for name, factory in ALGORITHMS.items() if name == "blurpool" or serves(factory)]
     return [*map(made, names), pl.algorithms.ema(smoothing=0.5, interval="1ep", name="slow")]
-
-
-def _serves_all(factory: Any) -> bool:
-    module = module_of(factory)
-    return getattr(module, "SERVES", None) in (None, "classes") and not hasattr(module, "EXPECTED_FAILURES")
 
 
 def test_each_is_exported_and_takes_a_name_which_no_other_may_have() -> None:
@@ -60,7 +60,7 @@ def test_a_composition_is_the_list() -> None:
 def test_bind_is_called_once_with_the_run() -> None:
     runs: list[Any] = []
     algorithm = pl.Algorithm("mine", {Event.BATCH_END: lambda state: state}, bind=runs.append)
-    run(None, None, [algorithm], evaluators={"val": [images(1)[0]]}, max_duration="0ba")
+    run(None, None, [algorithm], evaluators={"val": points(1)}, max_duration="0ba")
     assert [(each.function, list(each.metrics)) for each in runs] == [("fit", ["val"])]
 
 
