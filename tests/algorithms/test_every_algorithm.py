@@ -1,4 +1,4 @@
-"""All algorithms of the library: names, compositions, and two real ranks. Laws and ranges: tests/architecture."""
+"""All algorithms of the library: names, and two real ranks. Laws and ranges: tests/architecture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import strategies as st
 
 import pure_loop as pl
@@ -15,9 +14,9 @@ from pure_loop.compile import interpreted
 from pure_loop.ranges import settings_of
 from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.problems import as_problem
-from tests.support.problem import convnet, fit, images, points, run
+from tests.support.problem import fit, points, run
 from tests.support.samples import simplest
-from tests.support.served import module_of, required, served
+from tests.support.served import required, served
 from tests.support.streams import equal
 from tests.support.worlds import pool
 
@@ -29,17 +28,6 @@ def made(name: str) -> pl.Algorithm:
     return simplest(built(factory, **needed))  # type: ignore[no-any-return]
 
 
-def everything() -> list[pl.Algorithm]:
-    """What trains any model of images, in any order with others."""
-
-    def serves(factory: Any) -> bool:
-        module = module_of(factory)
-        return getattr(module, "SERVES", None) in (None, "classes") and not hasattr(module, "EXPECTED_FAILURES")
-
-    names = [name for name, factory in ALGORITHMS.items() if name == "blurpool" or serves(factory)]
-    return [*map(made, names), pl.algorithms.ema(smoothing=0.5, interval="1ep", name="slow")]
-
-
 def test_each_is_exported_and_takes_a_name_which_no_other_may_have() -> None:
     assert all(hasattr(pl.algorithms, name) for name in pl.algorithms.__all__)
     for factory in ALGORITHMS.values():
@@ -47,14 +35,6 @@ def test_each_is_exported_and_takes_a_name_which_no_other_may_have() -> None:
         assert one.name == "same"
         with pytest.raises(pl.ArgumentError, match=r"two algorithms are named 'same'|both claim"):
             fit(None, None, [one, factory(**required(factory), name="same")])
-
-
-def test_a_composition_is_the_list() -> None:
-    options: dict[str, Any] = {"microbatch_size": 3, "optimizer": pl.optim.adamw(lr=0.01), "max_duration": "4ba"}
-    options |= {"evaluators": {"val": images(1, seed=1)}, "eval_interval": "2ba"}
-    listed = run(convnet(), images(), everything(), **options)
-    torch.manual_seed(99)
-    equal(listed, run(convnet(), images(), [pl.compose(*everything())], **options))
 
 
 def test_bind_is_called_once_with_the_run() -> None:
@@ -70,7 +50,7 @@ def test_two_ranks_train_one_model(way: str) -> None:
     """Two processes, with what each algorithm needs; in a step that is traced those that draw for samples."""
     names = ["mixup", "cutmix", "augmix"] if way == "compiled" else [*ALGORITHMS]
 
-    def program(rank: int, name: str) -> dict[str, Any]:
+    def program(rank: int, name: str) -> Any:
         problem = as_problem(served(ALGORITHMS[name]) or "mlp")
         options: dict[str, Any] = {"loss": problem.loss, "optimizer": pl.optim.sgd(lr=0.01, momentum=0.9), "seed": 0}
         options |= {"parallel": "shard" if way == "shard" else "replicate", "compile": way == "compiled"}
