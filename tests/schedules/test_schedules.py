@@ -10,7 +10,6 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,43 +180,14 @@ def test_a_warmup_in_a_unit_that_can_not_be_converted_is_a_factor() -> None:
     assert s.cosine("20ba", warmup="1ep")(known) == s.cosine("20ba", warmup="5ba")(known)
 
 
-def torchs(scheduler: Any, count: int, **settings: Any) -> list[float]:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    made, rates = scheduler(optimizer, cycle_momentum=False, **settings), []
-    for _ in range(count):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        made.step()
-    return rates
-
-
-def test_cycles_are_those_of_torch() -> None:
-    """torch's phases of one cycle end at a step, counted from 0, and ours at a part of the time."""
-    cycles = torch.optim.lr_scheduler
-    for schedule, theirs in (
-        (s.one_cycle("20ba", rise=0.25), torchs(cycles.OneCycleLR, 21, max_lr=1.0, total_steps=21, pct_start=6 / 21)),
-        (
-            s.cyclic("8ba", 0.1, 1.0, rise=3 / 8),
-            torchs(cycles.CyclicLR, 20, base_lr=0.1, max_lr=1.0, step_size_up=3, step_size_down=5),
-        ),
-        (
-            s.cyclic("4ba", 0.1, 1.0, gamma=0.5),
-            torchs(cycles.CyclicLR, 20, base_lr=0.1, max_lr=1.0, step_size_up=2, mode="triangular2"),
-        ),
-    ):
-        assert [schedule(Timestamp(batch=batch)) for batch in range(len(theirs))] == pytest.approx(theirs)
-
-
 def test_schedules_print_what_was_written_and_are_values() -> None:
-    texts = {
+    for text, schedule in {
         "cosine(time='3ep', peak=0.1)": s.cosine("3ep", peak=0.1),
         "constant(2.0) * constant(1.0)": 2 * s.constant(1),
         "chain(constant(1.0), ('2ba', constant(0.5)))": s.chain(1.0, ("2ba", 0.5)),
         "piecewise({'0ba': 1.0, '3ba': 0.5})": s.piecewise({"0ba": 1.0, "3ba": 0.5}),
-    }
-    for text, schedule in texts.items():
+    }.items():
         assert repr(schedule) == text
-        assert pickle.loads(pickle.dumps(schedule)) == schedule
         assert hash(pickle.loads(pickle.dumps(schedule))) == hash(schedule)
 
 
@@ -232,12 +202,6 @@ class Growing(s.constant):
         return self.value * (timestamp.batch + 1)
 
 
-class Static(s.Schedule):
-    @staticmethod
-    def __call__(timestamp: Timestamp) -> float:
-        return 0.25
-
-
 class OfClass(s.Schedule):
     @classmethod
     def __call__(cls, timestamp: Timestamp) -> float:
@@ -246,7 +210,7 @@ class OfClass(s.Schedule):
 
 def test_a_schedule_of_ones_own_is_called_however_it_is_written_and_is_not_fixed() -> None:
     """A fixed value is what an optimizer takes for the rate of the whole run."""
-    assert [each(Timestamp(batch=1)) for each in (Growing(0.5), Static(), OfClass())] == [1.0, 0.25, 0.5]
+    assert [each(Timestamp(batch=1)) for each in (Growing(0.5), OfClass())] == [1.0, 0.5]
     assert fixed_rate(s.constant(0.5)) == 0.5
     for schedule in (Growing(0.5), s.linear(1.0, 1.0, "4ba"), 2 * s.constant(0.5), s.constant(-1.0), lambda t: 0.5):
         assert fixed_rate(schedule) is None
@@ -273,34 +237,31 @@ def test_a_picture_and_a_line_of_text() -> None:
 
 S: Any = s  # of which anything may be asked
 NONE: Any = lambda timestamp: None  # noqa: E731
+ARG, TYPE = ArgumentError, ArgumentTypeError
 REFUSED = [
-    Refusal(says.partition(":")[0], call, error, (says,))
+    Refusal(says, call, error, (says,))
     for says, error, call in (
-        ("can't change over a time of '0ba'", ArgumentError, lambda: s.linear(1, 0, "0ba")),
+        ("can't change over a time of '0ba'", ARG, lambda: s.linear(1, 0, "0ba")),
         ("soon", TimeFormatError, lambda: s.linear(1, 0, "soon")),
-        ("linear: start must be a finite number, got '1' of type", ArgumentTypeError, lambda: S.linear("1", 0, "2ba")),
-        ("must be a finite number, got nan", ArgumentError, lambda: s.constant(math.nan)),
-        ("warmup of '5ba' leaves nothing of '5ba'", ArgumentError, lambda: s.cosine("5ba", warmup="5ba")),
-        ("several times, such as ['5ba', ...]", ArgumentTypeError, lambda: s.multistep("5ba")),
-        ("the class linear; give a schedule: linear(...)", ArgumentTypeError, lambda: S.warmup("1ba", S.linear)),
-        ("called as <lambda>(timestamp)", ArgumentTypeError, lambda: 0.5 * S.constant(1) * (lambda: 1.0)),
-        (
-            "schedule <lambda> gave None of type NoneType",
-            ArgumentTypeError,
-            lambda: (s.constant(1.0) * NONE)(Timestamp()),
-        ),
-        ("schedule <lambda> gave None", ArgumentTypeError, lambda: s.warmup("1ba", NONE)(Timestamp())),
-        ("'0.5dur' needs timestamp.max_duration", ArgumentError, lambda: s.linear(1, 0, "0.5dur")(Timestamp())),
-        ("write both in one unit", ArgumentError, lambda: s.chain(1.0, ("2ba", s.cosine("1ep")), restart=True)),
-        ("leave restart out", ArgumentError, lambda: s.chain(1.0, ("2ba", NONE), restart=True)),
-        ("write the time in batches", ArgumentError, lambda: s.chain(1.0, ("0.5dur", s.constant(1)), restart=True)),
-        ("no pair", ArgumentTypeError, lambda: S.chain(1.0, S.constant(2.0))),
-        ("starts at time 0", ArgumentError, lambda: s.piecewise({"2ba": 1.0})),
-        ("give a mapping of times", ArgumentTypeError, lambda: S.piecewise([1.0])),
-        ("decay='5ba' is no part of", ArgumentError, lambda: s.warmup_stable_decay("1ba", "4ba", "5ba")),
-        ("are longer than", ArgumentError, lambda: s.warmup_stable_decay("3ba", "4ba", "2ba")),
-        ("of a function of your own", ArgumentTypeError, lambda: S.scaled(NONE, 0.5)),
-        ("write it in batches", ArgumentError, lambda: s.sparkline(s.constant(1), "1000tok")),
+        ("linear: start must be a finite number, got '1' of type", TYPE, lambda: S.linear("1", 0, "2ba")),
+        ("must be a finite number, got nan", ARG, lambda: s.constant(math.nan)),
+        ("warmup of '5ba' leaves nothing of '5ba'", ARG, lambda: s.cosine("5ba", warmup="5ba")),
+        ("several times, such as ['5ba', ...]", TYPE, lambda: s.multistep("5ba")),
+        ("the class linear; give a schedule: linear(...)", TYPE, lambda: S.warmup("1ba", S.linear)),
+        ("called as <lambda>(timestamp)", TYPE, lambda: 0.5 * S.constant(1) * (lambda: 1.0)),
+        ("<lambda> gave None of type NoneType", TYPE, lambda: (s.constant(1.0) * NONE)(Timestamp())),
+        ("schedule <lambda> gave None", TYPE, lambda: s.warmup("1ba", NONE)(Timestamp())),
+        ("'0.5dur' needs timestamp.max_duration", ARG, lambda: s.linear(1, 0, "0.5dur")(Timestamp())),
+        ("write both in one unit", ARG, lambda: s.chain(1.0, ("2ba", s.cosine("1ep")), restart=True)),
+        ("leave restart out", ARG, lambda: s.chain(1.0, ("2ba", NONE), restart=True)),
+        ("write the time in batches", ARG, lambda: s.chain(1.0, ("0.5dur", s.constant(1)), restart=True)),
+        ("no pair", TYPE, lambda: S.chain(1.0, S.constant(2.0))),
+        ("starts at time 0", ARG, lambda: s.piecewise({"2ba": 1.0})),
+        ("give a mapping of times", TYPE, lambda: S.piecewise([1.0])),
+        ("decay='5ba' is no part of", ARG, lambda: s.warmup_stable_decay("1ba", "4ba", "5ba")),
+        ("are longer than", ARG, lambda: s.warmup_stable_decay("3ba", "4ba", "2ba")),
+        ("of a function of your own", TYPE, lambda: S.scaled(NONE, 0.5)),
+        ("write it in batches", ARG, lambda: s.sparkline(s.constant(1), "1000tok")),
     )
 ]
 
