@@ -91,22 +91,17 @@ INSIDE_A_BATCH = [
 ]
 
 
-@pytest.mark.parametrize("donate", ["auto", False])
-def test_a_stream_that_is_left_keeps_nothing(donate: Any) -> None:
+@pytest.mark.parametrize("options", [{"donate": "auto"}, {"donate": False}, {"watch": {Event.BATCH_END}}], ids=str)
+def test_a_stream_that_is_left_or_that_an_error_ends_keeps_nothing(options: Any) -> None:
     """Whoever breaks out of the loop, inside of a batch too, has the memory back at once."""
     pl.run(fit(max_duration="1ep"))  # small tensors that a first step makes, and that every later one uses
-    for last in INSIDE_A_BATCH:
+    for last in INSIDE_A_BATCH if "watch" not in options else [Event.BATCH_END]:
         with without_collector():
-            for event, state in fit(donate=donate):
+            for event, state in fit(**options):
                 if event is last and state.timestamp.batch == 3:
                     break
             del event, state
             assert live_tensors()[0] == 0, last
-
-
-@pytest.mark.parametrize("watch", [None, {Event.BATCH_END}], ids=["every event", "one"])
-def test_a_stream_that_an_error_ends_keeps_nothing(watch: Any) -> None:
-    pl.run(fit(max_duration="1ep"))
     calls: list[None] = []
 
     def loss(outputs: Tensor, batch: Any) -> Tensor:
@@ -116,11 +111,11 @@ def test_a_stream_that_an_error_ends_keeps_nothing(watch: Any) -> None:
         return functional.cross_entropy(outputs, batch)
 
     with without_collector():
-        last = None
+        pair = None
         with suppress(ArithmeticError):  # pytest.raises would keep the error, and with it the frames
-            for last in fit(loss=loss, watch=watch):  # noqa: B007 - the State is let go of afterwards
+            for pair in fit(loss=loss, **options):  # noqa: B007 - the State is let go of afterwards
                 pass
-        del last
+        del pair
         assert len(calls) == 7
         assert live_tensors()[0] == 0
 
@@ -147,9 +142,6 @@ def test_no_graph_survives_its_microbatch(keep: bool) -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(Marked.apply(outputs), targets)
 
-    with_a_graph = {
-        *(Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)
-    }
     after, kept = {Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END, Event.BATCH_CHECKPOINT}, []
     with without_collector():
         for event, state in fit(loss=loss, algorithms=[pl.algorithms.sam(rho=0.1)]):
@@ -157,7 +149,7 @@ def test_no_graph_survives_its_microbatch(keep: bool) -> None:
             if event in after:
                 assert not any(leaf.requires_grad for leaf in tensors_of(state))
                 kept += [state] * keep
-            assert event in with_a_graph or len(Marked.alive) == 0, f"a graph is alive at {event.name}"
+            assert event in INSIDE_A_BATCH[2:7] or len(Marked.alive) == 0, f"a graph is alive at {event.name}"
 
 
 def storages(tree: Any) -> dict[int, int]:
@@ -231,32 +223,24 @@ def test_peak_memory_of_a_step_is_one_update() -> None:
 
 
 @pytest.mark.parametrize("order", ["current", "2021"])
-def test_what_init_replaces_is_let_go(order: str) -> None:
+def test_what_init_replaces_and_a_batch_that_is_tried_first_are_let_go(order: str) -> None:
     """Before training, a script that runs in another one is the only one that has the State."""
     replaced: list[weakref.ref[Tensor]] = []
 
-    @pl.algorithm(Event.INIT)
     def replace(state: pl.State) -> pl.State:
         replaced.extend(map(weakref.ref, state.params.values()))
         return state.replace(params={name: tensor.clone() for name, tensor in state.params.items()})
 
-    for event, _ in fit(order=order, algorithms=[replace]):
-        if event is Event.FIT_START:
-            assert [tensor() for tensor in replaced] == [None] * 6
-            break
-
-
-def test_a_batch_that_is_tried_first_keeps_nothing() -> None:
-    """With ``microbatch_size="auto"``, and no collector: what was computed for the trial is gone with it."""
-    first: list[weakref.ref[Tensor]] = []
-
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
     def note(state: pl.State) -> pl.State:
-        first.extend(map(weakref.ref, tensors_of(state.grads) if not first else ()))
+        tried.extend(map(weakref.ref, tensors_of(state.grads) if not tried else ()))
         return state
 
+    tried: list[weakref.ref[Tensor]] = []
+    handlers = {Event.INIT: replace, Event.AFTER_TRAIN_BATCH: note}
     with without_collector():
-        for event, _ in fit(microbatch_size="auto", algorithms=[note], max_duration="2ba"):
+        for event, _ in fit(order=order, algorithms=[pl.Algorithm("a", handlers)], microbatch_size="auto"):
+            if event is Event.FIT_START:
+                assert [tensor() for tensor in replaced] == [None] * 6
             if event is Event.BATCH_START:
-                assert [gradient() for gradient in first] == [None] * 6  # of the trial, which comes before
+                assert [gradient() for gradient in tried] == [None] * 6  # of the trial, which comes before
                 break
