@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
-
 from tests.support import problem
 from tests.support.problem import LR, cross_entropy, mlp, noisy
 from tests.support.streams import assert_same
