@@ -66,21 +66,16 @@ def test_what_is_no_time_is_refused_with_every_form() -> None:
             call()
 
 
-def test_every_way_of_writing_a_time_is_equal() -> None:
-    two = Time("2ep")
-    for time in (Time(2, "ep"), Time(2, TimeUnit.EPOCH), Time(two), Time(2), Time.parse(2), Time.parse("2ep")):
-        assert time == two
-        assert hash(time) == hash(two)
-    assert Time.parse(two) is two
-    assert Time("1m") == Time("60s") != Time("60ba")
-    assert Time("0ep") != Time("0ba")
-    assert [bool(Time(text)) for text in ("0ba", "0dur", "0s", "1ba", "0.1s")] == [False, False, False, True, True]
-
-
 @given(times)
 def test_a_time_reads_back_equal(time: Time) -> None:
     assert Time(str(time)) == time == eval(repr(time)) == pickle.loads(pickle.dumps(time))
     assert type(Time(str(time)).value) is type(time.value)
+    again = Time(time.value, time.unit.value)
+    assert again == Time(time) == Time.parse(time) == time
+    assert hash(again) == hash(time)
+    assert bool(time) is (time.value > 0)
+    assert Time(2) == Time.parse(2) == Time("2ep") != Time("2ba")
+    assert Time("0ep") != Time("0ba")
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 300), st.sampled_from(COUNTS))
@@ -170,15 +165,12 @@ def test_a_timestamp_is_asked_in_any_unit_and_compares_from_both_sides() -> None
 
 def test_a_timestamp_is_a_pytree_under_both_engines() -> None:
     now: Any = Timestamp(epoch=3, total_seconds=1.5, max_duration=Time("2ep"), batches_per_epoch=7)
-    names = [field.name for field in attrs.fields(Timestamp)]
-    paths, leaves, _ = optree.tree_flatten_with_path(now, namespace="pure_loop")
-    torch_leaves, spec = torch_pytree.tree_flatten_with_path(now)
-    assert [torch_pytree.keystr(path) for path, _ in torch_leaves] == [f".{name}" for (name,) in paths]
-    assert [name for (name,) in paths] == names
-    assert leaves == [leaf for _, leaf in torch_leaves] == [getattr(now, name) for name in names]
-    assert torch_pytree.tree_unflatten(leaves, spec) == now == pickle.loads(pickle.dumps(now))
-    doubled: Any = optree.tree_map(lambda leaf: leaf * 2, now, namespace="pure_loop")
-    assert doubled == Timestamp(epoch=6, total_seconds=3.0, max_duration=Time("4ep"), batches_per_epoch=14)
+    doubled = Timestamp(epoch=6, total_seconds=3.0, max_duration=Time("4ep"), batches_per_epoch=14)
+    assert optree.tree_map(lambda leaf: leaf * 2, now, namespace="pure_loop") == doubled
+    assert torch_pytree.tree_map(lambda leaf: leaf * 2, now) == doubled
+    paths = [torch_pytree.keystr(path) for path, _ in torch_pytree.tree_flatten_with_path(now)[0]]
+    assert paths == [f".{name}" for (name,) in optree.tree_paths(now, namespace="pure_loop")]
+    assert pickle.loads(pickle.dumps(now)) == now
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 8))
@@ -256,13 +248,9 @@ def rounds(
 
 def test_fractions_of_a_duration_in_epochs_come_round_inside_them() -> None:
     for interval, duration, lengths, known, at_batches, at_epochs in (
-        ("0.25dur", "1ep", [8], None, [], [8]),
         ("0.25dur", "2ep", [3, 3], 3, [2, 3, 5, 6], []),
-        ("0.5dur", "0ep", [5], 5, [], []),
-        # Epochs that are shorter than was known end with a jump.
-        ("0.5dur", "2ep", [3, 3], 5, [], [3, 6]),
+        # Epochs that are shorter than was known end with a jump; what is longer stands still.
         ("0.2dur", "2ep", [3, 3], 5, [2, 4, 6], [3]),
-        # What is longer stands still.
         ("0.5dur", "2ep", [4, 4], 3, [3, 7], []),
     ):
         for last in (False, True):
