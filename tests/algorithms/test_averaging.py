@@ -129,17 +129,6 @@ def test_an_average_is_by_hand_and_training_does_not_notice_it(name: str) -> Non
                 assert torch.equal(tensor, plain[-1].buffers[key]), key
 
 
-def test_a_half_life_in_parts_of_epochs_goes_by_batches_where_their_length_is_known() -> None:
-    def trained(average: pl.Algorithm, data: Any = None, **options: Any) -> Any:
-        return doubled(averaged(run(None, data, [average], max_duration="4ep", **options)).params)
-
-    for half_life, interval in ((f"{1 / 6!r}dur", None), (f"{1 / 6!r}dur", f"{1 / 12!r}dur")):
-        close(trained(ema(half_life, interval=interval)), trained(ema("2ba")))
-    wanted = average_by_hand([state.params for state in states_of(mlp(), max_duration="4ep")], every(3, 0.5))
-    for data, options in ((None, {}), (iter(points() * 4), {"batches_per_epoch": 3})):
-        close(trained(ema(half_life="0.25dur", interval="0.25dur"), data, **options), wanted)
-
-
 def test_predictions_are_of_the_average_and_a_run_goes_on_from_it() -> None:
     data, average = images(2, seed=1), ema(smoothing=0.6)
     state = run(convnet(), images(), [average])

@@ -19,11 +19,8 @@ from pure_loop.algorithms._monitored import Monitored
 from pure_loop.compile import interpreted
 from pure_loop.state import POSITIONS
 from pure_loop.testing.comparison import differences
-from tests.support.problem import fit, noise, points, run
-from tests.support.sharding import whole
-from tests.support.streams import assert_same
+from tests.support.problem import fit, points, run
 from tests.support.tiers import examples
-from tests.support.worlds import pool
 
 DATA = [(torch.full((2, 3), 0.1 * i), torch.ones(2, 1)) for i in range(1, 4)]
 
@@ -147,43 +144,6 @@ def test_a_resumed_run_and_a_compiled_one_do_what_the_whole_would_have_done(name
     if name == "evaluations":
         later = pl.run(stream([algorithm], end.replace(stop=False), **options))
         assert (later.timestamp.epoch, later.stop) == (end.timestamp.epoch + 1, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["replicate", "shard"])
-def test_two_ranks_come_to_what_one_comes_to(parallel: Any) -> None:
-    """Two processes whose samples and losses differ; from a kept State, too."""
-    batches = [torch.randn(8, 3, generator=noise()).double() for _ in range(2)]
-    model, data = nn.Linear(3, 1).double(), [(x, x.sum(1, keepdim=True).tanh()) for x in batches]
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    algorithms = {name: algorithm for name, (algorithm, _) in RUNS.items() if name != "within epochs"}
-    algorithms["threshold"] = A.threshold_stopping("val/loss", 0.18)
-    algorithms["threshold of batches"] = A.threshold_stopping("train/loss", 0.18, at="batch")
-
-    def going(name: str, start: Any = model, **options: Any) -> pl.Stream:
-        given = {"loss": functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1, momentum=0.9), "strict": False}
-        return fit(start, data, [algorithms[name]], evaluators={"val": data}, max_duration="9ep", **given, **options)
-
-    def outcome(state: pl.State) -> Any:
-        return state.timestamp.batch, state.stop, None if state.lr_scale is None else float(state.lr_scale)
-
-    def program(rank: int) -> Any:
-        found = {}
-        for name in algorithms:
-            pairs = list(going(name, parallel=parallel, donate=False))
-            kept = next(s for e, s in pairs if e is Event.BATCH_END and s.timestamp.batch == 2)
-            end, losses = whole(pairs[-1][1]), {float(s.loss) for e, s in pairs if e is Event.AFTER_BACKWARD}
-            assert_same(whole(pl.run(going(name, kept, parallel=parallel))), end, name)
-            found[name] = outcome(pairs[-1][1]), losses
-        return found
-
-    ranks = pool().run(program)
-    for name in algorithms:
-        (first, losses), (second, others) = (rank[name] for rank in ranks)
-        assert first == second == outcome(pl.run(going(name)))
-        assert losses.isdisjoint(others), "the samples, and losses of backward passes, differ"
-        assert first[1] or (first[2] is not None and first[2] < 1), name
 
 
 @examples(15, 300)

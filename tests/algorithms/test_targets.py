@@ -12,7 +12,6 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import cutmix, label_smoothing, mixup, sam, smooth_labels
-from pure_loop.algorithms._mixed import Mixed
 from tests.support.problem import close, convnet, cross_entropy, fit, images, noise, points, run
 
 same = torch.testing.assert_close
@@ -76,17 +75,6 @@ def test_training_with_label_smoothing_is_training_with_cross_entropys_own() -> 
 
 
 # Mixtures
-
-
-def test_a_known_share_gives_the_loss_of_the_mean() -> None:
-    """Each sample is the other's partner."""
-    model, classes = nn.Linear(2, 2, bias=False), torch.tensor([0, 1])
-    own, other = (cross_entropy(model(torch.eye(2)), each) for each in (classes, classes.flip(0)))
-    mixed = torch.eye(2), Mixed(classes, classes.flip(0), torch.tensor(0.3))
-    known = pl.Algorithm("known", {Event.BEFORE_TRAIN_BATCH: lambda state: state.replace(batch=mixed)})
-    for mixer in (mixup(interpolate="targets"), mixup(interpolate="loss")):
-        pairs = fit(model, [(torch.eye(2), classes)], [mixer, known], max_duration="1ba")
-        same(next(state.loss for event, state in pairs if event is Event.BATCH_END), 0.7 * own + 0.3 * other)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
