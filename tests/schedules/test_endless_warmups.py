@@ -126,26 +126,13 @@ def test_what_comes_after_the_end_is_refused_at_the_call(refusal: Refusal) -> No
 
 
 def test_what_reaches_it_or_is_not_known_is_taken() -> None:
-    for rate, duration, data in (
-        # Not known.
-        (S.chain(0.0, ("1ep", 0.1)), "8ba", Unsized(TEN)),
-        (warm("1000sp"), "1ep", Unsized(TEN)),
-        (warm("500ba"), "1ep", Unsized(TEN)),
-        (warm("10m"), "1ep", TEN),
-        (lambda timestamp: 0.1 * min(1.0, timestamp.batch / 500), "1ep", TEN),
-        # The last batch has the peak.
-        (warm("18sp"), "1ep", LOADER),
-        (pieces(0.0, 0.1), "1ep", TEN),
-        (warm("0.9dur"), "1ep", TEN),
-        # Begins above 0, or is left before it ends.
-        (S.cyclic("20ba", 0.1, 1.0), "1ep", TEN),
-        (S.chain(S.warmup("10ba"), ("5ba", S.warmup("50ba"))), "1ep", TEN),
-        # Meant: at first it is frozen.
-        (0.0, "1ep", TEN),
-        (S.linear(0.0, 0.1, "1dur"), "1ep", TEN),
-        (parted(pl.optim.sgd(lr=S.piecewise({"0ba": 0.0, "500ba": 0.1}))), "1ep", TEN),
-    ):
-        fit(rate, duration, data)
+    meant = [0.0, S.linear(0.0, 0.1, "1dur"), parted(pl.optim.sgd(lr=S.piecewise({"0ba": 0.0, "500ba": 0.1})))]
+    late = [S.cyclic("20ba", 0.1, 1.0), S.chain(S.warmup("10ba"), ("5ba", S.warmup("50ba")))]  # which begins above 0
+    own = [warm("10m"), lambda timestamp: 0.1 * min(1.0, timestamp.batch / 500)]  # is not known
+    for rate in (*meant, *late, *own, pieces(0.0, 0.1), warm("0.9dur")):
+        fit(rate, "1ep")
+    for rate, data in ((warm("1000sp"), Unsized(TEN)), (warm("500ba"), Unsized(TEN)), (warm("18sp"), LOADER)):
+        fit(rate, "1ep", data)
     for start in ("10ba", "1ep", "20sp", "1dur"):
         fit(0.1, "1ep", algorithms=[A.swa(start, interval="1ba")])
 

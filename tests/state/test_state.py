@@ -112,15 +112,11 @@ def test_both_engines_see_the_same_leaves_in_the_same_order() -> None:
         state = next(state for event, state in reversed(pairs(cls)) if event is Event.AFTER_TRAIN_BATCH)
         one = optree.tree_leaves(state, namespace="pure_loop", none_is_leaf=True)
         flat, _ = torch_pytree.tree_flatten_with_path(state)
-        assert len(one) == len(flat) > 60
+        assert len(one) > 60
         assert all(a is b for a, (_, b) in zip(one, flat, strict=True))
         accessors = optree.tree_accessors(state, namespace="pure_loop", none_is_leaf=True)
-        paths = [accessor.codify("state") for accessor in accessors]
-        assert paths == ["state" + torch_pytree.keystr(path) for path, _ in flat]
-        wanted = {"state.params['layer.weight']", "state.timestamp.batch"}
-        own = set() if cls is pl.State else {"state.difficulty", "state.history[0]"}
-        assert wanted | own <= set(paths)
-        assert {"opt_state.step", "loss_scale.scale", "skipped"} <= leaves(state).keys()
+        assert [each.codify("") for each in accessors] == [torch_pytree.keystr(path) for path, _ in flat]
+        assert {"opt_state.step", "loss_scale.scale", "skipped", "params.layer.weight"} <= leaves(state).keys()
 
 
 def test_trees_are_mapped() -> None:
@@ -152,12 +148,11 @@ def test_replace_changes_what_it_is_told_and_nothing_else() -> None:
 
 
 def test_repr_says_where_training_is_and_prints_no_tensors() -> None:
-    for cls in (pl.State, Curriculum):
-        text = repr(pairs(cls)[-1][1])
-        assert text.startswith(f"{cls.__name__}(fit_end, epoch 0, batch 2, ")
-        assert "tensor(" not in text
-        assert "metrics of val" in text
-        assert len(text) < 200
+    text = repr(pairs(Curriculum)[-1][1])
+    assert text.startswith("Curriculum(fit_end, epoch 0, batch 2, ")
+    assert "tensor(" not in text
+    assert "metrics of val" in text
+    assert len(text) < 200
     assert "no event" in repr(pl.State.create(mlp()))
 
 

@@ -152,6 +152,8 @@ def test_a_timestamp_is_asked_in_any_unit_and_compares_from_both_sides() -> None
         assert Timestamp(sample=12, max_duration=Time(end)).elapsed == elapsed
     with pytest.raises(ArgumentError, match=r"with max_duration; .*\"10ba\""):
         Timestamp().get("dur")
+    with pytest.raises(ArgumentError, match=r'the interval "0\.1dur" needs a max_duration'):
+        due("0.1dur", Timestamp(), Timestamp(batch=1), END)
     with pytest.raises(ArgumentTypeError, match='write Time\\("3ep"\\)'):
         Timestamp(max_duration="3ep")  # type: ignore[arg-type]
     for field, wrong in (("batch", -1), ("total_seconds", math.nan), ("batches_per_epoch", 1.5)):
@@ -244,20 +246,6 @@ def rounds(
             # Asked as at the end of a batch, it says whether it came round at that batch or at the end of the epoch.
             assert due(interval, before, now, END) == (now.batch in dict(found))
     return found
-
-
-def test_fractions_of_a_duration_in_epochs_come_round_inside_them() -> None:
-    for interval, duration, lengths, known, at_batches, at_epochs in (
-        ("0.25dur", "2ep", [3, 3], 3, [2, 3, 5, 6], []),
-        # Epochs that are shorter than was known end with a jump; what is longer stands still.
-        ("0.2dur", "2ep", [3, 3], 5, [2, 4, 6], [3]),
-        ("0.5dur", "2ep", [4, 4], 3, [3, 7], []),
-    ):
-        for last in (False, True):
-            found = rounds(interval, duration, lengths, known, last)
-            assert [[batch for batch, event in found if event is at] for at in (END, EPOCH)] == [at_batches, at_epochs]
-    with pytest.raises(ArgumentError, match=r'the interval "0\.1dur" needs a max_duration'):
-        due("0.1dur", Timestamp(), Timestamp(batch=1), END)
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 7), st.booleans())

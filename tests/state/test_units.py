@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import interpreted
 from pure_loop.errors import ArgumentError, DataError
 from tests.support.problem import cross_entropy, fit, points, run
-from tests.support.worlds import KINDS, pool
 
 S = pl.schedules
 
@@ -38,20 +36,18 @@ class Unsized:
 
 
 def test_an_interval_is_due_at_the_same_batches_for_all() -> None:
-    for interval, options, batches in (
-        ("3ba", {}, [3, 6]),
-        ("0.25dur", {"max_duration": "8ba"}, [2, 4, 6, 8]),
-        ("0.25dur", {}, [2, 4, 6, 8]),
-        ("0.25dur", {"batches_per_epoch": 2}, [1, 2, 3, 4]),
-        ("0.25dur", {"data": iter(points(8)), "batches_per_epoch": 4}, [2, 4, 6, 8]),
-        ("0.25dur", {"data": Unsized()}, []),  # its fractions are at the ends of epochs
+    for event, interval, options, batches in (
+        (Event.BATCH_END, "3ba", {}, [3, 6]),
+        (Event.BATCH_END, "0.25dur", {"max_duration": "8ba"}, [2, 4, 6, 8]),
+        (Event.BATCH_END, "0.25dur", {}, [2, 4, 6, 8]),
+        (Event.BATCH_END, "0.25dur", {"batches_per_epoch": 2}, [1, 2, 3, 4]),
+        (Event.BATCH_END, "0.25dur", {"data": iter(points(8)), "batches_per_epoch": 4}, [2, 4, 6, 8]),
+        (Event.BATCH_END, "0.25dur", {"data": Unsized()}, []),  # its fractions are at the ends of epochs
+        (Event.EPOCH_END, "0.25dur", {"data": Unsized()}, [4, 8]),
+        *((Event.EPOCH_END, interval, {}, [4, 8]) for interval in ("1ep", "0.5dur", "4ba")),
+        *((Event.EPOCH_END, interval, {}, [8]) for interval in ("2ep", "1dur")),
     ):
-        assert noted(Event.BATCH_END, interval, **options) == batches
-    for interval, options, batches in (
-        *(("1ep", {}, [4, 8]), ("2ep", {}, [8]), ("0.5dur", {}, [4, 8]), ("1dur", {}, [8]), ("4ba", {}, [4, 8])),
-        ("0.25dur", {"data": Unsized()}, [4, 8]),
-    ):
-        assert noted(Event.EPOCH_END, interval, **options) == batches
+        assert noted(event, interval, **options) == batches
     assert run(evaluators=points(1), eval_interval=0).timestamp.batch == 6  # never
 
 
@@ -125,14 +121,3 @@ def test_iterations_that_there_are_not() -> None:
         with pytest.raises(ArgumentError, match=rf"{says} counts iterations.*iteration_length="):
             fit(**options)
         assert run(iteration_length="1ep", **options).timestamp.iteration == 2
-
-
-@pytest.mark.slow  # two processes
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_ranks(kind: str) -> None:
-    def program(rank: int) -> str:
-        with pytest.raises(Exception) as caught:  # noqa: PT011 - of one rank it is that of the other
-            run(nn.Linear(4, 3), optimizer=pl.optim.sgd(lr=LINE), parallel=kind, strict=None)
-        return str(caught.value)
-
-    assert any("counts tokens, and batch 1 has none" in said for said in pool(kind=kind).run(program))
