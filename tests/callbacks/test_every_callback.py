@@ -79,12 +79,8 @@ def test_training_is_as_it_was_and_resumed_runs_record_the_same(name: str, alone
 class Bound(pl.Callback):
     """Keeps what it is bound to, and what happened when."""
 
-    def __init__(self) -> None:
-        self.happened: list[str] = []
-
     def bind(self, run: Any) -> None:
-        self.run = run
-        self.happened.append("bind")
+        self.run, self.happened = run, ["bind"]
         run.at_end.append(lambda: self.happened.append("end"))
 
     def fit_start(self, state: pl.State, logger: Any) -> None:

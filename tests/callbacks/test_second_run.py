@@ -119,13 +119,10 @@ def test_a_fork_from_a_kept_state_is_another_run(tmp_path: Path) -> None:
 
 def test_a_clock_alone_is_no_reason_to_refuse(tmp_path: Path) -> None:
     """A State of another run of the same seed; a twin in the folder of autoresume: the newest is resumed from."""
-    first, second = (go(mlp(), CheckpointSaver(tmp_path / name)) for name in "ab")
+    _, second = (go(mlp(), CheckpointSaver(tmp_path / name)) for name in "ab")
     before = content(tmp_path)
     go(second, CheckpointSaver(tmp_path / "a", latest=None, keep_last=1), max_duration="3ep")
     assert before.items() <= content(tmp_path).items()
-    (tmp_path / "a" / "ep3-ba12.safetensors").unlink()
-    go(first, CheckpointSaver(tmp_path / "a", keep_last=1), max_duration="3ep")
-    assert len(list((tmp_path / "a").glob("*.safetensors"))) == 1
     kept = [state for event, state in fit(mlp()) if event is Event.BATCH_END][3]
     for seconds in (0.0, 1e6):
         folder = tmp_path / str(seconds)
