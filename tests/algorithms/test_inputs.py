@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -247,27 +248,21 @@ def by_pillow(function: Callable[[Any], Any]) -> Tensor:
     return torch.from_numpy(np.stack(results)).permute(0, 3, 1, 2)
 
 
+def enhanced(name: str, level: float, sign: int) -> Callable[[Any], Any]:
+    return lambda image: getattr(ImageEnhance, name.title())(image).enhance(1 + 0.9 * level * sign)
+
+
+BLENDS = itertools.product(("color", "contrast", "brightness", "sharpness"), (0.3, 1.0), (1, -1))
 # The level and the sign, the operation of Pillow, and by how much a value may differ: Pillow rounds a base, too.
 PILLOW: list[tuple[str, float, int, Callable[[Any], Any], int]] = [
     ("equalize", 0.3, 1, ImageOps.equalize, 0),
     ("autocontrast", 0.5, 1, ImageOps.autocontrast, 1),
-    *[("posterize", level, 1, lambda im, b=bits: ImageOps.posterize(im, b), 0) for level, bits in ((0.5, 6), (1.0, 4))],
-    *[
-        ("solarize", level, 1, lambda im, v=value: ImageOps.solarize(im, v), 0)
-        for level, value in ((0.5, 127.5), (1, 0))
-    ],
-    *[(name, 0.0, 1, lambda im: im, 0) for name in ("posterize", "solarize", "identity", *GEOMETRIC)],
-    *[
-        (
-            name,
-            level,
-            sign,
-            lambda im, n=name, f=1 + 0.9 * level * sign: getattr(ImageEnhance, n.title())(im).enhance(f),
-            2,
-        )
-        for name in ("color", "contrast", "brightness", "sharpness")
-        for level, sign in ((0.0, 1), (0.3, 1), (0.5, -1), (1.0, 1), (1.0, -1))
-    ],
+    ("posterize", 0.5, 1, lambda image: ImageOps.posterize(image, 6), 0),
+    ("posterize", 1.0, 1, lambda image: ImageOps.posterize(image, 4), 0),
+    ("solarize", 0.5, 1, lambda image: ImageOps.solarize(image, 128), 0),
+    ("solarize", 1.0, 1, lambda image: ImageOps.solarize(image, 0), 0),
+    *[(name, 0.0, 1, lambda image: image, 0) for name in ("posterize", "solarize", "identity", *GEOMETRIC)],
+    *[(name, level, sign, enhanced(name, level, sign), 2) for name, level, sign in BLENDS],
 ]
 
 
