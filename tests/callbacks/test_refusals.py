@@ -8,34 +8,23 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import callbacks as C
-from tests.support.problem import fit, mlp, points
+from tests.support.problem import fit, points
 from tests.support.refused import Refusal, check, rows
 
 ARG, TYPE = pl.ArgumentError, pl.ArgumentTypeError
 INPUTS = points(1, size=5)[0][0]
 
 
-class Never(pl.Callback):
-    def bind(self, run: Any) -> None:
-        raise ARG(f"never in {run.function}")
-
-    def fit_end(self, state: pl.State, logger: Any) -> None: ...
+def own(name: str, **methods: Any) -> Any:
+    """A callback that observes the end of a run."""
+    return type(name, (pl.Callback,), {"fit_end": lambda self, state, logger: None, **methods})
 
 
-class Binding(pl.Callback):
-    def bind(self, name: Any, value: Any) -> None: ...  # type: ignore[override]
-
-    def fit_end(self, state: pl.State, logger: Any) -> None: ...
-
-
-class Alone(pl.Callback):
-    needs_grad_norm = True
-
-    def batch_end(self, state: pl.State, logger: Any) -> None: ...
+def never(self: Any, run: Any) -> None:
+    raise ARG(f"never in {run.function}")
 
 
 def made(make: Any, error: type[Exception], *says: str, **settings: Any) -> Refusal:
@@ -51,11 +40,6 @@ def driven(callback: Callable[[], Any], *says: str) -> Refusal:
     return Refusal(says[0], lambda: pl.drive((pair for pair in ()), callbacks=[callback()]), ARG, says)
 
 
-def explained() -> None:
-    options: dict[str, Any] = {"loss": functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
-    pl.explain(mlp(), points(), max_duration="2ba", callbacks=[Never()], **options)
-
-
 def generate(**settings: Any) -> Any:
     return C.Generate(**{"prompts": "a", "generate": lambda module, prompt: "", **settings})
 
@@ -69,10 +53,9 @@ def mlperf(metric: str = "val/loss", **settings: Any) -> Any:
 
 
 REFUSALS = [
-    attached(Never, ARG, "never in fit"),
-    Refusal("explained", explained, ARG, ("never in fit",)),
-    attached(Binding, TYPE, "Binding has a method bind(name", "it is called with the run before the stream begins"),
-    attached(Alone, ARG, "Alone has needs_grad_norm = True, and not all_ranks = True"),
+    attached(own("Never", bind=never), ARG, "never in fit"),
+    attached(own("Binding", bind=lambda self, name, value: None), TYPE, "Binding has a method bind(name", "the run"),
+    attached(own("Alone", needs_grad_norm=True), ARG, "Alone has needs_grad_norm = True, and not all_ranks = True"),
     driven(C.LRMonitor, "write LRMonitor(optimizer)"),
     driven(C.ActivationMonitor, "ActivationMonitor in pl.drive"),
     driven(lambda: C.SpeedMonitor(flops="count"), "has no task that could be counted"),
