@@ -78,49 +78,49 @@ def every(batches: int, share: float) -> Callable[[int], float]:
 
 
 # Of two epochs of three batches of four samples.
-AVERAGES: dict[str, tuple[Callable[[], pl.Algorithm], Callable[[int], float]]] = {
-    "smoothing": (lambda: ema(smoothing=0.75), every(1, 0.75)),
-    "batches": (lambda: ema(half_life="2ba"), every(1, 0.5**0.5)),
-    "samples": (lambda: ema("8sp"), every(1, 0.5**0.5)),
-    "part of the run": (lambda: ema(half_life="0.5dur"), every(1, 0.5 ** (1 / 3))),
-    "an interval": (lambda: ema(half_life="3ba", interval="2ba"), every(2, 0.5 ** (2 / 3))),
-    "an interval of samples": (lambda: ema(smoothing=0.9, interval="8sp"), every(2, 0.9)),
-    "an interval of the run": (lambda: ema(half_life="0.5dur", interval="0.5dur"), every(3, 0.5)),
-    "an interval of epochs": (lambda: ema(half_life="4ba", interval="1ep"), every(3, 0.5 ** (3 / 4))),
-    "epochs": (lambda: ema(half_life=2), every(3, 0.5**0.5)),
-    "a start": (lambda: ema(smoothing=0.9, start="4ba"), lambda batch: 0.9 if batch >= 4 else 0.0),
-    "a start in the run": (lambda: ema(smoothing=0.9, start="0.5dur"), lambda batch: 0.9 if batch >= 3 else 0.0),
-    "warmup": (lambda: ema(smoothing=0.3, warmup=True), lambda batch: min(0.3, batch / (9 + batch))),
+AVERAGES: dict[str, tuple[pl.Algorithm, Callable[[int], float]]] = {
+    "smoothing": (ema(smoothing=0.75), every(1, 0.75)),
+    "batches": (ema(half_life="2ba"), every(1, 0.5**0.5)),
+    "samples": (ema("8sp"), every(1, 0.5**0.5)),
+    "part of the run": (ema(half_life="0.5dur"), every(1, 0.5 ** (1 / 3))),
+    "an interval": (ema(half_life="3ba", interval="2ba"), every(2, 0.5 ** (2 / 3))),
+    "an interval of samples": (ema(smoothing=0.9, interval="8sp"), every(2, 0.9)),
+    "an interval of the run": (ema(half_life="0.5dur", interval="0.5dur"), every(3, 0.5)),
+    "an interval of epochs": (ema(half_life="4ba", interval="1ep"), every(3, 0.5 ** (3 / 4))),
+    "epochs": (ema(half_life=2), every(3, 0.5**0.5)),
+    "a start": (ema(smoothing=0.9, start="4ba"), lambda batch: 0.9 if batch >= 4 else 0.0),
+    "a start in the run": (ema(smoothing=0.9, start="0.5dur"), lambda batch: 0.9 if batch >= 3 else 0.0),
+    "warmup": (ema(smoothing=0.3, warmup=True), lambda batch: min(0.3, batch / (9 + batch))),
     "warmup and start": (
-        lambda: ema(smoothing=0.3, start="2ba", warmup=True),
+        ema(smoothing=0.3, start="2ba", warmup=True),
         lambda batch: 0.0 if batch < 2 else min(0.3, (batch - 1) / (8 + batch)),
     ),
-    "in memory": (lambda: ema(smoothing=0.6, offload=True), every(1, 0.6)),
-    "a mean": (lambda: swa("0ba", interval="1ba"), lambda batch: (batch - 1) / batch),
+    "in memory": (ema(smoothing=0.6, offload=True), every(1, 0.6)),
+    "a mean": (swa("0ba", interval="1ba"), lambda batch: (batch - 1) / batch),
     "a mean of some": (
-        lambda: swa("3ba", "5ba", interval="1ba"),
+        swa("3ba", "5ba", interval="1ba"),
         lambda batch: 0.0 if batch <= 3 else (batch - 3) / (batch - 2) if batch <= 5 else 1.0,
     ),
-    "a mean of epochs": (lambda: swa("0.5dur"), lambda batch: {3: 0.0, 6: 0.5}.get(batch, 1.0)),
+    "a mean of epochs": (swa("0.5dur"), lambda batch: {3: 0.0, 6: 0.5}.get(batch, 1.0)),
 }
 
 
 @pytest.mark.parametrize("name", AVERAGES)
 def test_an_average_is_by_hand_and_training_does_not_notice_it(name: str) -> None:
     """Evaluations take it, where it is listed; buffers that are no statistics of BatchNorm's kind are the latest."""
-    make, kept = AVERAGES[name]
+    average, kept = AVERAGES[name]
     plain = states_of(following())
     params, buffers = (average_by_hand([getattr(s, of) for s in plain], kept) for of in ("params", "buffers"))
-    for event, state in fit(following(), None, [make()], evaluators={"val": points(1)}, donate=False):
+    for event, state in fit(following(), None, [average], evaluators={"val": points(1)}, donate=False):
         if event is Event.BATCH_END:
             one, other = state, plain[state.timestamp.batch]
             equal(*((s.params, s.buffers, s.opt_state, s.loss) for s in (one, other)))
         if event is Event.EVAL_BATCH_START:
             shown = state
-    again = pl.run(pl.evaluate(state, points(1), loss=cross_entropy, algorithms=[make()]))
+    again = pl.run(pl.evaluate(state, points(1), loss=cross_entropy, algorithms=[average]))
     without = pl.run(pl.evaluate(state, points(1), loss=cross_entropy))
     assert again.metrics["eval"]["loss"] == state.metrics["val"]["loss"] != without.metrics["eval"]["loss"]
-    for found in (shown, averaged(state, make().name)):
+    for found in (shown, averaged(state, average.name)):
         close(doubled(found.params), params, 1e-5)
         for key, tensor in found.buffers.items():
             if "running" in key:
