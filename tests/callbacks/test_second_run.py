@@ -265,9 +265,8 @@ def test_names_of_runs_are_made_up_kept_in_checkpoints_and_passed(
     # Two runs of one second would have one name once in 144 times.
     draws = itertools.count()
     monkeypatch.setattr("pure_loop.entry.record.secrets.choice", lambda words: words[next(draws) % len(words)])
-    saver, logger = CheckpointSaver(tmp_path / "a/{run_name}"), L.CSVLogger(tmp_path / "a/{run_name}/m.csv")
     for _ in range(2):  # a cell of a notebook that is run twice
-        state = go(mlp(), saver, logger)
+        state = go(mlp(), CheckpointSaver(tmp_path / "a/{run_name}"), L.CSVLogger(tmp_path / "a/{run_name}/m.csv"))
     first, second = ({path.name for path in folder.rglob("*.*")} for folder in (tmp_path / "a").iterdir())
     assert first == second
     for duration in ("1ep", "2ep"):

@@ -77,9 +77,7 @@ def halves() -> pl.optim.Optimizer:
 
 OPTIMIZERS: dict[str, Callable[[], pl.optim.Optimizer]] = {
     "adamw": lambda: pl.optim.adamw(lr=0.05),
-    "without memory": lambda: pl.optim.sgd(lr=0.05),
     "dampened": lambda: pl.optim.sgd(lr=0.05, momentum=0.9, dampening=0.5),
-    "lamb": lambda: pl.optim.lamb(lr=0.05),
     "partition": halves,
     "master": lambda: pl.optim.master_weights(pl.optim.adamw(lr=0.05)),
     "from_torch": lambda: pl.optim.from_torch(torch.optim.Adagrad, lr=0.05),
@@ -88,7 +86,6 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
     "ema": lambda: A.ema(half_life="2ba"),
     "swa": lambda: A.swa(start="1ba", interval="1ba"),
     "lookahead": lambda: A.lookahead(interval=2),
-    "gradient_noise": lambda: A.gradient_noise(eta=0.1),
 }
 
 

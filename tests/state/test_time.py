@@ -54,13 +54,12 @@ def test_what_is_no_time_is_refused_with_every_form() -> None:
         for call in (Time, Time.parse):
             with pytest.raises(ArgumentTypeError, match="a time can't be"):
                 call(value)
-    number, kind = TimeFormatError, ArgumentTypeError
-    for written, unit, error_of in (
-        *((-1, "ep", number), (1.5, "ep", number), (math.nan, "s", number), (math.inf, "dur", number)),
-        *((True, "ep", kind), ("2", "ep", kind)),
-    ):
-        with pytest.raises(error_of):
-            Time(written, unit)
+    for number, unit in ((-1, "ep"), (1.5, "ep"), (math.nan, "s"), (math.inf, "dur")):
+        with pytest.raises(TimeFormatError):
+            Time(number, unit)
+    for other in (True, "2"):
+        with pytest.raises(ArgumentTypeError):
+            Time(other, "ep")
     for call in (lambda: Time(2, "weeks"), lambda: Timestamp().get("weeks")):
         with pytest.raises(TimeFormatError, match="'weeks' is not a unit of time"):
             call()
