@@ -1,4 +1,4 @@
-"""Algorithms that watch a metric: early stopping, thresholds, and rates that are reduced on a plateau."""
+"""Algorithms that end a run, change its rate, or train on less: stopping, plateaus, freezing, selective backprop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pure_loop.algorithms._monitored import Monitored
 from pure_loop.compile import interpreted
 from pure_loop.state import POSITIONS
 from pure_loop.testing.comparison import differences
-from tests.support.problem import fit, points, run
+from tests.support.problem import convnet, cross_entropy, fit, images, noise, points, run
+from tests.support.streams import equal
 from tests.support.tiers import examples
 
 DATA = [(torch.full((2, 3), 0.1 * i), torch.ones(2, 1)) for i in range(1, 4)]
@@ -169,3 +170,150 @@ def test_the_rate_is_reduced_where_torch_reduces_it(
         plateau.step(torch.tensor(value))  # type: ignore[arg-type]
         wanted.append(theirs.param_groups[0]["lr"])
     assert scales == pytest.approx(wanted, rel=1e-12)
+
+
+# Layer freezing
+
+ADAMW: dict[str, Any] = {"optimizer": pl.optim.adamw(lr=0.01, weight_decay=0.1), "max_duration": "4ep"}
+ALWAYS = A.layer_freezing(0, at="1ba")
+
+
+def deep() -> Any:
+    """Five layers that own parameters, one of them a BatchNorm."""
+    with pl.random.seeded(0):
+        layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        return nn.Sequential(*layers)
+
+
+def trained(*algorithms: pl.Algorithm, model: Any = None, **options: Any) -> pl.State:
+    return run(model or deep(), None, algorithms, **ADAMW | options)
+
+
+@pytest.mark.parametrize(("at", "donate"), [("1ba", True), ("1ep", False)])
+def test_what_is_frozen_stays_bit_by_bit(at: Any, donate: bool) -> None:
+    """Parameters, moments and statistics; until the start, training is that without."""
+    depth, kept, names = 0, {}, A.freezable(deep())
+    assert [layer[0] for layer in names] == ["0.weight", "1.weight", "3.weight", "4.weight", "5.weight"]
+    assert "1.running_mean" in names[1]
+    for event, state in fit(deep(), None, [A.layer_freezing("0.25dur", at=at)], donate=donate, **ADAMW):
+        if event is Event.BATCH_END:
+            moments = {f"moment {name}": tensor for name, tensor in state.opt_state["exp_avg"].items()}
+            now = {**state.params, **state.buffers, **moments}
+            frozen = {name for layer in names[:depth] for name in layer} - {"1.num_batches_tracked"}
+            for name in {*frozen, *(f"moment {name}" for name in frozen & state.params.keys())}:
+                assert torch.equal(now[name], kept[name])
+            assert not torch.equal(now["5.weight"], kept.get("5.weight", torch.zeros(3, 6)))
+            kept = {name: tensor.clone() for name, tensor in now.items()}
+            if state.timestamp.batch == 3:
+                equal(state.params, trained(max_duration="3ba").params)
+        if event in (Event.BATCH_END, Event.EPOCH_END):
+            depth = state.algorithm_state["layer_freezing"]["depth"]
+    assert depth == 4
+
+
+def test_how_many_layers_are_frozen() -> None:
+    assert [A.frozen_count(t, 5, 0.0, 0.5) for t in (0.0, 0.5, 1.0)] == [0, 1, 2]
+    assert [len(layer) for layer in A.freezable(deep(), lambda name: int(int(name[0]) > 2))] == [7, 6]
+
+    def depths(algorithm: pl.Algorithm, start: Any, **options: Any) -> list[int]:
+        pairs = fit(start, None, [algorithm], **ADAMW | options)
+        return [s.algorithm_state["layer_freezing"]["depth"] for event, s in pairs if event is Event.BATCH_END]
+
+    found = depths(A.layer_freezing(0, pl.schedules.piecewise({"0ba": 1.0, "8ba": 0.0}), at="1ba"), deep())
+    assert (max(found[:7]), found[8:]) == (2, [0] * 4), "with a schedule that falls they train again"
+    half = trained(ALWAYS, max_duration="2ep")
+    assert set(depths(ALWAYS, half, max_duration="20ep")) == {4}, "a longer duration does not thaw"
+    model = deep()
+    model[5].requires_grad_(False)
+    end = trained(ALWAYS, model=model)
+    assert end.algorithm_state["layer_freezing"]["depth"] == 3, "a last layer that is not trained is none"
+    assert not {"4.weight", "4.bias"} & end.frozen
+    tied: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    tied[2].weight = tied[0].weight
+    end = trained(ALWAYS, model=tied)
+    assert end.frozen != set(end.model.trainable), "a last layer with the weights of an earlier one is trained"
+
+
+def test_statistics_of_frozen_layers_and_a_checkpoint_without_names() -> None:
+    layers, means = [layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.BatchNorm1d(4))], []
+    for batchnorm in ("trained", "frozen"):
+        algorithm = A.layer_freezing(0, at="1ba", batchnorm=batchnorm)  # type: ignore[arg-type]
+        state = trained(algorithm, model=nn.Sequential(*layers, nn.Linear(4, 3)))
+        means.append(state.buffers["1.running_mean"])
+    assert not torch.equal(*means)
+    kept = [*state.algorithm_state["layer_freezing"]["buffers"]]
+    assert len(kept) > 6
+    assert kept == [name for name in state.buffers if name in kept], "not in the order of a set"
+    algorithm, options = A.layer_freezing("0.25dur", at="1ba"), ADAMW | {"max_duration": "8ba"}
+    pairs = fit(deep(), None, [algorithm], donate=False, **options)
+    states = [state for event, state in pairs if event is Event.BATCH_CHECKPOINT]
+    for start in (states[4].replace(frozen=()), states[4]):  # resumed, and from before names were kept
+        end = run(start, None, [algorithm], **options)
+        for field in ("params", "buffers", "algorithm_state"):
+            equal(getattr(end, field), getattr(states[-1], field))
+        assert end.frozen == states[-1].frozen != frozenset()
+
+
+# Selective backprop
+
+
+def select(keep: Any = 0.5, **settings: Any) -> pl.Algorithm:
+    return A.selective_backprop(keep, **{"start": 0, "end": "1dur", "interrupt": 0, **settings})
+
+
+def test_samples_are_drawn_by_the_ranks_of_their_losses() -> None:
+    """By the rank, from 1/2 on, to the power of 1 / keep - 1."""
+    losses, g = torch.tensor([4.0, 1.0, 3.0, 2.0]), noise()
+    for keep in (0.25, 0.5):
+        found, wanted = A.probabilities(losses, keep), (losses - 0.5) ** (1 / keep - 1)
+        torch.testing.assert_close(found / found.sum(), wanted / wanted.sum(), atol=1e-4, rtol=0)
+    drawn = torch.cat([A.hardest(losses, 0.25, g) for _ in range(4000)])
+    found = A.probabilities(losses, 0.25)
+    torch.testing.assert_close(drawn.bincount(minlength=4) / 4000, found / found.sum(), atol=0.03, rtol=0)
+    assert (torch.stack([A.hardest(losses, 0.75, g) for _ in range(100)]).diff(dim=1) > 0).all()
+    assert A.hardest(torch.ones(3), 0.01, g).shape == (1,)
+
+
+def test_when_samples_are_selected() -> None:
+    def sizes(*before: pl.Algorithm, **settings: Any) -> list[int]:
+        pairs = list(fit(None, points(batches=4, size=6), [*before, select(**settings)]))
+        assert pairs[-1][1].timestamp.sample == 48
+        return [len(state.batch[0]) for event, state in pairs if event is Event.BATCH_START]
+
+    assert sizes() == sizes(A.mixup()) == [3] * 8, "it comes before what changes the batch"
+    assert sizes(start="0.25dur", end="0.75dur") == [6, 6, 3, 3, 3, 3, 6, 6]
+    assert sizes(interrupt=2) == [3, 6, 3, 6] * 2
+    assert sizes(interrupt=3) == [3, 3, 6, 3] * 2
+    assert sizes(keep=pl.schedules.linear(1.0, 0.5, "3ba"))[:4] == [6, 5, 4, 3]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_samples_with_large_losses_stay(microbatch_size: Any) -> None:
+    """All leaves of a batch are cut; the loss of a sample may be one's own."""
+    model = nn.Linear(4, 3)
+    data = [{"x": x, "y": y, "id": torch.arange(8)} for x, y in points(25, 8)]
+    task = pl.Task(forward=lambda m, b: m(b["x"]), loss=lambda o, b: cross_entropy(o, b["y"]))
+    options: dict[str, Any] = {"task": task, "loss": None, "optimizer": pl.optim.sgd(lr=0.0), "strict": False}
+    options |= {"max_duration": "1ep", "microbatch_size": microbatch_size}
+    for own in (None, lambda outputs, batch: cross_entropy(outputs, batch["y"], reduction="none")):
+        ranks = []
+        for event, state in fit(model, data, [select(1 / 8, per_sample_loss=own)], **options):
+            if event is Event.BATCH_START:
+                batch, index = data[state.timestamp.batch], state.batch["id"]
+                equal(dict(state.batch), {key: value[index] for key, value in batch.items()})
+                losses = cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+                ranks.append(int(losses.argsort().argsort()[index]))
+        # The largest of 8 with a probability of 0.63, the second largest with 0.24.
+        assert sum(rank >= 6 for rank in ranks) > 16
+
+
+def test_the_forward_that_selects_leaves_no_trace() -> None:
+    """BatchNorm's statistics and dropout's draws are those of training on the samples that stayed."""
+    data = images(size=6)
+    pairs = list(fit(convnet(), data, [select()], max_duration="3ba"))
+    chosen = [state.batch for event, state in pairs if event is Event.BATCH_START]
+    by_hand = run(convnet(), chosen, max_duration="3ba")
+    equal((by_hand.params, by_hand.buffers), (pairs[-1][1].params, pairs[-1][1].buffers))
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 3))
+    small = [state for event, state in fit(model, data, [select(scale=0.5)]) if event is Event.BATCH_START]
+    assert small[0].batch[0].shape == (3, 3, 12, 12), "scored at a smaller size"
