@@ -136,7 +136,7 @@ def test_mixing_the_loss_is_mixing_the_targets_whatever_the_order_and_the_microb
     if "ignored" in name:
         data = [(x, torch.where(torch.arange(4) == 1, -100, y)) for x, y in data]
     wanted = run(model, data, others, loss=loss).params
-    for size in (None, 1, 3) if "ignored" not in name else (None,):
+    for size in (None, 3) if "ignored" not in name else (None,):
         close(run(model, data, algorithms, microbatch_size=size).params, wanted, 1e-5)
 
 

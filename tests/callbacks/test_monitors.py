@@ -57,8 +57,12 @@ def timed(
 
 
 def test_rates_are_those_that_the_batch_uses() -> None:
-    for rate, expected in ((0.5, [0.5] * 3), (pl.schedules.linear(1.0, 0.0, "4ba"), [1.0, 0.75, 0.5])):
-        found = measured(C.LRMonitor(name="rate"), optimizer=pl.optim.sgd(lr=rate))
+    """Of the run, or of an optimizer that is given, as scripts of one's own do."""
+    for given, rate, expected in (
+        (None, pl.schedules.linear(1.0, 0.0, "4ba"), [1.0, 0.75, 0.5]),
+        (pl.optim.sgd(lr=0.25), 0.5, [0.25] * 3),
+    ):
+        found = measured(C.LRMonitor(given, name="rate"), optimizer=pl.optim.sgd(lr=rate))
         assert [values["rate"] for values in found.values()] == expected
 
 
