@@ -73,7 +73,7 @@ def test_a_run_stops_at_its_target_which_itself_is_enough_and_nothing_follows(tm
 def test_a_run_that_resumes_continues_its_file(tmp_path: Path) -> None:
     whole = list(training(tmp_path / "whole"))
     expected, checkpoints = without_times(tmp_path / "whole"), (pl.Event.BATCH_CHECKPOINT, pl.Event.EPOCH_CHECKPOINT)
-    for index in [index for index, (event, _) in enumerate(whole) if event in checkpoints]:
+    for index in [index for index, (event, _) in enumerate(whole) if event in checkpoints][::3]:
         folder = tmp_path / str(index)
         killed = training(folder)
         # After the State was kept, as far as the next evaluation, or to the end.
