@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pure_loop.algorithms import alibi_bias, alibi_slopes
 from pure_loop.random import seeded
 from tests.support.problem import noise
 
@@ -31,13 +30,6 @@ class Attention(nn.Module):
         out = functional.scaled_dot_product_attention(*self.heads(x), masks.get(self.how), is_causal=causal)
         return out.transpose(1, 2).flatten(-2)
 
-    def by_hand(self, x: Tensor, causal: bool) -> Tensor:
-        """With linear biases."""
-        query, key, value = self.heads(x)
-        bias = alibi_bias(alibi_slopes(4), x.shape[1], x.shape[1], causal=causal)
-        weights = (query @ key.transpose(-1, -2) / 2**0.5 + bias).softmax(-1)
-        return (weights @ value).transpose(1, 2).flatten(-2)
-
 
 class Positions(nn.Module):
     """Nine words, two embeddings of six positions, causal attention."""
@@ -51,15 +43,13 @@ class Positions(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         length = words.shape[1]
         x = self.words(words) + self.positions(torch.arange(length)) + self.learned[:, :length]
-        out: Tensor = self.head(self.attention(x)).transpose(1, 2)
-        return out
+        return self.head(self.attention(x)).transpose(1, 2)  # type: ignore[no-any-return]
 
 
 class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-        self.norm = nn.BatchNorm2d(channels)
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.relu(self.norm(self.conv(x)))
@@ -76,25 +66,11 @@ def residual() -> nn.Module:
     """Of images (n, 3, 12, 12): what each algorithm that changes models can change."""
     with seeded(0):
         return nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1),
-            nn.GroupNorm(2, 4),
-            Residual(4),
-            Residual(4),
-            nn.Dropout(0.1),
-            nn.Conv2d(4, 8, 3, stride=2, padding=1),
-            nn.Flatten(2),
-            nn.LayerNorm(36),
+            *(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), Residual(), Residual(), nn.Dropout(0.1)),
+            *(nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.Flatten(2), nn.LayerNorm(36)),
             nn.TransformerEncoderLayer(36, 2, 16, dropout=0.0, batch_first=True),
-            nn.Flatten(),
-            nn.Linear(288, 3),
+            *(nn.Flatten(), nn.Linear(288, 3)),
         )
-
-
-def deep() -> nn.Module:
-    """Five layers that own parameters, one of them a BatchNorm."""
-    with seeded(0):
-        layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-        return nn.Sequential(*layers)
 
 
 def plus(count: int = 4) -> nn.Module:
@@ -103,34 +79,27 @@ def plus(count: int = 4) -> nn.Module:
         return nn.Sequential(*(Plus() for _ in range(count)), nn.Linear(4, 3))
 
 
-class Pixels(nn.Module):
-    """A linear layer of pixels (n, 3, 9, 9), bytes or floats, with weights of zero."""
+class Pixels(nn.Sequential):
+    """A linear layer, with weights of 0, of pixels (n, 3, 9, 9): bytes, or floats from 0 to 1."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(243, 3)
-        nn.init.zeros_(self.layer.weight)
-        nn.init.zeros_(self.layer.bias)
+        super().__init__(nn.Flatten(), nn.Linear(243, 3))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        scale = 1 if pixels.is_floating_point() else 255
-        out: Tensor = self.layer(pixels.flatten(1) / scale)
-        return out
+    def forward(self, pixels: Tensor) -> Any:
+        return super().forward(pixels if pixels.is_floating_point() else pixels / 255)
 
 
-def pooled(channels: int = 1, classes: int = 3) -> nn.Module:
+def pooled(channels: int = 1) -> nn.Module:
     """Of images of any size."""
     with seeded(0):
-        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 3))
 
 
 def pictures(batches: int = 2, size: int = 8, dtype: torch.dtype = torch.uint8) -> list[Any]:
     """Pixels (n, 3, 9, 9) as bytes, or as floats from 0 to 1."""
     g = noise()
-    found = []
-    for _ in range(batches):
-        pixels = torch.randint(256, (size, 3, 9, 9), generator=g, dtype=torch.uint8)
-        found.append(
-            (pixels if dtype is torch.uint8 else pixels.to(dtype) / 255, torch.randint(3, (size,), generator=g))
-        )
-    return found
+    pixels = torch.randint(256, (batches, size, 3, 9, 9), generator=g, dtype=torch.uint8)
+    given = pixels if dtype is torch.uint8 else pixels.to(dtype) / 255
+    return list(zip(given, torch.randint(3, (batches, size), generator=g), strict=True))

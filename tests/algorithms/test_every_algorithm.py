@@ -1,4 +1,4 @@
-"""All algorithms of the library: names, compositions, and two real ranks. Laws and ranges: tests/architecture."""
+"""All algorithms of the library: names, and two real ranks. Laws and ranges: tests/architecture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import strategies as st
 
 import pure_loop as pl
@@ -15,29 +14,18 @@ from pure_loop.compile import interpreted
 from pure_loop.ranges import settings_of
 from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.problems import as_problem
-from tests.support.problem import convnet, fit, images, run
+from tests.support.problem import fit, points, run
 from tests.support.samples import simplest
-from tests.support.served import module_of, required, served
+from tests.support.served import required, served
 from tests.support.streams import equal
 from tests.support.worlds import pool
 
 
-def made(name: str, **settings: Any) -> pl.Algorithm:
+def made(name: str) -> pl.Algorithm:
     """With the simplest settings."""
     factory = ALGORITHMS[name]
-    needed = {**required(factory), **settings}
-    return simplest(built(factory, **{key: st.just(v) for key, v in needed.items() if key not in settings_of(factory)}))  # type: ignore[no-any-return]
-
-
-def everything() -> list[pl.Algorithm]:
-    """What trains any model of images, in any order with others."""
-    names = [name for name, factory in ALGORITHMS.items() if name == "blurpool" or _serves_all(factory)]
-    return [*map(made, names), pl.algorithms.ema(smoothing=0.5, interval="1ep", name="slow")]
-
-
-def _serves_all(factory: Any) -> bool:
-    module = module_of(factory)
-    return getattr(module, "SERVES", None) in (None, "classes") and not hasattr(module, "EXPECTED_FAILURES")
+    needed = {key: st.just(v) for key, v in required(factory).items() if key not in settings_of(factory)}
+    return simplest(built(factory, **needed))  # type: ignore[no-any-return]
 
 
 def test_each_is_exported_and_takes_a_name_which_no_other_may_have() -> None:
@@ -49,18 +37,10 @@ def test_each_is_exported_and_takes_a_name_which_no_other_may_have() -> None:
             fit(None, None, [one, factory(**required(factory), name="same")])
 
 
-def test_a_composition_is_the_list() -> None:
-    options: dict[str, Any] = {"microbatch_size": 3, "optimizer": pl.optim.adamw(lr=0.01), "max_duration": "4ba"}
-    options |= {"evaluators": {"val": images(1, seed=1)}, "eval_interval": "2ba"}
-    listed = run(convnet(), images(), everything(), **options)
-    torch.manual_seed(99)
-    equal(listed, run(convnet(), images(), [pl.compose(*everything())], **options))
-
-
 def test_bind_is_called_once_with_the_run() -> None:
     runs: list[Any] = []
     algorithm = pl.Algorithm("mine", {Event.BATCH_END: lambda state: state}, bind=runs.append)
-    run(None, None, [algorithm], evaluators={"val": [images(1)[0]]}, max_duration="0ba")
+    run(None, None, [algorithm], evaluators={"val": points(1)}, max_duration="0ba")
     assert [(each.function, list(each.metrics)) for each in runs] == [("fit", ["val"])]
 
 
@@ -70,7 +50,7 @@ def test_two_ranks_train_one_model(way: str) -> None:
     """Two processes, with what each algorithm needs; in a step that is traced those that draw for samples."""
     names = ["mixup", "cutmix", "augmix"] if way == "compiled" else [*ALGORITHMS]
 
-    def program(rank: int, name: str) -> dict[str, Any]:
+    def program(rank: int, name: str) -> Any:
         problem = as_problem(served(ALGORITHMS[name]) or "mlp")
         options: dict[str, Any] = {"loss": problem.loss, "optimizer": pl.optim.sgd(lr=0.01, momentum=0.9), "seed": 0}
         options |= {"parallel": "shard" if way == "shard" else "replicate", "compile": way == "compiled"}

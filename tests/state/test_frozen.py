@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from pure_loop import Event
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.compile import interpreted
 from pure_loop.random import seeded
-from pure_loop.testing.comparison import close, differences
+from pure_loop.testing.comparison import differences
 from tests.support.problem import convnet, fit, images, points, run
 from tests.support.tiers import examples
 from tests.support.worlds import pool
@@ -60,6 +59,14 @@ def without_gradients(plan: tuple[frozenset[str], ...]) -> pl.Algorithm:
     return pl.Algorithm("dropping", {Event.AFTER_TRAIN_BATCH: drop})
 
 
+def law(plan: Any, model: nn.Module, data: Any = None, **options: Any) -> None:
+    """It trains as if gradients were dropped."""
+    one, two = (
+        run(model, data, [algorithm(plan)], strict=None, **options) for algorithm in (freezing, without_gradients)
+    )
+    assert not differences(one.replace(frozen=()), two)
+
+
 @examples(25, 400)
 @given(
     plan=plans,
@@ -75,24 +82,11 @@ def without_gradients(plan: tuple[frozenset[str], ...]) -> pl.Algorithm:
     ),
 )
 def test_it_trains_as_if_gradients_were_dropped(plan: Any, optimizer: str, options: dict[str, Any]) -> None:
-    options |= {"optimizer": OPTIMIZERS[optimizer], "strict": None}
-    one, two = (run(net(), algorithms=[algorithm(plan)], **options) for algorithm in (freezing, without_gradients))
-    assert not differences(one.replace(frozen=()), two)
+    law(plan, net(), optimizer=OPTIMIZERS[optimizer], **options)
 
 
 def test_a_frozen_batchnorm_has_no_gradient() -> None:
-    plan = (frozenset({"0.weight", "1.weight", "1.bias"}),)
-    one, two = (run(convnet(), images(), [algorithm(plan)]) for algorithm in (freezing, without_gradients))
-    assert not differences(one.replace(frozen=()), two)
-
-
-@examples(3, 100)
-@given(plan=plans, optimizer=st.sampled_from(["adamw", "momentum"]))
-def test_compiled_steps(plan: Any, optimizer: str) -> None:
-    options: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer], "strict": False, "watch": {Event.FIT_END}}
-    with interpreted():
-        eager, compiled = (run(net(), algorithms=[freezing(plan)], compile=how, **options) for how in (False, True))
-    assert close(compiled, eager, tolerance=1e-5) is None
+    law((frozenset({"0.weight", "1.weight", "1.bias"}),), convnet(), images())
 
 
 def _operations(outputs: torch.Tensor) -> tuple[str, ...]:
@@ -126,14 +120,12 @@ def test_the_backward_ends_before_them(donate: bool) -> None:
 def test_a_state_is_a_value() -> None:
     state = pl.State.create(net())
     frozen = state.replace(frozen=["0.weight"])
-    assert (state.frozen, frozen.frozen) == (frozenset(), {"0.weight"})
-    leaves, spec = optree.tree_flatten(frozen, namespace=NAMESPACE)
+    spec = optree.tree_structure(frozen, namespace=NAMESPACE)
     assert spec != optree.tree_structure(state, namespace=NAMESPACE)
-    assert not any(isinstance(leaf, frozenset) for leaf in leaves)
-    copies = (optree.tree_unflatten(spec, leaves), copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen)))
     surgery = frozen.with_module(nn.Sequential(nn.Linear(4, 3)))
-    assert [each.frozen for each in (*copies, surgery)] == [{"0.weight"}] * 4
-    assert frozen.with_module(nn.Linear(4, 3)).frozen == frozenset()
+    for each in (frozen, copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen)), surgery):
+        assert each.frozen == {"0.weight"}
+    assert state.frozen == frozen.with_module(nn.Linear(4, 3)).frozen == frozenset()
     # The leaves of an earlier step are not taken again where others need a gradient.
     leaves = state.model.leaves(state.params, frozenset())
     assert state.model.leaves(leaves, frozenset()) is leaves
@@ -152,23 +144,21 @@ def test_it_resumes(tmp_path: Path) -> None:
         assert not differences(run(loaded, donate=True, **options), whole[-1][1])
 
 
-def on_a_rank(rank: int, kind: Any, compiled: bool) -> Any:
-    plan = (frozenset(), FIRST, FIRST | MIDDLE, LAST, FIRST)
-    options: dict[str, Any] = {"optimizer": ADAMW, "microbatch_size": 2, "parallel": kind, "compile": compiled}
-    with interpreted():
-        ends = [
-            run(net(), points(5, size=8), [algorithm(plan)], strict=None, **options)
-            for algorithm in (freezing, without_gradients)
-        ]
-    return [{name: tensor.detach().clone() for name, tensor in end.module().state_dict().items()} for end in ends]
-
-
 @pytest.mark.slow  # two processes train
 @pytest.mark.parametrize(("kind", "compiled"), [("replicate", True), ("shard", False)])
 def test_two_ranks(kind: str, compiled: bool) -> None:
-    for frozen, dropped in pool().run(partial(on_a_rank, kind=kind, compiled=compiled)):
-        for name, tensor in frozen.items():
-            assert torch.equal(tensor, dropped[name]), name
+    plan = (frozenset(), FIRST, FIRST | MIDDLE, LAST, FIRST)
+    options: dict[str, Any] = {"optimizer": ADAMW, "microbatch_size": 2, "parallel": kind, "compile": compiled}
+
+    def program(rank: int) -> Any:
+        with interpreted():
+            ends = [
+                run(net(), points(5, size=8), [a(plan)], strict=None, **options) for a in (freezing, without_gradients)
+            ]
+        return [{name: tensor.detach().clone() for name, tensor in end.module().state_dict().items()} for end in ends]
+
+    for frozen, dropped in pool().run(program):
+        assert not differences(frozen, dropped, name="")
 
 
 class Inner(nn.Linear):
@@ -176,21 +166,21 @@ class Inner(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = super().forward(inputs)
-        if self.training:
-            return outputs
-        with torch.enable_grad():
-            (gradient,) = torch.autograd.grad((inputs @ self.weight.T).square().mean(), self.weight)
-        return outputs - gradient.sum()
+        if not self.training:
+            with torch.enable_grad():
+                (gradient,) = torch.autograd.grad((inputs @ self.weight.T).square().mean(), self.weight)
+            outputs = outputs - gradient.sum()
+        return outputs
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_evaluations_may_differentiate_by_what_is_frozen(compiled: bool) -> None:
+def test_evaluations_may_differentiate_by_what_is_frozen() -> None:
     freeze, model = freezing((frozenset({"weight"}),)), Inner(4, 3)
-    settings: dict[str, Any] = {"strict": False, "compile": "where possible" if compiled else False}
-    with interpreted():
-        end = run(model, algorithms=[freeze], evaluators={"val": pl.Evaluator(points(1), gradients=True)}, **settings)
-    assert torch.isfinite(torch.as_tensor(end.metrics["val"]["loss"]))
-    assert torch.equal(end.params["weight"], model.weight)
+    evaluators = {"val": pl.Evaluator(points(1), gradients=True)}
+    for compiled in ("where possible", False):
+        with interpreted():
+            end = run(model, algorithms=[freeze], evaluators=evaluators, strict=False, compile=compiled)
+        assert torch.isfinite(torch.as_tensor(end.metrics["val"]["loss"]))
+        assert torch.equal(end.params["weight"], model.weight)
 
 
 def test_a_loss_of_what_is_frozen_says_so() -> None:

@@ -1,4 +1,7 @@
-"""What an algorithm writes at an event is what every later event and computation reads."""
+"""What an algorithm writes at an event is what is computed with: runs that are the same without it.
+
+A law asks that every later event has it, at each event and of each computation of the loop.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pure_loop as pl
-from pure_loop import Event
 from tests.support import problem
-from tests.support.problem import LR, mlp, noisy
+from tests.support.problem import LR, cross_entropy, mlp, noisy
 from tests.support.streams import assert_same
 
+E = pl.Event
 DATA, OTHER, HELD_OUT = problem.points(2, seed=4), problem.points(2, seed=9), problem.points(1, seed=5)
-E = Event
 Change = Callable[[pl.State], pl.State]
 
 
@@ -25,7 +27,7 @@ def fit(*algorithms: pl.Algorithm, data: Any = DATA, model: Any = None, **change
     return problem.fit(model, data, algorithms, **{"max_duration": "1ep", "strict": None, **changes})
 
 
-def at(event: Event, change: Change) -> pl.Algorithm:
+def at(event: E, change: Change) -> pl.Algorithm:
     return pl.algorithm(event, name="writer")(change)
 
 
@@ -48,34 +50,28 @@ def zeros() -> nn.Module:
     return model
 
 
-def times(factor: float) -> Any:
-    return lambda outputs, targets: functional.cross_entropy(outputs * factor, targets)
+def times(outputs: float, loss: float) -> Any:
+    return lambda given, targets: loss * cross_entropy(given * outputs, targets)
 
 
-ANOTHER_BATCH = sets("batch", lambda state: OTHER[state.timestamp.batch_in_epoch])
-DOUBLED = sets("microbatch", lambda state: (2 * state.microbatch[0], state.microbatch[1]))
-FIRST_CLASS = sets("microbatch", lambda state: (state.microbatch[0], torch.zeros_like(state.microbatch[1])))
-AT_FIRST: Change = lambda state: state if state.timestamp.batch else scaled(0.0)(state)  # noqa: E731
+FORWARD, BACKWARD = (E.AFTER_FORWARD, E.BEFORE_LOSS), (E.AFTER_LOSS, E.BEFORE_BACKWARD)
+STARTS = (E.FIT_START, E.EPOCH_START, E.BEFORE_DATALOADER, E.AFTER_DATALOADER, E.BATCH_START, E.BEFORE_TRAIN_BATCH)
 # What is written, where, and the run that is the same without it.
-SAME: dict[str, tuple[list[Event], Change, dict[str, Any]]] = {
-    "batch": ([E.AFTER_DATALOADER, E.BATCH_START, E.BEFORE_TRAIN_BATCH], ANOTHER_BATCH, {"data": OTHER}),
-    "microbatch": ([E.BEFORE_FORWARD], DOUBLED, {"data": [(2 * x, y) for x, y in DATA]}),
-    "targets": ([E.AFTER_FORWARD, E.BEFORE_LOSS], FIRST_CLASS, {"data": [(x, torch.zeros_like(y)) for x, y in DATA]}),
-    "outputs": (
-        [E.AFTER_FORWARD, E.BEFORE_LOSS],
-        sets("outputs", lambda state: state.outputs / 2),
-        {"loss": times(0.5)},
+SAME: dict[str, tuple[tuple[E, ...], Change, dict[str, Any]]] = {
+    "batch": (STARTS[3:], sets("batch", lambda state: OTHER[state.timestamp.batch_in_epoch]), {"data": OTHER}),
+    "microbatch": (
+        (E.BEFORE_FORWARD,),
+        sets("microbatch", lambda state: (2 * state.microbatch[0], state.microbatch[1])),
+        {"data": [(2 * x, y) for x, y in DATA]},
     ),
-    "loss": (
-        [E.AFTER_LOSS, E.BEFORE_BACKWARD],
-        sets("loss", lambda state: 3 * state.loss),
-        {"loss": lambda outputs, targets: 3 * functional.cross_entropy(outputs, targets)},
+    "targets": (
+        FORWARD,
+        sets("microbatch", lambda state: (state.microbatch[0], torch.zeros_like(state.microbatch[1]))),
+        {"data": [(x, torch.zeros_like(y)) for x, y in DATA]},
     ),
-    "params": (
-        [E.FIT_START, E.EPOCH_START, E.BEFORE_DATALOADER, E.AFTER_DATALOADER, E.BATCH_START, E.BEFORE_TRAIN_BATCH],
-        AT_FIRST,
-        {"model": zeros()},
-    ),
+    "outputs": (FORWARD, sets("outputs", lambda state: state.outputs / 2), {"loss": times(0.5, 1)}),
+    "loss": (BACKWARD, sets("loss", lambda state: 3 * state.loss), {"loss": times(1, 3)}),
+    "params": (STARTS, lambda state: state if state.timestamp.batch else scaled(0.0)(state), {"model": zeros()}),
 }
 
 
@@ -88,30 +84,29 @@ def test_what_is_written_before_the_backward_is_what_is_trained_on(field: str) -
             assert_same(trained(at(event, change), microbatch_size=size), wanted, event.name)
 
 
-@pytest.mark.parametrize(
-    ("event", "size"), [(E.AFTER_FORWARD, 3), (E.AFTER_LOSS, 3), (E.BEFORE_BACKWARD, 3), (E.AFTER_FORWARD, None)]
-)
-def test_a_penalty_on_the_parameters_has_its_gradient(event: Event, size: int | None) -> None:
-    """An L2 penalty adds its derivative, 2 * 0.01 * w, to the gradient, whatever the split."""
-    penalised: list[Tensor] = []
+def test_a_penalty_on_the_parameters_has_its_gradient() -> None:
+    """An L2 penalty adds its derivative, 2 * 0.01 * w, to the gradient, whatever the split; one computed early, too."""
+    early: list[Tensor] = []
+
+    def penalty(state: pl.State) -> Any:
+        return 0.01 * sum(p.square().sum() for p in state.params.values())
 
     def compute(state: pl.State) -> pl.State:
-        penalised.append(0.01 * sum(p.square().sum() for p in state.params.values()))
+        early.append(penalty(state))
         return state
 
-    def add(state: pl.State) -> pl.State:
-        return (state if penalised else compute(state)).replace(loss=state.loss + penalised.pop())
-
-    early = [pl.algorithm(event, name="compute")(compute)] if event is E.AFTER_FORWARD else []
-    late = pl.algorithm(E.BEFORE_BACKWARD if early else event, name="add")(add)
-    plain, given = (
-        next(state for event, state in fit(*made, microbatch_size=size) if event is E.AFTER_TRAIN_BATCH)
-        for made in ([], [*early, late])
-    )
-    for name, gradient in plain.grads.items():
-        torch.testing.assert_close(given.grads[name], gradient + 0.02 * plain.params[name])
-    extra = sum(0.01 * p.square().sum() for p in plain.params.values())
-    torch.testing.assert_close(given.loss, plain.loss + extra)
+    late = sets("loss", lambda state: state.loss + early.pop())
+    for size in (3, None):
+        plain = next(state for event, state in fit(microbatch_size=size) if event is E.AFTER_TRAIN_BATCH)
+        for algorithms in (
+            [pl.algorithm(E.AFTER_FORWARD, name="compute")(compute), at(E.BEFORE_BACKWARD, late)],
+            [at(E.AFTER_LOSS, sets("loss", lambda state: state.loss + penalty(state)))],
+        ):
+            stream = fit(*algorithms, microbatch_size=size)
+            given = next(state for event, state in stream if event is E.AFTER_TRAIN_BATCH)
+            for name, gradient in plain.grads.items():
+                torch.testing.assert_close(given.grads[name], gradient + 0.02 * plain.params[name])
+            torch.testing.assert_close(given.loss, plain.loss + penalty(plain))
 
 
 def first_step(*algorithms: pl.Algorithm, **changes: Any) -> tuple[pl.State, pl.State]:
@@ -138,15 +133,7 @@ def test_gradients_are_what_was_written() -> None:
             assert torch.equal(end.params[name], torch.add(parameter / 2, end.grads[name], alpha=-LR))
 
 
-def test_parameters_between_batches_are_those_of_the_next() -> None:
-    for event in (E.BATCH_END, E.BATCH_CHECKPOINT, E.EPOCH_END, E.EPOCH_CHECKPOINT):
-        seen = [state for later, state in fit(at(event, scaled(0.0)), max_duration="2ep") if later is E.BATCH_START]
-        following = seen[1:] if event in (E.BATCH_END, E.BATCH_CHECKPOINT) else seen[2:3]
-        assert following
-        assert not any(p.any() for state in following for p in state.params.values())
-
-
-def test_memory_of_the_optimizer_and_buffers_are_what_was_written() -> None:
+def test_memory_of_the_optimizer_buffers_and_parameters_are_what_was_written() -> None:
     """Momentum set to 0 before every step is no momentum."""
 
     def forget(state: pl.State) -> pl.State:
@@ -162,6 +149,10 @@ def test_memory_of_the_optimizer_and_buffers_are_what_was_written() -> None:
         end = pl.run(fit(at(event, reset), model=noisy()))
         after: Any = end.module()
         assert int(end.buffers["1.num_batches_tracked"]) == int(after[1].num_batches_tracked) == count
+    for event in (E.BATCH_END, E.BATCH_CHECKPOINT, E.EPOCH_END, E.EPOCH_CHECKPOINT):
+        seen = [state for later, state in fit(at(event, scaled(0.0)), max_duration="2ep") if later is E.BATCH_START]
+        following = seen[1:] if event in (E.BATCH_END, E.BATCH_CHECKPOINT) else seen[2:3]
+        assert not any(p.any() for state in following for p in state.params.values())
 
 
 def measured(*algorithms: pl.Algorithm, **evaluators: Any) -> pl.State:
@@ -178,40 +169,11 @@ def test_what_is_written_in_an_evaluation_serves_it_and_nothing_else() -> None:
         given = measured(at(event, sets(field, lambda state: OTHER[0]))).metrics
         assert_same(given, measured(val=OTHER[:1]).metrics, event.name)
     for event in (E.EVAL_START, E.EVAL_BATCH_START, E.EVAL_BEFORE_FORWARD):
-        state = measured(at(event, scaled(0.0)))
-        torch.testing.assert_close(state.metrics["val"]["loss"], alike)
+        zero: Change = lambda state: scaled(0.0)(state) if state.evaluator == "a" else state  # noqa: E731
+        state = measured(at(event, zero), a=HELD_OUT, b=HELD_OUT)
+        torch.testing.assert_close(state.metrics["a"]["loss"], alike)
+        assert_same(state.metrics["b"], plain.metrics["val"], "the second evaluator")
         assert_same(dict(state.params), dict(plain.params), "training resumes from its own parameters")
-    zero_a: Change = lambda state: scaled(0.0)(state) if state.evaluator == "a" else state  # noqa: E731
-    found = measured(at(E.EVAL_START, zero_a), a=HELD_OUT, b=HELD_OUT).metrics
-    torch.testing.assert_close(found["a"]["loss"], alike)
-    assert_same(found["b"], plain.metrics["val"], "the second evaluator")
     annotate = sets("metrics", lambda state: {**state.metrics, "mine": pl.FrozenDict(size=torch.tensor(4.0))})
     found = measured(at(E.EVAL_END, annotate)).metrics
-    assert float(found["mine"]["size"]) == 4.0
-    assert "loss" in found["val"]
-
-
-def test_memory_is_what_was_written_at_any_event() -> None:
-    def count(state: pl.State) -> pl.State:
-        assert state.algorithm_state["count"] == len(seen)
-        seen.append(state.event)
-        return state.remember("count", len(seen))
-
-    seen: list[Any] = []
-    # Memory is made after INIT.
-    counter = pl.Algorithm("count", {tuple(e for e in Event if e is not E.INIT): count}, init=lambda state: 0)
-    events = [event for event, _ in fit(counter, evaluators={"val": HELD_OUT}, microbatch_size=3)]
-    assert seen == events[1:]
-
-
-def test_what_one_algorithm_writes_the_next_one_and_callbacks_read() -> None:
-    seen: list[Tensor] = []
-
-    def look(event: Event, state: pl.State) -> None:
-        if event is E.BATCH_START:
-            seen.append(state.batch[0])
-
-    double = at(E.BATCH_START, sets("batch", lambda state: (2 * state.batch[0], state.batch[1])))
-    reader = pl.Algorithm("reader", {E.BATCH_START: lambda state: look(E.BATCH_START, state) or state})
-    pl.run(fit(double, reader, callbacks=[look], max_duration="1ba"))
-    assert [torch.equal(batch, 2 * DATA[0][0]) for batch in seen] == [True, True]
+    assert (float(found["mine"]["size"]), list(found["val"])) == (4.0, ["loss", "accuracy"])
