@@ -83,7 +83,6 @@ class AliasingBuffers(nn.Linear):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(4, 3),
     "plain": problem.mlp,
     "batchnorm and dropout": problem.noisy,
     "tied": problem.tied,

@@ -24,7 +24,6 @@ from tests.ownership.judge import Keep
 from tests.ownership.programs import CONSUMERS, DATA, IN_PLACE, OPTIMIZERS, moves
 from tests.ownership.ways import of_tree
 from tests.support.donating import Count, assert_same, fit, plain
-from tests.support.optimizing import WRAPPERS
 from tests.support.problem import cross_entropy
 
 pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")
@@ -245,35 +244,6 @@ def test_donate_true_takes_nothing_of_the_state_that_training_starts_from() -> N
 
 
 # What an optimizer does with what it is given. ------------------------------------------------------------------------
-
-
-def _twice() -> pl.Optimizer:
-    """The new parameters are its memory, too, as the same tensors."""
-
-    def update(grads: Any, memory: Any, params: Any, timestamp: pl.Timestamp) -> Any:
-        new = FrozenDict({name: tensor - 0.1 * grads[name].to(tensor) for name, tensor in params.items()})
-        return new, FrozenDict(slow=new)
-
-    def overwrite(grads: Any, memory: Any, params: Any, timestamp: pl.Timestamp) -> Any:
-        for name, tensor in params.items():
-            tensor.sub_(0.1 * grads[name].to(tensor))
-            memory["slow"][name].copy_(tensor)
-        return params, memory
-
-    init = lambda params: FrozenDict(slow=FrozenDict({name: each.clone() for name, each in params.items()}))  # noqa: E731
-    return pl.Optimizer(name="twice", init=init, update=update, overwrite=overwrite, lr=lambda timestamp: 0.1)
-
-
-def test_an_optimizer_of_ones_own_may_return_one_tensor_twice() -> None:
-    for wrapper in WRAPPERS.values():
-        finals = []
-        for donate in ("auto", False):
-            for event, state in fit(optimizer=wrapper(_twice()), donate=donate):
-                if event is Event.BATCH_END and state.timestamp.batch == 2:
-                    kept = state  # noqa: F841 - so that the step after it copies
-            finals.append(state)
-        for field in ("params", "opt_state"):
-            assert_same(getattr(finals[0], field), getattr(finals[1], field))
 
 
 MEMORIES: dict[str, Callable[[Any], Any]] = {
