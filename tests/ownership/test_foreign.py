@@ -10,7 +10,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy
 import pytest
 import torch
@@ -22,8 +21,7 @@ from pure_loop import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.stages import references
 from pure_loop.stages.references import can_count, was_sent
-from tests.support import problem
-from tests.support.donating import DATA, Count, Kept, assert_same, fit, plain
+from tests.support.donating import Count, Kept, assert_same, fit, plain
 
 pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")
 
@@ -150,39 +148,3 @@ def test_inside_of_somebodys_autocast_no_step_stays_alive() -> None:
                 gc.collect()
                 made.append(sum(type(each) is Tensor for each in gc.get_objects()))
     assert max(made[10:]) <= max(made[:10])
-
-
-def test_parameters_are_known_by_their_names() -> None:
-    """As a file of safetensors has them: sorted."""
-
-    def sorted_names(state: pl.State, change: Any) -> pl.State:
-        params, buffers = (FrozenDict(sorted(each.items())) for each in (state.params, state.buffers))
-        return change(state, params=params, buffers=buffers)  # type: ignore[no-any-return]
-
-    for options in ({}, {"microbatch_size": 2, "strict": True}, {"donate": False}):
-        wanted = pl.run(fit(problem.noisy(), max_duration="4ba", **options)).params
-        half = pl.run(fit(problem.noisy(), max_duration="2ba", **options))
-        for change, start in itertools.product(
-            (pl.State.replace, attrs.evolve), (pl.State.create(problem.noisy()), half)
-        ):
-            assert_same(pl.run(fit(sorted_names(start, change), max_duration="4ba", **options)).params, wanted)
-        measured = [
-            pl.evaluate(each, DATA, loss=problem.cross_entropy) for each in (half, sorted_names(half, attrs.evolve))
-        ]
-        assert pl.run(measured[0]).metrics == pl.run(measured[1]).metrics
-
-
-def test_stages_know_parameters_and_gradients_by_their_names() -> None:
-    """An algorithm's own State may have them in another order."""
-    stages = pl.Stages(task=pl.Task(loss=lambda out, batch: problem.cross_entropy(out, batch[1])))
-
-    def gradients(state: pl.State, grads: Any) -> dict[str, Tensor]:
-        state = state.replace(batch=DATA[0], microbatch=DATA[0], grads=grads)
-        return dict(stages.backward(stages.loss(stages.forward(state))).grads or {})
-
-    state = pl.State.create(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False)))
-    begun = {name: torch.full_like(tensor, i) for i, (name, tensor) in enumerate(state.params.items())}
-    turned = state.replace(params=dict(reversed(state.params.items())))
-    for grads in (None, begun):
-        assert_same(gradients(turned, grads), gradients(state, grads))
-    assert_same(gradients(state, dict(reversed(begun.items()))), gradients(state, begun))

@@ -80,7 +80,7 @@ def _whole(one: Any, other: Any, lost: bool = False) -> bool:
 @pytest.mark.parametrize("end", ENDS)
 def test_after_an_error_what_variables_have_is_whole(end: str) -> None:
     options, lost = ENDS[end]
-    for watch in WATCHES:
+    for watch in (None, ONE, {Event.AFTER_TRAIN_BATCH}):
         last: list[Any] = []
         for donate, keeps in itertools.product(("auto", False), (True, False)):
             kept = state = None
