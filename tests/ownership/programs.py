@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import io
 import itertools
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,10 +22,11 @@ from tests.ownership.judge import Judge, Keep
 from tests.ownership.ways import HOLDERS, KINDS, OF_OTHERS, STATES, WAYS, WEAK, of_tree
 from tests.support import problem
 
-__all__ = ["CONSUMERS", "DATA", "IN_PLACE", "OPTIMIZERS", "SURROUNDINGS", "Program", "judge", "moves", "programs"]
+__all__ = ["CONSUMERS", "DATA", "IN_PLACE", "OPTIMIZERS", "Program", "judge", "moves", "programs"]
 
 DATA = problem.points(size=(6, 6, 4, 6), seed=3)
 Body = Callable[[Event, pl.State], None]
+END = object()
 _END, _STEP = Event.BATCH_END, Event.AFTER_TRAIN_BATCH
 
 # What a forward, a loss, a clip_grad and an optimizer tell about themselves; of one program at a time.
@@ -51,7 +50,7 @@ class Telling(nn.Module):
     def forward(self, x: Tensor) -> Any:
         self.seen = self.seen + len(x)
         hidden = torch.tanh(self.first(x) @ self.weight)
-        _tell("forward", (self, hidden))
+        _tell("forward", (list(self.parameters()), hidden))
         return self.last(hidden)
 
 
@@ -199,13 +198,6 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
         for name, (handler, *at) in _HANDLERS.items()
     },
 }
-# Of a folder for what they write.
-CALLBACKS: dict[str, Callable[[str], Any]] = {
-    "GradMonitor": lambda folder: pl.callbacks.GradMonitor(),
-    "CheckpointSaver": lambda folder: pl.callbacks.CheckpointSaver(folder, interval="2ba"),
-}
-
-
 # How a stream is read. A consumer passes each pair to the body, and yields where the next pair is asked for. ----------
 
 Consumer = Callable[[Any, Body], Iterator[None]]
@@ -252,13 +244,12 @@ def _next(stream: Any, body: Body) -> Iterator[None]:
         return
 
 
-def _two_at_a_time(stream: Any, body: Body) -> Iterator[None]:
-    for event, one in stream:
-        other, two = next(stream, (None, None))
-        body(event, one)
-        if other is not None:
-            body(other, two)
-        yield
+def _in_threads(stream: Any, body: Body) -> Iterator[None]:
+    """Each pair in a thread of its own."""
+    pairs = _next(stream, body)
+    with ThreadPoolExecutor(1) as pool:
+        while pool.submit(next, pairs, END).result() is not END:  # type: ignore[arg-type]
+            yield
 
 
 def _closed_over(stream: Any, body: Body) -> Iterator[None]:
@@ -273,13 +264,6 @@ def _closed_over(stream: Any, body: Body) -> Iterator[None]:
 def _a_module(stream: Any, body: Body) -> Iterator[None]:
     exec("for event, state in stream:\n    body(event, state)", {"stream": stream, "body": body})
     yield
-
-
-def _an_attribute(stream: Any, body: Body) -> Iterator[None]:
-    holder: Any = nn.Module()
-    for event, holder.state in stream:
-        body(event, holder.state)
-        yield
 
 
 def _swapped(stream: Any, body: Body) -> Iterator[None]:
@@ -303,44 +287,13 @@ CONSUMERS: dict[str, Consumer] = {
     **IN_PLACE,
     "for pair": _pairs,
     "list": partial(_through, list),
-    "two at a time": _two_at_a_time,
+    "in threads": _in_threads,
     "a generator that unpacks": partial(_through, _renaming),
     "a deque": partial(_through, _deque),
     "closed over": _closed_over,
     "a module": _a_module,
-    "an attribute": _an_attribute,
     "swapped": _swapped,
 }
-Step = Callable[[], bool]
-
-
-def _watched(kind: str, step: Step) -> bool:
-    before, setter = getattr(sys, f"get{kind}")(), getattr(sys, f"set{kind}")
-
-    def watch(*_: Any) -> Any:
-        return watch
-
-    setter(watch)
-    try:
-        return step()
-    finally:
-        setter(before)
-
-
-def _in_a_thread(step: Step) -> bool:
-    """Each pair in a thread of its own."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(step).result()
-
-
-SURROUNDINGS: dict[str, Callable[[Step], bool]] = {
-    "plain": lambda step: step(),
-    "traced": partial(_watched, "trace"),
-    "profiled": partial(_watched, "profile"),
-    "a thread": _in_a_thread,
-}
-
-
 # Programs. ------------------------------------------------------------------------------------------------------------
 
 
@@ -350,8 +303,9 @@ class Program:
 
     Attributes:
         keeps: what is kept.
-        consumer, surrounding: how streams are read.
-        model, optimizer, algorithms, callbacks: keys of the tables.
+        consumer: how streams are read.
+        model, optimizer, algorithms: keys of the tables.
+        monitors: whether a callback reads the gradients.
         telling: whether the loss is a function of this module, so that what a step writes to counts as read by it. If
             not, and with a model of torch's, only what the program keeps tells a step that it has to copy.
         large: whether gradients count as large, and are written in place.
@@ -363,13 +317,12 @@ class Program:
 
     keeps: tuple[Keep, ...] = ()
     consumer: str = "for event, state"
-    surrounding: str = "plain"
     model: str = "plain"
     optimizer: str = "adamw"
     telling: bool = True
     large: bool = False
     algorithms: tuple[str, ...] = ()
-    callbacks: tuple[str, ...] = ()
+    monitors: bool = False
     watch: frozenset[Event] | None = None
     options: dict[str, Any] = attrs.field(factory=dict)
     batches: int = 6
@@ -408,7 +361,7 @@ class _Playing:
         algorithms = [ALGORITHMS[name]() for name in program.algorithms]
         if events := {keep.event for keep in program.keeps if keep.who == "algorithm"}:
             algorithms.append(pl.algorithm(*sorted(events), name="keeper")(keeper))
-        callbacks = [CALLBACKS[name](f"{self.folder}/{number}") for name in program.callbacks]
+        callbacks: list[Any] = [pl.callbacks.GradMonitor()] if program.monitors else []
         if any(keep.who == "callback" for keep in program.keeps):
             callbacks.append(partial(noticed, "callback"))
         loss = _first if program.model == "aliasing loss" else _loss if program.telling else problem.cross_entropy
@@ -438,11 +391,11 @@ class _Playing:
         for keep in self.keeps[who, self.calls[who]]:
             self.judge.keep(keep, OF_OTHERS[who][keep.way], given)
         if who == "forward":
-            self.places.append([each.data_ptr() for each in given[0].parameters()])
+            self.places.append([each.data_ptr() for each in given[0]])
         self.calls[who] += 1
 
     def play(self) -> None:
-        with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as self.folder:
+        with pytest.MonkeyPatch.context() as patched:
             for user in ("engine", "ownership") if self.program.large else ():
                 patched.setattr(f"pure_loop.stages.{user}.LARGE", 0)
             patched.setattr(f"{__name__}._LISTENERS", [self.told])
@@ -451,13 +404,9 @@ class _Playing:
             ended: set[int] = set()
             while len(ended) < len(self.playing):
                 for number, consumer in list(enumerate(self.playing)):
-                    step = lambda consumer=consumer: next(consumer, END) is not END  # noqa: E731
-                    if number not in ended and not SURROUNDINGS[self.program.surrounding](step):
+                    if number not in ended and next(consumer, END) is END:
                         ended.add(number)
             self.judge.finish()
-
-
-END = object()
 
 
 def judge(program: Program, donate: Any = "auto", allowed: bool = False) -> Judge:
@@ -552,9 +501,8 @@ def programs(draw: Any) -> Program:
     return Program(
         keeps=tuple(draw(st.lists(_keeps(batches, len(forks)), min_size=1, max_size=4))),
         consumer=one_of(*IN_PLACE, *CONSUMERS),
-        surrounding=one_of(*["plain"] * 5, *SURROUNDINGS),
         algorithms=tuple(algorithms),
-        callbacks=one_of((), (), *[(name,) for name in CALLBACKS]),
+        monitors=draw(st.booleans()),
         watch=draw(st.sampled_from([None, at_the_end, at_the_end | {_STEP}]) | some),
         forks=tuple(forks),
         options=options,

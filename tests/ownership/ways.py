@@ -8,8 +8,6 @@ same program with ``donate=False``, says that.
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +17,7 @@ import attrs
 import numpy as np
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree, dlpack, hooks
 
 import pure_loop as pl
@@ -117,12 +115,6 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
 
 
-def _hooked(tensor: Tensor) -> Tensor:
-    tensor = _has(tensor, tensor.is_floating_point()).detach().requires_grad_()
-    tensor.register_hook(_unserializable(lambda grad: None))  # type: ignore[no-untyped-call]
-    return tensor
-
-
 @torch.enable_grad()
 def _graph(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """A graph that has saved the tensor, and refers to it in no other way."""
@@ -150,8 +142,6 @@ OF_A_TENSOR: dict[str, tuple[Any, ...]] = {
         lambda storage: [torch.empty(0, dtype=torch.uint8).set_(storage)],
     ),
     "set_ to its storage": (lambda tensor: torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage()),),
-    "copy.copy": (copy.copy,),
-    "a hooked leaf": (_hooked,),
     "an iterator": (lambda tensor: iter(tensor if tensor.ndim else tensor.reshape(1, -1)), list, True),
     "a graph of one's own": (lambda tensor: _graph(tensor.detach()), _of_graph),
     "a graph through the tensor itself": (_graph, _of_graph),
@@ -220,19 +210,13 @@ def _penalty(state: pl.State, which: int) -> Any:
     return _leaf(state, which).square().sum()
 
 
-def _with_hook(method: str, state: pl.State, which: int) -> Any:
+def _with_hook(state: pl.State, which: int) -> Any:
     leaf, seen = _leaf(state, which), list[Any]()
-    getattr(leaf, method)(_unserializable(lambda given: seen.append(given if given.grad is None else given.grad)))
+    leaf.register_hook(_unserializable(lambda given: seen.append(given)))
     return leaf, seen
 
 
 # What is taken of a whole State. --------------------------------------------------------------------------------------
-
-
-def _one_tensor_in_another_state(state: pl.State, which: int) -> Any:
-    """A State that shares one parameter with this one."""
-    kept = _nth(state.params, which)
-    return state.replace(params={name: t if name == kept else t.detach().clone() for name, t in state.params.items()})
 
 
 def _other_params(state: pl.State, which: int) -> Any:
@@ -243,16 +227,11 @@ STATES: dict[str, Way] = {
     "the State": Way(lambda state, i: state),
     "the State and no look at it": Way(lambda state, i: state, late=True),
     "copy.copy": Way(lambda state, i: copy.copy(state)),
-    "copy.deepcopy": Way(lambda state, i: copy.deepcopy(state)),
-    "pickle": Way(lambda state, i: pickle.dumps(state.params), lambda data: of_tree(pickle.loads(data))),
     "attrs.evolve": Way(lambda state, i: attrs.evolve(state, seed=1)),
-    "attrs.asdict": Way(lambda state, i: attrs.asdict(state, recurse=False)),
     "replace(seed)": Way(lambda state, i: state.replace(seed=1)),
     "replace(params)": Way(_other_params, late=True),
     "replace(opt_state)": Way(lambda state, i: state.replace(opt_state=None), late=True),
-    "replace(a part of the params)": Way(_one_tensor_in_another_state),
     "replace(loss)": Way(lambda state, i: state.replace(loss=None, grads=None), late=True),
-    "gc.get_referents": Way(lambda state, i: [m for m in gc.get_referents(state) if isinstance(m, pl.FrozenDict)]),
     "tree_leaves": Way(lambda state, i: (optree.tree_leaves(state, namespace=NAMESPACE), _pytree.tree_leaves(state))),
     "tree_map": Way(lambda state, i: _pytree.tree_map(lambda leaf: leaf, state), late=True),
     "a module": Way(lambda state, i: state.module(), lambda module: [*module.parameters(), *module.buffers()]),
@@ -266,27 +245,23 @@ MAPPINGS: dict[str, Way] = {
     "params.get": Way(lambda state, i: state.params.get, lambda get: [get(next(iter(get.__self__)))]),
     "copies of the mapping": Way(lambda state, i: ({**state.params}, state.params | {}, copy.copy(state.params))),
     "opt_state": Way(lambda state, i: state.opt_state),
-    "opt_state, no look at it": Way(lambda state, i: state.opt_state, late=True),
     "a mapping of moments": Way(lambda state, i: _nth([m for m in state.opt_state.values() if isinstance(m, dict)], i)),
     "grads": Way(lambda state, i: _gradients(state)),
     "grads, no look at them": Way(lambda state, i: _gradients(state), late=True),
     "iter(grads.values())": Way(lambda state, i: iter(_gradients(state).values()), lambda g: of_tree(list(g)), True),
     "buffers": Way(lambda state, i: state.buffers),
-    "algorithm_state": Way(lambda state, i: state.algorithm_state),
 }
 OF_GRAPHS: dict[str, Way] = {
     "the loss": Way(lambda state, i: _loss(state)),
     "the graph of the loss": Way(lambda state, i: _loss(state), _differentiate, late=True),
     "the outputs": Way(lambda state, i: _outputs(state)),
     "the graph of the outputs": Way(lambda state, i: _outputs(state), _differentiate, late=True),
-    "a view of the outputs": Way(lambda state, i: _outputs(state)[:1]),
     "a leaf found in the graph": Way(lambda state, i: _nth(leaves_behind(_loss(state)), i)),
     "a tensor that the graph has saved": Way(_saved),
     "a loss of one's own": Way(_own_loss, _differentiate, late=True),
     "a penalty": Way(_penalty, _differentiate),
     "a leaf": Way(_leaf),
-    "a leaf with a hook": Way(partial(_with_hook, "register_hook"), late=True),
-    "a leaf with a post-accumulate hook": Way(partial(_with_hook, "register_post_accumulate_grad_hook"), late=True),
+    "a leaf with a hook": Way(_with_hook, late=True),
 }
 OF_TENSORS: dict[str, Way] = {
     f"{what}: {name}": Way(partial(_of_one, tensors, take), *more)
@@ -305,20 +280,10 @@ def _nth_of(number: int) -> Way:
     return Way(lambda given, i: _nth(of_tree(given[number]), i))
 
 
-def _own(given: tuple[nn.Module, Tensor], which: int) -> Any:
-    return _nth(given[0].parameters(), which)
-
-
 # What a model's forward, a loss, a clip_grad and an optimizer can take: of themselves and of their arguments.
 OF_OTHERS: dict[str, dict[str, Way]] = {
-    "forward": {
-        "self.weight": Way(_own),
-        "self.weight.data": Way(lambda given, i: _own(given, i).data),
-        "an array of self.weight": Way(lambda given, i: _own(given, i).detach().numpy(), _of_array),
-        "activations": _item(1),
-        "the graph of activations": Way(lambda given, i: given[1], _differentiate, late=True),
-    },
-    "loss": {"outputs": _item(0), "the graph": Way(lambda given, i: given[0], _differentiate, late=True)},
+    "forward": {"a weight": _nth_of(0), "activations": _item(1), "the graph": Way(_item(1).take, _differentiate, True)},
+    "loss": {"outputs": _item(0), "the graph": Way(_item(0).take, _differentiate, True)},
     "clip": {"grads": _item(0), "a gradient": _nth_of(0), "params": _item(1), "a parameter": _nth_of(1)},
     "update": {"grads": _item(0), "opt_state": _item(1), "a moment": _nth_of(1), "params": _item(2)},
 }
@@ -353,12 +318,6 @@ def _in_traceback(thing: Any) -> Holder:
     return lambda: frame.f_locals["thing"]
 
 
-def _in_cycle(thing: Any) -> Holder:
-    held: list[Any] = [thing]
-    held.append(held)
-    return lambda: held[1][0]
-
-
 def _behind_a_weak_reference(thing: Any) -> Holder:
     try:
         weak = weakref.ref(thing)
@@ -370,9 +329,7 @@ def _behind_a_weak_reference(thing: Any) -> Holder:
 HOLDERS: dict[str, Callable[[Any], Holder]] = {
     "a closure": lambda thing: lambda: thing,
     "a dict by its id": lambda thing: partial({id(thing): thing}.get, id(thing)),
-    "a partial": lambda thing: partial(lambda given: given, thing),
     "a generator": _in_generator,
     "a traceback": _in_traceback,
-    "a cycle": _in_cycle,
     WEAK: _behind_a_weak_reference,
 }
