@@ -86,6 +86,10 @@ class Backward(torch.autograd.Function):
 drawing: Any = Backward.apply
 
 
+def _times(factor: Factor) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor * factor()
+
+
 def hooked(module: Any, register: str, hook: Callable[..., Any]) -> Any:
     getattr(module, register)(hook)
     return module
@@ -93,8 +97,7 @@ def hooked(module: Any, register: str, hook: Callable[..., Any]) -> Any:
 
 def of_torch(register: str = "", hook: Any = None) -> Any:
     """A model without code of the user's, but for a hook of its last module."""
-    last = hooked(nn.Tanh(), register, hook) if register else nn.Tanh()
-    return nn.Sequential(nn.Linear(3, 2), last)
+    return nn.Sequential(nn.Linear(3, 2), hooked(nn.Tanh(), register, hook) if register else nn.Tanh())
 
 
 def _at_loss(change: Callable[[Any], Any]) -> Any:
@@ -119,7 +122,6 @@ def _attention(factor: Factor) -> nn.Module:
 # The model and the options of a run in which this place draws.
 PLACES: dict[str, Callable[[Factor], tuple[nn.Module, dict[str, Any]]]] = {
     "forward": lambda f: (Net(f), {}),
-    "submodule": lambda f: (nn.Sequential(Net(f), nn.Tanh()), {}),
     "segment": lambda f: (Net(f, segments=True), {}),
     "hook": lambda f: (of_torch("register_forward_hook", lambda module, inputs, output: output * f()), {}),
     "attribute": lambda f: (_attention(f), {}),
@@ -136,11 +138,11 @@ PLACES: dict[str, Callable[[Factor], tuple[nn.Module, dict[str, Any]]]] = {
         of_torch("register_full_backward_hook", lambda module, before, after: (before[0] * f(),)),
         {},
     ),
-    "an algorithm's function": lambda f: (of_torch(), _at_loss(lambda s: s.replace(loss=drawing(s.loss, f)))),
     "an algorithm's hook": lambda f: (
         of_torch(),
-        _at_loss(lambda state: state.outputs.register_hook(lambda grad: grad * f()) and None),
+        _at_loss(lambda state: state.outputs.register_hook(_times(f)) and None),
     ),
+    "clip_grad": lambda f: (of_torch(), {"clip_grad": lambda grads, _: {n: _times(f)(g) for n, g in grads.items()}}),
     "init": lambda f: (of_torch(), {"optimizer": _init_draws(f)}),
 }
 
@@ -230,9 +232,8 @@ def test_evaluation_and_prediction_are_seeded() -> None:
         assert states() == before
         return [state.metrics["val"]["loss"], *outputs]
 
-    for draw in ("both", "by name"):
-        model = Net(DRAWS[draw])
-        assert all(map(torch.equal, measured(model, 1), measured(model, 2)))
+    model = Net(DRAWS["both"])
+    assert all(map(torch.equal, measured(model, 1), measured(model, 2)))
 
 
 # Threads that draw meanwhile.
@@ -258,20 +259,11 @@ def seeded_draw() -> None:
         torch.rand(2)
 
 
-DRAWN: dict[str, Callable[[], object]] = {
-    "rand": lambda: torch.rand(1),
-    "manual_seed": lambda: torch.manual_seed(7),
-    "a new layer": lambda: nn.Linear(2, 2),
-}
-
-
-@pytest.mark.parametrize("drawn", DRAWN)
-def test_strict_notices_a_thread_that_draws_during_a_forward(drawn: str) -> None:
-    with pytest.raises(pl.errors.ImpurityError, match="another thread draws from it or seeds it"):
-        draws(lambda: in_a_thread(DRAWN[drawn]))
-
-
-def test_strict_takes_what_this_thread_draws() -> None:
+def test_strict_notices_a_thread_that_draws_during_a_forward_and_takes_what_this_thread_draws() -> None:
+    drawn: tuple[Any, ...] = (lambda: torch.rand(1), lambda: torch.manual_seed(7), lambda: nn.Linear(2, 2))
+    for each in drawn:
+        with pytest.raises(pl.errors.ImpurityError, match="another thread draws from it or seeds it"):
+            draws(lambda each=each: in_a_thread(each))  # type: ignore[misc]
     own = lambda: in_a_thread(lambda: torch.rand(1, generator=torch.Generator()))  # noqa: E731
     for during in (lambda: None, own, seeded_draw):
         assert same(draws(during), draws(during, strict=False))
