@@ -178,6 +178,12 @@ def _returns(field: str) -> Any:
     return pl.algorithm(_END, name=f"returns {field}")(handler)
 
 
+def _began_with(field: str) -> Any:
+    """Keeps what training began with."""
+    init = lambda state: pl.FrozenDict(kept=getattr(state, field))  # noqa: E731
+    return pl.algorithm(_END, name=f"began with {field}", init=init)(lambda state: state)
+
+
 _HANDLERS: dict[str, tuple[Any, ...]] = {
     "clones": (lambda s: s.replace(params=_each(s.params, lambda each: each.detach().clone())), Event.BATCH_START),
     "same tensors": (lambda s: s.replace(params=dict(s.params)), Event.BATCH_START, _END),
@@ -191,6 +197,7 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
     "tries": lambda: pl.algorithm(
         *(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD, _STEP), name="tries", init=lambda state: torch.zeros(())
     )(_tries),
+    **{f"began with {field}": lambda field=field: _began_with(field) for field in ("params", "opt_state")},  # type: ignore[misc]
     "returns params": lambda: _returns("params"),
     "returns opt_state": lambda: _returns("opt_state"),
     **{
