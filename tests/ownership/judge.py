@@ -21,10 +21,9 @@ class Keep:
     """Something is kept.
 
     Attributes:
-        who: the loop's body, a callback, an algorithm; or a forward, a loss, a clip_grad, an optimizer.
-        event: at which; of the last four: none.
-        batch: in the batch of this number, or, of the last four, at the call of this number.
-        way: a key of WAYS or of OF_OTHERS.
+        who: the loop's body, a callback, an algorithm.
+        event, batch: at which, and in which.
+        way: a key of WAYS.
         which: of several tensors.
         holder: a key of HOLDERS.
         often: whether it is read at each event.

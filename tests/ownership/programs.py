@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from tests.ownership.judge import Judge, Keep
-from tests.ownership.ways import HOLDERS, KINDS, OF_OTHERS, STATES, WAYS, WEAK, of_tree
+from tests.ownership.ways import HOLDERS, KINDS, STATES, WAYS, WEAK, of_tree
 from tests.support import problem
 
 __all__ = ["CONSUMERS", "DATA", "IN_PLACE", "OPTIMIZERS", "Program", "judge", "moves", "programs"]
@@ -29,29 +29,21 @@ Body = Callable[[Event, pl.State], None]
 END = object()
 _END, _STEP = Event.BATCH_END, Event.AFTER_TRAIN_BATCH
 
-# What a forward, a loss, a clip_grad and an optimizer tell about themselves; of one program at a time.
-_LISTENERS: list[Callable[[str, Any], None]] = []
 
+class Own(nn.Module):
+    """A model with code of the user's, which notes where its parameters lie."""
 
-def _tell(who: str, given: Any) -> None:
-    for listener in _LISTENERS:
-        listener(who, given)
-
-
-class Telling(nn.Module):
-    """A model whose forward shows itself and its activations to whom they concern."""
+    places: ClassVar[list[list[int]]] = []
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.weight = nn.Parameter(torch.eye(5))
         self.register_buffer("seen", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Any:
+        self.places.append([each.data_ptr() for each in self.parameters()])
         self.seen = self.seen + len(x)
-        hidden = torch.tanh(self.first(x) @ self.weight)
-        _tell("forward", (list(self.parameters()), hidden))
-        return self.last(hidden)
+        return self.last(torch.tanh(self.first(x)))
 
 
 class AliasingOutputs(nn.Module):
@@ -85,7 +77,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": problem.mlp,
     "batchnorm and dropout": problem.noisy,
     "tied": problem.tied,
-    "telling": Telling,
+    "own": Own,
     "aliasing outputs": AliasingOutputs,
     "aliasing buffers": AliasingBuffers,
     "aliasing loss": AliasingOutputs,
@@ -93,13 +85,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    _tell("loss", (outputs, targets))
     return problem.cross_entropy(outputs, targets)
 
 
 def _first(outputs: Tensor, targets: Tensor) -> Tensor:
     """A loss that is a view of its outputs."""
-    _tell("loss", (outputs, targets))
     return outputs[0, 0]
 
 
@@ -108,20 +98,7 @@ def _each(grads: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _clip(grads: Any, params: Any) -> Any:
-    _tell("clip", (grads, params))
     return _each(grads, lambda grad: grad.clamp(-0.1, 0.1))
-
-
-def _telling_adamw() -> pl.Optimizer:
-    adamw: Any = pl.optim.adamw(lr=0.1)
-
-    def telling(function: Any, grads: Any, *given: Any, **skips: Any) -> Any:
-        params, opt_state = function(grads, *given, **skips)
-        _tell("update", (grads, opt_state, params))
-        return params, opt_state
-
-    told = {name: partial(telling, getattr(adamw, name)) for name in ("update", "overwrite")}
-    return attrs.evolve(adamw, **told)
 
 
 OPTIMIZERS: dict[str, Callable[[], pl.Optimizer]] = {
@@ -134,7 +111,6 @@ OPTIMIZERS: dict[str, Callable[[], pl.Optimizer]] = {
         label=lambda name, tensor: "a" if tensor.ndim > 1 else "b",
     ),
     "RAdam": lambda: pl.optim.from_torch(torch.optim.RAdam, lr=0.1),
-    "telling adamw": _telling_adamw,
 }
 
 
@@ -313,7 +289,7 @@ class Program:
         consumer: how streams are read.
         model, optimizer, algorithms: keys of the tables.
         monitors: whether a callback reads the gradients.
-        telling: whether the loss is a function of this module, so that what a step writes to counts as read by it. If
+        own_loss: whether the loss is a function of this module, so that what a step writes to counts as read by it. If
             not, and with a model of torch's, only what the program keeps tells a step that it has to copy.
         large: whether gradients count as large, and are written in place.
         watch: the events that are watched.
@@ -326,7 +302,7 @@ class Program:
     consumer: str = "for event, state"
     model: str = "plain"
     optimizer: str = "adamw"
-    telling: bool = True
+    own_loss: bool = True
     large: bool = False
     algorithms: tuple[str, ...] = ()
     monitors: bool = False
@@ -344,9 +320,7 @@ class _Playing:
         self.calls: collections.Counter[Any] = collections.Counter()
         self.keeps: dict[Any, list[Keep]] = collections.defaultdict(list)
         for keep in program.keeps:
-            at = (keep.who, keep.batch) if keep.who in OF_OTHERS else (keep.who, keep.stream, keep.event, keep.batch)
-            self.keeps[at].append(keep)
-        self.places: list[list[int]] = []  # of the parameters, in each forward that tells
+            self.keeps[keep.who, keep.stream, keep.event, keep.batch].append(keep)
         self.playing: list[Any] = []
 
     def begin(self, number: int, start: Any) -> None:
@@ -371,7 +345,7 @@ class _Playing:
         callbacks: list[Any] = [pl.callbacks.GradMonitor()] if program.monitors else []
         if any(keep.who == "callback" for keep in program.keeps):
             callbacks.append(partial(noticed, "callback"))
-        loss = _first if program.model == "aliasing loss" else _loss if program.telling else problem.cross_entropy
+        loss = _first if program.model == "aliasing loss" else _loss if program.own_loss else problem.cross_entropy
         own = {"clip_grad": _clip, "evaluators": {"val": DATA[:1]}}
         stream = pl.fit(
             start,
@@ -394,18 +368,10 @@ class _Playing:
             if self.calls[keep] == keep.nth + 1:
                 self.judge.keep(keep, WAYS[keep.way], state)
 
-    def told(self, who: str, given: Any) -> None:
-        for keep in self.keeps[who, self.calls[who]]:
-            self.judge.keep(keep, OF_OTHERS[who][keep.way], given)
-        if who == "forward":
-            self.places.append([each.data_ptr() for each in given[0]])
-        self.calls[who] += 1
-
     def play(self) -> None:
         with pytest.MonkeyPatch.context() as patched:
             for user in ("engine", "ownership") if self.program.large else ():
                 patched.setattr(f"pure_loop.stages.{user}.LARGE", 0)
-            patched.setattr(f"{__name__}._LISTENERS", [self.told])
             torch.manual_seed(0)
             self.begin(0, MODELS[self.program.model]())
             ended: set[int] = set()
@@ -427,12 +393,12 @@ def judge(program: Program, donate: Any = "auto", allowed: bool = False) -> Judg
 
 
 def moves(donate: Any = "auto", **settings: Any) -> list[int]:
-    """After which steps, from 1 on, a parameter of the model ``telling`` lies elsewhere than before."""
-    program = Program(model="telling", **{"batches": 8, **settings})
-    playing = _Playing(program, Judge(Judge()), donate)  # what is kept is compared with nothing
-    playing.play()
-    assert len(playing.places) == program.batches
-    return [batch for batch, (one, other) in enumerate(itertools.pairwise(playing.places), 1) if one != other]
+    """After which steps, from 1 on, a parameter of the model ``own`` lies elsewhere than before."""
+    program = Program(model="own", **{"batches": 8, **settings})
+    Own.places.clear()
+    _Playing(program, Judge(Judge()), donate).play()  # what is kept is compared with nothing
+    assert len(Own.places) == program.batches
+    return [batch for batch, (one, other) in enumerate(itertools.pairwise(Own.places), 1) if one != other]
 
 
 # Programs that are drawn. ---------------------------------------------------------------------------------------------
@@ -451,10 +417,10 @@ _OF_MICROBATCHES = {Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWAR
 
 @st.composite
 def _keeps(draw: Any, batches: int, streams: int) -> Keep:
-    who = draw(st.sampled_from([*["body"] * 6, "callback", "algorithm", *OF_OTHERS]))
-    way = draw(st.sampled_from(list(OF_OTHERS[who] if who in OF_OTHERS else draw(st.sampled_from(KINDS)))))
+    who = draw(st.sampled_from([*["body"] * 4, "callback", "algorithm"]))
+    way = draw(st.sampled_from(list(draw(st.sampled_from(KINDS)))))
     holder = draw(st.sampled_from(list(HOLDERS)))
-    if holder == WEAK and (who in OF_OTHERS or way not in STATES):
+    if holder == WEAK and way not in STATES:
         holder = "a closure"  # test_kept.py has weak references to mappings and tensors
     event = draw(st.sampled_from(_OFTEN) | st.sampled_from(EVENTS))
     return Keep(
@@ -483,7 +449,7 @@ def programs(draw: Any) -> Program:
         "model": one_of(*MODELS),
         "optimizer": one_of(*OPTIMIZERS),
         "batches": batches,
-        "telling": draw(st.booleans()),
+        "own_loss": draw(st.booleans()),
         "large": draw(st.booleans()),
     }
     options = one_of({}, {"microbatch_size": 2}, {"microbatch_size": 4}) | one_of({}, {"strict": False})

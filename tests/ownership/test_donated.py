@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -184,68 +183,3 @@ def test_what_a_label_of_a_partition_keeps_stays(count: Count) -> None:
         pl.run(fit(optimizer=pl.optim.partition({"all": pl.optim.adamw(lr=0.1)}, label=label), donate=donate))
         assert all(torch.equal(*pair) for pair in kept)
         assert count.copied <= 1
-
-
-# Steps that fail half-way. --------------------------------------------------------------------------------------------
-
-
-def poisoned() -> dict[str, Any]:
-    """Gradients of one batch are NaN, and so are the parameters that the kernel has written; its loss isn't."""
-    calls = itertools.count()
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        poison = (0 * outputs.sum()).sqrt() if next(calls) == 6 else 0
-        return cross_entropy(outputs, targets) + poison
-
-    return {"loss": loss, "strict": False}
-
-
-def failing() -> dict[str, Any]:
-    """An optimizer of one's own raises after it has written to the first parameter."""
-    inner: Any = pl.optim.sgd(lr=0.1, momentum=0.9)
-
-    def overwrite(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
-        if timestamp.batch == 6:
-            params["0.weight"].zero_()
-            raise ArithmeticError("batch 6")
-        return inner.overwrite(grads, memory, params, timestamp)
-
-    return {"optimizer": attrs.evolve(inner, overwrite=overwrite)}
-
-
-@pytest.mark.usefixtures("gradients_of_each_size")
-@pytest.mark.parametrize("options", [poisoned, failing])
-def test_a_step_that_fails_half_way_leaves_no_wrong_numbers(options: Callable[[], dict[str, Any]]) -> None:
-    """The State in the loop variable says that it has none; one that was kept has its own."""
-    for watch in WATCHES.values():
-        kept: Any = None
-        with pytest.raises((pl.NonFiniteError, ArithmeticError), match="batch 6"):  # noqa: PT012 - the loop fails
-            for event, state in fit(watch=watch, **options()):
-                if event is Event.BATCH_END and state.timestamp.batch == 4:
-                    kept = state, [tensor.clone() for tensor in of_tree(state)]
-        assert all(map(torch.equal, of_tree(kept[0]), kept[1]))
-        for field in ("params", "opt_state"):
-            with pytest.raises(Donated, match=rf"state\.{field} .* the step of batch 6"):
-                len(getattr(state, field))
-        assert "overwritten" in repr(state)
-
-
-def test_gradients_that_do_not_fit_cost_no_state() -> None:
-    """They are refused before the optimizer has what it would have overwritten."""
-    changes: tuple[Any, ...] = (Tensor.double, lambda each: each[None])
-    for clips, change in itertools.product((False, True), changes):
-
-        def changed(grads: Any, change: Any = change) -> Any:
-            return FrozenDict((name, change(grad)) for name, grad in grads.items()) if batch == 6 else grads
-
-        put_in = pl.algorithm(Event.AFTER_TRAIN_BATCH, name="put_in")(lambda s: s.replace(grads=changed(s.grads)))
-        options: dict[str, Any] = {"algorithms": [put_in]}
-        if clips:
-            options = {"clip_grad": lambda grads, _: changed(grads)}
-        with pytest.raises((pl.ArgumentError, pl.errors.AlgorithmStructureError), match=r"0\.weight"):  # noqa: PT012
-            for event, state in fit(**options):
-                batch = state.timestamp.batch
-                if event is Event.BATCH_START:
-                    before = [tensor.clone() for tensor in of_tree((state.params, state.opt_state))]
-        assert batch == 6
-        assert all(map(torch.equal, of_tree((state.params, state.opt_state)), before))

@@ -15,7 +15,6 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.random import seeded
 from pure_loop.stages.references import can_count
-from pure_loop.stages.workspace import Workspace
 from tests.ownership.programs import OPTIMIZERS
 from tests.support.donating import Count, assert_same, fit
 
@@ -122,22 +121,6 @@ def test_what_was_noted_for_a_step_that_is_left_out_holds_for_no_later_gradients
             kept.append((state, [each.clone() for each in state.grads.values()]))
     for state, numbers in kept:
         assert all(map(torch.equal, state.grads.values(), numbers))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("optimizer", [OPTIMIZERS["adamw"](), DAMPENED], ids=["adamw", "dampening"])
-def test_where_steps_copy_nothing_of_the_start_is_kept(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = []
-    real = Workspace.made
-
-    def made(this: Workspace, state: pl.State, *, lent: bool = False) -> None:
-        real(this, state, lent=lent)
-        assert this.ownership is not None
-        kept.append((this.ownership._granted(), this.ownership._last()))
-
-    monkeypatch.setattr(Workspace, "made", made)
-    pl.run(fit(Model(), optimizer=optimizer, nonfinite="skip", device="cuda"))
-    assert kept == [(None, None)] * 16  # at the start, and after 15 steps
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -15,17 +15,17 @@ import torch
 from pure_loop import Event
 from tests.ownership.judge import Judge, Keep
 from tests.ownership.programs import Program, judge
-from tests.ownership.ways import HOLDERS, OF_OTHERS, WAYS, WEAK, Way
+from tests.ownership.ways import HOLDERS, WAYS, WEAK, Way
 from tests.ownership.wrong import WRONG, wrong
 
 # In the unread ones no code but torch's and the library's is given parameters, so that only what is kept keeps a step
 # from writing in place. Gradients of the large ones are written in place.
 PIECES = {"strict": False, "microbatch_size": 3, "clip_grad": 0.1}
 RUNS: dict[str, dict[str, Any]] = {
-    "small": {"model": "telling", "options": {"strict": False}},
-    "unread": {"telling": False, "options": {"strict": False}},
-    "large": {"model": "telling", "large": True, "options": PIECES},
-    "large unread": {"telling": False, "large": True, "options": PIECES},
+    "small": {"model": "own", "options": {"strict": False}},
+    "unread": {"own_loss": False, "options": {"strict": False}},
+    "large": {"model": "own", "large": True, "options": PIECES},
+    "large unread": {"own_loss": False, "large": True, "options": PIECES},
 }
 WITH_GRADIENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
@@ -105,20 +105,6 @@ def test_others_keep_as_well(run: str) -> None:
         event, more = (Event.AFTER_BACKWARD, {}) if run == "small" else (Event.AFTER_LOSS, {"batch": 3, "nth": 1})
         for way in ("the State", "the State and no look at it"):
             assert judge(Program(keeps=(Keep(who=who, event=event, way=way, **more),), **RUNS[run])).compared == 2
-
-
-@pytest.mark.parametrize("who", OF_OTHERS)
-def test_what_is_given_tensors_keeps_them(who: str) -> None:
-    """A forward, a loss, a clip_grad and an optimizer; nobody else is given what one of them keeps."""
-    settings: dict[str, Any] = {
-        "model": "telling",
-        "optimizer": "telling adamw" if who == "update" else "adamw",
-        "options": {"strict": False, **({"clip_grad": "own"} if who == "clip" else {})},
-        "telling": who == "loss",
-    }
-    keeps = [{"who": who, "way": way, "which": which} for way in OF_OTHERS[who] for which in (0, 3)]
-    for large in (False, True):
-        assert judge(series(keeps, large=large, **settings)).compared == len(keeps) + 1
 
 
 @pytest.mark.parametrize("model", ["aliasing outputs", "aliasing buffers", "aliasing loss"])

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, Phase, example, find, given, settings
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.conftest import THOROUGH
 from tests.ownership.judge import Keep
 from tests.ownership.programs import CONSUMERS, Program, judge, programs
 from tests.ownership.wrong import WRONG, wrong
+from tests.support.tiers import examples
 
 # Of what they keep themselves they read the numbers.
 _READ_THE_PAST = {"a deque", "list", "swapped"}
@@ -36,20 +36,12 @@ def test_what_is_kept_never_changes(program: Program) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @given(program=programs())
-@settings(max_examples=100)
+@examples(100, 2500)
 def test_what_is_kept_never_changes_in_more_programs(program: Program) -> None:
     """Rare combinations, which are not drawn in the fast tier."""
     _judged(program)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(3600)
-@given(program=programs())
-@settings(max_examples=2500, derandomize=not THOROUGH, suppress_health_check=list(HealthCheck))
-def test_what_is_kept_never_changes_in_ten_thousand_steps(program: Program) -> None:
-    """As many as a machine without a deadline has time for."""
-    judge(program)
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -226,6 +227,52 @@ _MANY: dict[Any, tuple[Any, ...]] = {
     tool_of_monitoring: ("DEBUGGER_ID", "PROFILER_ID", "OPTIMIZER_ID"),
 }
 ROUTES |= {f"{route.__name__}: {what}": partial(route, what) for route, each in _MANY.items() for what in each}
+
+
+class Keeping(nn.Module):
+    """A forward that keeps its weights, and what its graph leads to."""
+
+    def __init__(self, keep: Callable[..., None]) -> None:
+        super().__init__()
+        self.inner, self.keep = plain(), keep
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = self.inner(x)
+        self.keep(list(self.inner.parameters()), outputs, leaves_behind(outputs))
+        return outputs
+
+
+@pytest.mark.usefixtures("gradients_of_each_size")
+def test_what_code_of_the_users_is_given_stays() -> None:
+    """A forward, a loss, a clip_grad and an optimizer; nobody else is given what one of them keeps."""
+    kept, adamw = Kept(), pl.optim.adamw(lr=0.1)
+
+    def keep(*things: Any) -> None:
+        kept.keep("what it was given", list(things), lambda things: [t for each in things for t in tree_leaves(each)])
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        keep(outputs, leaves_behind(outputs))
+        return functional.cross_entropy(outputs, targets)
+
+    def clip(grads: Any, params: Any) -> Any:
+        keep(dict(grads), dict(params))
+        return grads
+
+    def keeping(function: Any) -> Any:
+        def update(grads: Any, *given: Any, **more: Any) -> Any:
+            params, memory = function(grads, *given, **more)
+            keep(dict(grads), dict(params), memory["exp_avg"]["0.weight"])
+            return params, memory
+
+        return update
+
+    own = attrs.evolve(adamw, update=keeping(adamw.update), overwrite=keeping(adamw.overwrite))
+    by: tuple[dict[str, Any], ...] = ({"model": Keeping(keep)}, {"loss": loss}, {"clip_grad": clip}, {"optimizer": own})
+    for options in by:
+        pl.run(fit(**options, max_duration="1ep"))
+        assert len(kept.things) >= 5
+        kept.check()
+        kept.things.clear()
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -23,7 +23,7 @@ from torch.utils import _pytree, dlpack, hooks
 import pure_loop as pl
 from pure_loop._internal.bits import same
 
-__all__ = ["GONE", "HOLDERS", "OF_OTHERS", "STATES", "WAYS", "WEAK", "Impossible", "Way", "leaves_behind", "of_tree"]
+__all__ = ["GONE", "HOLDERS", "STATES", "WAYS", "WEAK", "Impossible", "Way", "leaves_behind", "of_tree"]
 __all__ += ["outcome", "same"]
 
 NAMESPACE = "pure_loop"
@@ -270,23 +270,6 @@ OF_TENSORS: dict[str, Way] = {
 }
 KINDS = (STATES, MAPPINGS, OF_GRAPHS, OF_TENSORS)
 WAYS: dict[str, Way] = {**STATES, **MAPPINGS, **OF_GRAPHS, **OF_TENSORS}
-
-
-def _item(number: int) -> Way:
-    return Way(lambda given, i: given[number])
-
-
-def _nth_of(number: int) -> Way:
-    return Way(lambda given, i: _nth(of_tree(given[number]), i))
-
-
-# What a model's forward, a loss, a clip_grad and an optimizer can take: of themselves and of their arguments.
-OF_OTHERS: dict[str, dict[str, Way]] = {
-    "forward": {"a weight": _nth_of(0), "activations": _item(1), "the graph": Way(_item(1).take, _differentiate, True)},
-    "loss": {"outputs": _item(0), "the graph": Way(_item(0).take, _differentiate, True)},
-    "clip": {"grads": _item(0), "a gradient": _nth_of(0), "params": _item(1), "a parameter": _nth_of(1)},
-    "update": {"grads": _item(0), "opt_state": _item(1), "a moment": _nth_of(1), "params": _item(2)},
-}
 
 
 # What refers to a thing; called, it returns the thing, or GONE if it is not there any more. ---------------------------

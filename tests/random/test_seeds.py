@@ -30,11 +30,7 @@ def test_a_hook_that_writes_to_it_spoils_no_later_backward() -> None:
     model, data = nn.Linear(3, 1), [(torch.ones(4, 3), torch.zeros(4, 1))] * 4
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)  # sums are exact in any order
-    writes: tuple[Any, ...] = (
-        lambda x: x.mul_(2.0),
-        lambda x: x.data.mul_(2.0),
-        lambda x: x.share_memory_().mul_(2),
-    )
+    writes: tuple[Any, ...] = (lambda x: x.mul_(2.0), lambda x: x.data.mul_(2.0), lambda x: x.share_memory_().mul_(2))
     for size, write in itertools.product((None, 2), writes):
 
         def loss(outputs: Tensor, targets: Tensor, write: Any = write) -> Tensor:
