@@ -80,25 +80,22 @@ def test_the_error_names_the_batch(kind: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
-def test_skipping_leaves_the_step_out_and_counts_it(precision: str, device: str) -> None:
+def test_skipping_leaves_the_step_out_and_counts_it(device: str) -> None:
     """No trace is in batch statistics: one NaN in a running mean would stay. And training resumes around it."""
+    wanted = [event for event, _ in fit("noisy")]
     for spoil, _ in SPOILERS.values():
-        changes = {"algorithms": [spoil], "precision": precision, "nonfinite": "skip", "device": device}
-        model = "noisy" if precision == "fp32" else "mlp"  # whose gradients don't overflow at once
-        pairs = list(fit(model, **changes))
-        assert [event for event, _ in pairs] == [event for event, _ in fit(model, precision=precision)]
+        changes = {"algorithms": [spoil], "nonfinite": "skip", "device": device}
+        pairs = list(fit("noisy", **changes))
+        assert [event for event, _ in pairs] == wanted
         ends = [i for i, (event, _) in enumerate(pairs) if event is Event.BATCH_END]
         states = [pairs[i][1] for i in ends]
         assert [int(state.skipped) for state in states] == [0] * BAD + [1] * (6 - BAD)
-        before, after = states[BAD - 1], states[BAD]
         for field in ("params", "opt_state", "buffers"):
-            assert_same(leaves(getattr(after, field)), leaves(getattr(before, field)), field)
-        assert after.timestamp.batch == BAD + 1
-        assert not torch.equal(states[-1].params["0.weight"], after.params["0.weight"]), "training resumes"
+            assert_same(leaves(getattr(states[BAD], field)), leaves(getattr(states[BAD - 1], field)), field)
+        assert states[BAD].timestamp.batch == BAD + 1
+        assert not torch.equal(states[-1].params["0.weight"], states[BAD].params["0.weight"]), "training resumes"
         states[-1].check_finite()
-        assert int(states[-1].buffers.get("1.num_batches_tracked", 5)) == 5
-        assert precision == "fp32" or float(after.loss_scale) == float(before.loss_scale) / 2
+        assert int(states[-1].buffers["1.num_batches_tracked"]) == 5
         assert_same_stream(list(fit(states[BAD], **changes))[1:], pairs[ends[BAD] + 1 :], "from there")
 
 
@@ -269,8 +266,7 @@ class Complex(nn.Module):
 
 
 def test_complex_gradients() -> None:
-    data = [(x, torch.ones(4, 3)) for x, _ in DATA]
-    for nonfinite in ("error", "skip"):
-        for optimizer in (pl.optim.adamw(lr=0.1), pl.optim.from_torch(torch.optim.Adam, lr=0.1)):
-            state = pl.run(fit(Complex(), data, loss=nn.functional.mse_loss, optimizer=optimizer, nonfinite=nonfinite))
-            assert int(state.skipped) == 0
+    adam = pl.optim.from_torch(torch.optim.Adam, lr=0.1)
+    for nonfinite, optimizer in itertools.product(("error", "skip"), (pl.optim.adamw(lr=0.1), adam)):
+        loss = lambda outputs, targets: outputs.mean()  # noqa: E731
+        assert int(pl.run(fit(Complex(), loss=loss, optimizer=optimizer, nonfinite=nonfinite)).skipped) == 0
