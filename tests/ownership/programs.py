@@ -101,16 +101,18 @@ def _clip(grads: Any, params: Any) -> Any:
     return _each(grads, lambda grad: grad.clamp(-0.1, 0.1))
 
 
-OPTIMIZERS: dict[str, Callable[[], pl.Optimizer]] = {
-    "adamw": lambda: pl.optim.adamw(lr=0.1),
-    "sgd": lambda: pl.optim.sgd(lr=0.1),
-    "momentum": lambda: pl.optim.sgd(lr=0.1, momentum=0.9),
-    "lion": lambda: pl.optim.lion(lr=0.01),
-    "partition": lambda: pl.optim.partition(
-        {"a": pl.optim.adamw(lr=0.1), "b": pl.optim.sgd(lr=0.1, momentum=0.9)},
-        label=lambda name, tensor: "a" if tensor.ndim > 1 else "b",
-    ),
-    "RAdam": lambda: pl.optim.from_torch(torch.optim.RAdam, lr=0.1),
+def _by_shape(name: str, tensor: Tensor) -> str:
+    return "a" if tensor.ndim > 1 else "b"
+
+
+_PARTS = {"a": pl.optim.adamw(lr=0.1), "b": pl.optim.sgd(lr=0.1, momentum=0.9)}
+OPTIMIZERS: dict[str, pl.Optimizer] = {
+    "adamw": pl.optim.adamw(lr=0.1),
+    "sgd": pl.optim.sgd(lr=0.1),
+    "momentum": pl.optim.sgd(lr=0.1, momentum=0.9),
+    "lion": pl.optim.lion(lr=0.01),
+    "partition": pl.optim.partition(_PARTS, label=_by_shape),
+    "RAdam": pl.optim.from_torch(torch.optim.RAdam, lr=0.1),
 }
 
 
@@ -142,22 +144,15 @@ def _tries(state: pl.State, stages: pl.Stages) -> pl.State:
     return state
 
 
-def _returns(field: str) -> Any:
+def _returning(field: str) -> Callable[[pl.State], pl.State]:
     """Gives back the parameters, or the optimizer state, of an older State."""
     older: list[pl.State] = []
 
     def handler(state: pl.State) -> pl.State:
-        if state.timestamp.batch == 2:
-            older.append(state)
+        older.extend([state] if state.timestamp.batch == 2 else [])
         return state.replace(**{field: getattr(older[0], field)}) if state.timestamp.batch == 4 and older else state
 
-    return pl.algorithm(_END, name=f"returns {field}")(handler)
-
-
-def _began_with(field: str) -> Any:
-    """Keeps what training began with."""
-    init = lambda state: pl.FrozenDict(kept=getattr(state, field))  # noqa: E731
-    return pl.algorithm(_END, name=f"began with {field}", init=init)(lambda state: state)
+    return handler
 
 
 _HANDLERS: dict[str, tuple[Any, ...]] = {
@@ -167,20 +162,29 @@ _HANDLERS: dict[str, tuple[Any, ...]] = {
     "doubles": (_with_gradients(lambda grad: 2 * grad), Event.AFTER_BACKWARD),
     "begins": (_begins, Event.BATCH_START),
     "spoils": (_spoils, _STEP),
+    "tries": (_tries, Event.BEFORE_FORWARD, Event.AFTER_BACKWARD, _STEP),
+    "returns params": (None, _END),
+    "returns opt_state": (None, _END),
+    "began with params": (lambda state: state, _END),
+    "began with opt_state": (lambda state: state, _END),
 }
-ALGORITHMS: dict[str, Callable[[], Any]] = {
-    "ema": lambda: pl.algorithms.ema(half_life="3ba"),
-    "tries": lambda: pl.algorithm(
-        *(Event.BEFORE_FORWARD, Event.AFTER_BACKWARD, _STEP), name="tries", init=lambda state: torch.zeros(())
-    )(_tries),
-    **{f"began with {field}": lambda field=field: _began_with(field) for field in ("params", "opt_state")},  # type: ignore[misc]
-    "returns params": lambda: _returns("params"),
-    "returns opt_state": lambda: _returns("opt_state"),
-    **{
-        name: lambda name=name, handler=handler, at=at: pl.algorithm(*at, name=name)(handler)  # type: ignore[misc]
-        for name, (handler, *at) in _HANDLERS.items()
-    },
+# What they keep from the beginning on.
+_INITS: dict[str, Any] = {
+    "tries": lambda state: torch.zeros(()),
+    "began with params": lambda state: pl.FrozenDict(kept=state.params),
+    "began with opt_state": lambda state: pl.FrozenDict(kept=state.opt_state),
 }
+ALGORITHMS = ["ema", *_HANDLERS]
+
+
+def _algorithm(name: str) -> pl.Algorithm:
+    if name == "ema":
+        return pl.algorithms.ema(half_life="3ba")
+    handler, *at = _HANDLERS[name]
+    handler = handler or _returning(name.removeprefix("returns "))
+    return pl.algorithm(*at, name=name, init=_INITS.get(name))(handler)  # type: ignore[no-any-return]
+
+
 # How a stream is read. A consumer passes each pair to the body, and yields where the next pair is asked for. ----------
 
 Consumer = Callable[[Any, Body], Iterator[None]]
@@ -277,6 +281,8 @@ CONSUMERS: dict[str, Consumer] = {
     "a module": _a_module,
     "swapped": _swapped,
 }
+
+
 # Programs. ------------------------------------------------------------------------------------------------------------
 
 
@@ -339,7 +345,7 @@ class _Playing:
             if number == 0 and event is _END and state.timestamp.batch in program.forks:
                 self.begin(len(self.playing), state)
 
-        algorithms = [ALGORITHMS[name]() for name in program.algorithms]
+        algorithms = list(map(_algorithm, program.algorithms))
         if events := {keep.event for keep in program.keeps if keep.who == "algorithm"}:
             algorithms.append(pl.algorithm(*sorted(events), name="keeper")(keeper))
         callbacks: list[Any] = [pl.callbacks.GradMonitor()] if program.monitors else []
@@ -352,7 +358,7 @@ class _Playing:
             DATA,
             loss=loss,
             max_duration=f"{program.batches}ba",
-            optimizer=OPTIMIZERS[program.optimizer](),
+            optimizer=OPTIMIZERS[program.optimizer],
             algorithms=algorithms,
             callbacks=callbacks,
             watch=program.watch,
@@ -466,7 +472,7 @@ def programs(draw: Any) -> Program:
     forks = draw(
         st.lists(st.integers(1, batches - 1), max_size=2 * (common["model"] != "aliasing buffers"), unique=True)
     )
-    algorithms = draw(st.lists(st.sampled_from(list(ALGORITHMS)), max_size=2, unique=True))
+    algorithms = draw(st.lists(st.sampled_from(ALGORITHMS), max_size=2, unique=True))
     options |= {"nonfinite": "skip"} if "spoils" in algorithms or draw(st.booleans()) else {}
     options |= one_of({}, {}, {"precision": "amp_fp16"}, {"precision": "amp_bf16"})
     options |= one_of({}, {}, {"evaluators": "own", "eval_interval": "2ba"})
