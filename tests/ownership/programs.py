@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import pure_loop as pl
 from pure_loop import Event
@@ -125,6 +126,10 @@ def _with_gradients(change: Callable[[Tensor], Tensor]) -> Callable[[pl.State], 
     return lambda state: state if state.grads is None else state.replace(grads=_each(state.grads, change))
 
 
+def _cloned(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda each: each.detach().clone(), tree)
+
+
 def _begins(state: pl.State) -> pl.State:
     return state.replace(grads={name: torch.ones_like(state.params[name]) for name in state.model.trainable})
 
@@ -156,7 +161,7 @@ def _returning(field: str) -> Callable[[pl.State], pl.State]:
 
 
 _HANDLERS: dict[str, tuple[Any, ...]] = {
-    "clones": (lambda s: s.replace(params=_each(s.params, lambda each: each.detach().clone())), Event.BATCH_START),
+    "clones": (lambda s: s.replace(params=_cloned(s.params), opt_state=_cloned(s.opt_state)), Event.BATCH_START),
     "same tensors": (lambda s: s.replace(params=dict(s.params)), Event.BATCH_START, _END),
     "reads": (_reads, _STEP, _END),
     "doubles": (_with_gradients(lambda grad: 2 * grad), Event.AFTER_BACKWARD),

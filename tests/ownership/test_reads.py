@@ -294,37 +294,6 @@ def test_a_profiler_does_not_disturb_the_measurement(monkeypatch: pytest.MonkeyP
         assert Ownership.expected == expected
 
 
-# What an algorithm puts in is its own. --------------------------------------------------------------------------------
-
-
-def _halved(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return pl.FrozenDict({name: _halved(value) for name, value in tree.items()})
-    return tree / 2 if isinstance(tree, Tensor) else tree
-
-
-@pytest.mark.usefixtures("gradients_of_each_size")
-def test_what_an_algorithm_put_in_is_its_own() -> None:
-    """What is given up meanwhile makes up for nothing; and where not all parameters are trained."""
-    model = plain()
-    model[0].bias.requires_grad_(False)
-    for at, donate, field in itertools.product((0, 4), ("auto", True), ("params", "opt_state")):
-        kept, old = Kept(), []
-
-        def replace(state: pl.State, kept: Any = kept, old: Any = old, at: int = at, field: str = field) -> pl.State:
-            if state.timestamp.batch != at:
-                return state
-            old.extend(each for each in state.opt_state.values() if isinstance(each, dict))
-            copies = _halved(getattr(state, field))
-            kept.keep("its tensors", [each for each in tree_leaves(copies) if isinstance(each, Tensor)])
-            return state.replace(**{field: copies})
-
-        algorithms = [pl.algorithm(Event.BATCH_START, name="replace")(replace)]
-        last = pl.run(fit(model, algorithms=algorithms, donate=donate))
-        kept.check()
-        assert_same(last, pl.run(fit(model, algorithms=algorithms, donate=False)))
-
-
 @pytest.mark.parametrize("batch", [0, 4])
 def test_leaves_of_a_forward_that_failed_are_in_no_module(batch: int) -> None:
     """An algorithm continues after the failure, with other parameters until the step."""

@@ -116,32 +116,27 @@ def in_inference_mode() -> Any:
     return pl.run(pl.evaluate(Net(), pl.Evaluator(FORCES, gradients=True), loss=mse_loss))
 
 
-_MADE: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "task": (mse_loss, ("pl.Task(loss=...)", "function")),
-    "optimizer": (torch.optim.SGD([torch.ones(1)], lr=0.1), ("pl.optim.adamw(lr=1e-3)", "SGD")),
-    "clip_grad": (-1.0, ("above 0", "-1.0")),
-    "clip_grad ": ("x", ("'x'",)),
-    "nonfinite": ("ignore", ("skip", "'ignore'")),
-    "microbatch_size": ("auto", ("at least 1", "'auto'")),
-    "microbatch_size ": (0, ("at least 1", "0")),
-    "precision": ("fp4", ("amp_bf16", "'fp4'")),
-}
+_MADE: list[tuple[Any, ...]] = [
+    ("task", mse_loss, "pl.Task(loss=...)", "function"),
+    ("optimizer", torch.optim.SGD([torch.ones(1)], lr=0.1), "pl.optim.adamw(lr=1e-3)", "SGD"),
+    ("clip_grad", -1.0, "above 0", "-1.0"),
+    ("clip_grad", "x", "'x'"),
+    ("nonfinite", "ignore", "skip", "'ignore'"),
+    ("microbatch_size", "auto", "at least 1", "'auto'"),
+    ("microbatch_size", 0, "at least 1", "0"),
+    ("precision", "fp4", "amp_bf16", "'fp4'"),
+]
 _BOTH: Any = (pl.ArgumentError, pl.ArgumentTypeError)
-_BOOL = "gradients must be True or False, got"
+_ONE, _YES, _BOOL = torch.tensor(1.0), {"gradients": "yes"}, "gradients must be True or False, got"
 
 
 @rows(
     [
-        *[
-            Refusal(f"{name}={value!r:.9}", partial(made, **{name.strip(): value}), _BOTH, (name.strip(), *says))
-            for name, (value, says) in _MADE.items()
-        ],
+        *[Refusal(f"{n}={v!r:.9}", partial(made, **{n: v}), _BOTH, (n, *says)) for n, v, *says in _MADE],
         Refusal("no loss", updated, pl.ArgumentError, ("state.loss is None", "stages.backward")),
-        Refusal(
-            "no grads", partial(updated, loss=torch.tensor(1.0)), pl.ArgumentError, ("state.grads is", "s.backward")
-        ),
-        Refusal("an Evaluator", lambda: pl.Evaluator(FORCES, gradients="yes"), TypeError, (f"Evaluator: {_BOOL} 'y",)),  # type: ignore[arg-type]
-        Refusal("pl.predict", lambda: pl.predict(Net(), FORCES, gradients=1), TypeError, (f"predict: {_BOOL} 1",)),  # type: ignore[arg-type]
+        Refusal("no grads", partial(updated, loss=_ONE), pl.ArgumentError, ("state.grads is", "s.backward")),
+        Refusal("an Evaluator", partial(pl.Evaluator, FORCES, **_YES), TypeError, (f"Evaluator: {_BOOL} 'y",)),  # type: ignore[arg-type]
+        Refusal("pl.predict", partial(pl.predict, Net(), FORCES, **_YES), TypeError, (f"predict: {_BOOL} 'y",)),  # type: ignore[arg-type]
         Refusal("inference mode", in_inference_mode, pl.ModelError, ("outside of torch.inference_mode",)),
         # Other errors of a forward stay what they are.
         Refusal("shapes", lambda: pl.run(pl.predict(Net(), POINTS)), RuntimeError, ("shapes cannot be multiplied",)),
