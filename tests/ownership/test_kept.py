@@ -107,21 +107,6 @@ def test_others_keep_as_well(run: str) -> None:
             assert judge(Program(keeps=(Keep(who=who, event=event, way=way, **more),), **RUNS[run])).compared == 2
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_what_an_algorithm_put_in_is_its_own(run: str) -> None:
-    """What is given up meanwhile makes up for nothing."""
-    ways = (
-        "parameter: itself",
-        "moment: itself",
-        "params, no look at them",
-        "opt_state",
-        "the State and no look at it",
-    )
-    keeps = [{"who": "algorithm", "event": Event.BATCH_START, "way": way, "which": i} for way in ways for i in (0, 1)]
-    for every in (1, 3):
-        judge(series(keeps, every=every, algorithms=("clones",), **RUNS[run]))
-
-
 @pytest.mark.parametrize("model", ["aliasing outputs", "aliasing buffers", "aliasing loss"])
 def test_what_has_the_memory_of_a_parameter_keeps_it(model: str) -> None:
     """Nothing of the parameters was read: outputs, a loss and a buffer are views of one."""

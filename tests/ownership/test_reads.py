@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import pure_loop as pl
 from pure_loop import Event
@@ -292,6 +292,31 @@ def test_a_profiler_does_not_disturb_the_measurement(monkeypatch: pytest.MonkeyP
         with _set(kind, lambda frame, event, argument: [frame.f_locals].clear()):
             driver.measure_references()
         assert Ownership.expected == expected
+
+
+# What an algorithm puts in is its own. --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("gradients_of_each_size")
+def test_what_an_algorithm_put_in_is_its_own() -> None:
+    """What is given up meanwhile makes up for nothing; and where not all parameters are trained."""
+    model = plain()
+    model[0].bias.requires_grad_(False)
+    for at, donate, field in itertools.product((0, 4), ("auto", True), ("params", "opt_state")):
+        kept, old = Kept(), list[Any]()
+
+        def replace(state: pl.State, kept: Any = kept, old: Any = old, at: int = at, field: str = field) -> pl.State:
+            if state.timestamp.batch != at:
+                return state
+            old.extend(each for each in state.opt_state.values() if isinstance(each, dict))
+            copies = tree_map_only(Tensor, lambda each: each / 2, getattr(state, field))
+            kept.keep("its tensors", [each for each in tree_leaves(copies) if isinstance(each, Tensor)])
+            return state.replace(**{field: copies})
+
+        algorithms = [pl.algorithm(Event.BATCH_START, name="replace")(replace)]
+        last = pl.run(fit(model, algorithms=algorithms, donate=donate))
+        kept.check()
+        assert_same(last, pl.run(fit(model, algorithms=algorithms, donate=False)))
 
 
 @pytest.mark.parametrize("batch", [0, 4])
