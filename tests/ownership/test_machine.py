@@ -30,7 +30,7 @@ def _judged(program: Program) -> None:
 
 @example(program=_TRIES)
 @given(program=programs())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_what_is_kept_never_changes(program: Program) -> None:
     _judged(program)
 

@@ -178,7 +178,7 @@ def states() -> tuple[Any, ...]:
     mode=st.sampled_from(sorted(MODES)),
     kept=st.integers(1, 5),
 )
-@examples(20, 600)
+@examples(15, 600)
 def test_what_the_code_of_a_stage_draws_is_seeded(draw: str, place: str, mode: str, kept: int) -> None:
     """Runs are bitwise equal whatever the generators' states, which are left alone, and after resuming."""
     factor, before = DRAWS[draw], around(1)

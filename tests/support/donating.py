@@ -104,6 +104,10 @@ def _bytes(storage: Any) -> list[Tensor]:
     return [torch.empty(0, dtype=torch.uint8).set_(storage)]
 
 
+def _copies(arrays: Any) -> list[Tensor]:
+    return [torch.tensor(array) for array in arrays]
+
+
 # What is kept, and how it is read.
 _TAKEN: dict[str, tuple[Any, ...]] = {
     "the State": (lambda state, i: state,),
@@ -114,14 +118,14 @@ _TAKEN: dict[str, tuple[Any, ...]] = {
     "a tensor": (some_tensor,),
     "a view": (lambda state, i: some_tensor(state, i).view(-1)[:1],),
     "a detached tensor": (lambda state, i: some_tensor(state, i).detach(),),
-    "an array": (lambda state, i: some_tensor(state, i).detach().numpy(), lambda array: [torch.tensor(array)]),
+    "an array": (lambda state, i: some_tensor(state, i).detach().numpy(), lambda array: _copies([array])),
     "a storage": (lambda state, i: some_tensor(state, i).untyped_storage(), _bytes),
     "its gradients": (lambda state, i: gradients(state),),
     "a gradient": (lambda state, i: list(gradients(state).values())[i % 4 :][:1],),
     "views of gradients": (lambda state, i: [each.view(-1)[:1] for each in gradients(state).values()],),
-    "arrays of gradients": (lambda s, i: [g.numpy() for g in gradients(s).values()], lambda a: list(map(torch.tensor, a))),
+    "arrays of gradients": (lambda s, i: [g.numpy() for g in gradients(s).values()], _copies),
     "a module": (lambda state, i: state.module(), lambda module: list(module.parameters())),
-}  # fmt: skip
+}
 
 
 def _keeping(name: str, take: Any, *read: Any) -> Callable[[Kept, pl.State, int], None]:
