@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 from torch import Tensor
 
 import pure_loop as pl
-from tests.ownership.ways import GONE, HOLDERS, WEAK, Impossible, Way, of_tree, outcome, same
+from pure_loop import Event
+from tests.ownership.ways import GONE, HOLDERS, WEAK, Impossible, Way, outcome, same
 
-__all__ = ["Judge", "Violation"]
-
-
-class Violation(AssertionError):  # noqa: N818
-    """Something that was kept has other numbers, or none."""
+__all__ = ["Judge", "Keep"]
 
 
-@attrs.define
-class Record:
-    """Something that is kept.
+@attrs.frozen(kw_only=True)
+class Keep:
+    """Something is kept.
 
     Attributes:
-        way: reads it.
-        get: the holder.
-        weak: whether it may lose its numbers, and say so.
-        often: whether it is compared at each event, too, and not only when it is let go.
+        who: the loop's body, a callback, an algorithm.
+        event, batch: at which, and in which.
+        way: a key of WAYS.
+        which: of several tensors.
+        holder: a key of HOLDERS.
+        often: whether it is read at each event.
         left: after how many events it is let go; None: at the end.
+        stream: the number of the stream.
+        nth: at which of the times that this event comes in this batch, from 0 on: of which microbatch.
     """
 
-    way: Way
-    get: Callable[[], Any]
-    weak: bool
-    often: bool
-    left: int | None
+    who: str = "body"
+    event: Event = Event.BATCH_END
+    batch: int = 2
+    way: str = "the State"
+    which: int = 0
+    holder: str = "a closure"
+    often: bool = False
+    left: int | None = None
+    stream: int = 0
+    nth: int = 0
 
 
 class Judge:
@@ -45,76 +52,58 @@ class Judge:
         lenient: whether what is kept may have been taken (``donate=True``), and says so.
 
     Attributes:
-        numbers: of the twin: the numbers of each thing by its key.
+        numbers: of the twin: the numbers of each thing.
         compared: how many things were compared.
         violations: of the things that changed: what happened to each.
     """
 
     def __init__(self, truth: Judge | None = None, *, lenient: bool = False) -> None:
-        self.truth, self.lenient = truth, lenient
-        self.numbers: dict[Hashable, list[Tensor] | str] = {}
-        self.records: dict[Hashable, Record] = {}
-        self.compared = 0
-        self.violations: dict[Hashable, str] = {}
+        self.truth, self.lenient, self.events, self.compared = truth, lenient, 0, 0
+        self.numbers: dict[Keep, list[Tensor] | str] = {}
+        self.kept: dict[Keep, tuple[Way, Callable[[], Any], float]] = {}
+        self.violations: dict[Keep, str] = {}
 
-    def keep(
-        self, key: Hashable, way: Way, given: Any, which: int = 0, holder: str = "a closure", often: bool = False,
-        left: int | None = None,
-    ) -> None:  # fmt: skip
+    def keep(self, keep: Keep, way: Way, given: Any) -> None:
         """Keep what this way takes of a State, or of what else is given."""
         try:
-            thing = way.take(given, which)
+            thing = way.take(given, keep.which)
         except Impossible:
             return
-        if self.truth is None:
-            if not way.late:
-                self.numbers[key] = outcome(way.read, thing)
-                return
-            holder = "a closure"
-        get = HOLDERS[holder](thing)
-        del thing
-        self.records[key] = Record(way, get, holder == WEAK, often and not way.late, left)
-
-    def compare(self, key: Hashable, given: Any) -> None:
-        """Compare a State as it is now, and keep nothing."""
-        if self.truth is None:
-            self.numbers[key] = outcome(of_tree, given)
+        if self.truth is None and not way.late:
+            self.numbers[keep] = outcome(way.read, thing)
         else:
-            self._check(key, outcome(of_tree, given))
+            get = HOLDERS["a closure" if self.truth is None else keep.holder](thing)
+            self.kept[keep] = way, get, math.inf if keep.left is None else self.events + keep.left
 
     def tick(self) -> None:
         """An event: let go of what is due, and compare what is to be compared at each."""
-        for key, record in list(self.records.items()):
-            if record.left is not None:
-                record.left -= 1
-            if record.left is not None and record.left < 0:
-                self._settle(key, self.records.pop(key))
-            elif record.often:
-                self._settle(key, record)
+        for keep, (way, get, due) in list(self.kept.items()):
+            if self.events >= due:
+                del self.kept[keep]
+            if self.events >= due or (keep.often and not way.late):
+                self._settle(keep, way, get)
+        self.events += 1
 
     def finish(self) -> None:
         """Compare all that is still there."""
-        while self.records:
-            self._settle(*self.records.popitem())
+        while self.kept:
+            keep, (way, get, _) = self.kept.popitem()
+            self._settle(keep, way, get)
 
-    def _settle(self, key: Hashable, record: Record) -> None:
-        thing = record.get()
+    def _settle(self, keep: Keep, way: Way, get: Callable[[], Any]) -> None:
+        thing = get()
         if thing is GONE:
             return
         try:
-            found = outcome(record.way.read, thing)
+            found = outcome(way.read, thing)
         except pl.errors.DonatedStateError:
-            if not record.weak and not self.lenient:
-                self.violations[key] = "has no numbers any more"
+            if keep.holder != WEAK and not self.lenient:
+                self.violations[keep] = "has no numbers any more"
             return
         if self.truth is None:
-            self.numbers[key] = found
-        else:
-            self._check(key, found)
-
-    def _check(self, key: Hashable, found: list[Tensor] | str) -> None:
-        assert self.truth is not None
-        expected = self.truth.numbers.get(key, "nothing")
+            self.numbers[keep] = found
+            return
+        expected = self.truth.numbers.get(keep, "nothing")
         self.compared += 1
         if self.lenient and (not found or isinstance(found, str)):
             return  # views and iterators of a mapping that was emptied have nothing, and don't say why
@@ -123,4 +112,4 @@ class Judge:
         else:
             alike = len(found) == len(expected) and all(map(same, found, expected))
         if not alike:
-            self.violations[key] = "changed" if isinstance(found, list) else f"gave {found} and not {expected!r:.60}"
+            self.violations[keep] = "changed" if isinstance(found, list) else f"gave {found} and not {expected!r:.60}"

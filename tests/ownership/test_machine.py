@@ -3,73 +3,52 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, example, find, given, settings
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.conftest import THOROUGH
-from tests.ownership.judge import Judge
-from tests.ownership.programs import CONSUMERS, SURROUNDINGS, Keep, Program, judge, programs
-from tests.ownership.ways import Way
+from tests.ownership.judge import Keep
+from tests.ownership.programs import CONSUMERS, Program, judge, programs
 from tests.ownership.wrong import WRONG, wrong
+from tests.support.tiers import examples
 
 # Of what they keep themselves they read the numbers.
-_READ_THE_PAST = {"a deque", "list", "three names", "swapped"}
-
-
-def _never_reads_the_past(program: Program) -> bool:
-    returns = any(name.startswith("returns") for name in program.algorithms)
-    return program.consumer not in _READ_THE_PAST and not returns and not program.forks
-
-
+_READ_THE_PAST = {"a deque", "list", "swapped"}
 _TRIES = Program(algorithms=("tries", "begins"), options={"microbatch_size": 2}, large=True)
 
 
-@example(program=_TRIES)
-@given(program=programs())
-@settings(max_examples=30)
-def test_what_is_kept_never_changes(program: Program) -> None:
+def _judged(program: Program) -> None:
+    """With ``donate=True`` what is kept has its numbers, or says that it has none."""
     judge(program)
-
-
-@example(program=_TRIES)
-@given(program=programs().filter(_never_reads_the_past))
-@settings(max_examples=15)
-def test_with_donate_true_what_is_kept_has_its_numbers_or_says_that_it_has_none(program: Program) -> None:
-    judge(program, donate=True)
-
-
-@pytest.mark.slow
-@given(program=programs())
-@settings(max_examples=200)
-def test_what_is_kept_never_changes_in_more_programs(program: Program) -> None:
-    """Rare combinations, which are not drawn in the fast tier."""
-    judge(program)
-    if _never_reads_the_past(program):
+    returns = any(name.startswith("returns") for name in program.algorithms)
+    if program.consumer not in _READ_THE_PAST and not returns and not program.forks:
         judge(program, donate=True)
 
 
-@pytest.mark.thorough
+@example(program=_TRIES)
+@given(program=programs())
+@settings(max_examples=20)
+def test_what_is_kept_never_changes(program: Program) -> None:
+    _judged(program)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @given(program=programs())
-@settings(max_examples=2500, derandomize=not THOROUGH, suppress_health_check=list(HealthCheck))
-def test_what_is_kept_never_changes_in_ten_thousand_steps(program: Program) -> None:
-    """As many as a machine without a deadline has time for."""
-    judge(program)
+@examples(100, 2500)
+def test_what_is_kept_never_changes_in_more_programs(program: Program) -> None:
+    """Rare combinations, which are not drawn in the fast tier."""
+    _judged(program)
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
-def test_each_consumer_may_keep(consumer: str) -> None:
-    """In each surrounding, and its last State is whole."""
-    keeps = (
-        *(Keep(batch=2), Keep(batch=4, way="parameter: a view"), Keep(batch=3, way="a mapping of moments", left=20)),
-        Keep(event=Event.FIT_END, batch=6),
-    )
-    for surrounding in SURROUNDINGS if consumer in ("for event, state", "yield from") else ["plain"]:
-        assert judge(Program(consumer=consumer, surrounding=surrounding, keeps=keeps)).compared == 5
+def test_each_consumer_may_keep_and_its_last_state_is_whole(consumer: str) -> None:
+    keeps: list[dict[str, Any]] = [{}, {"batch": 4, "way": "parameter: a view"}, {"event": Event.FIT_END, "batch": 6}]
+    keeps.append({"batch": 3, "way": "a mapping of moments", "left": 20})
+    assert judge(Program(consumer=consumer, keeps=tuple(Keep(**each) for each in keeps))).compared == 5
 
 
 def _fails(program: Program) -> bool:
@@ -93,12 +72,3 @@ def test_drawn_programs_catch_a_wrong_decision(name: str) -> None:
     )
     with wrong(name):
         assert find(programs(), _fails, settings=drawing, random=random.Random(0)).keeps
-
-
-def test_the_judge_of_donate_true_still_finds_other_numbers() -> None:
-    twin = Judge()
-    twin.keep("a", Way(lambda given, which: given), torch.ones(2))
-    judged = Judge(twin, lenient=True)
-    judged.keep("a", Way(lambda given, which: given), torch.zeros(2))
-    judged.finish()
-    assert judged.violations == {"a": "changed"}

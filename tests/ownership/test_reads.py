@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref
 
+import attrs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import pure_loop as pl
 from pure_loop import Event
@@ -29,14 +29,6 @@ from tests.ownership.ways import leaves_behind
 from tests.support.donating import DATA, Kept, assert_same, fit, plain
 
 pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")
-
-
-def leaf_with_hook(kept: Kept) -> None:
-    for event, state in fit(microbatch_size=3):
-        if event is Event.AFTER_FORWARD and len(kept.things) <= state.timestamp.batch:
-            leaf = state.params["0.weight"]
-            leaf.register_hook(lambda gradient: None)
-            kept.keep("a leaf with a hook, of the first microbatch", leaf)
 
 
 def forward_of_an_algorithm(event: Event, kept: Kept) -> None:
@@ -63,48 +55,29 @@ def of_an_evaluation(kept: Kept) -> None:
 
 def clock_that_reads(kept: Kept) -> None:
     """It is called after references were counted, and before the step."""
-    scope: dict[str, Any] = {"state": None, "seconds": 0.0}
+    scope: dict[str, Any] = {"state": None}
+    seconds = itertools.count()
 
     def clock() -> float:
         state = scope["state"]
-        scope["seconds"] += 1.0
         if state is not None and state.event is Event.AFTER_TRAIN_BATCH:
             kept.keep("what a clock reads", state.params["0.weight"])
-        return scope["seconds"]  # type: ignore[no-any-return]
+        return float(next(seconds))
 
     scope["stream"] = fit(clock=clock)
     exec("for event, state in stream: pass", scope)  # as in a module
 
 
-Looks = Callable[[Any, Any], None]
-
-
-class FunctionMode(TorchFunctionMode):
-    def __init__(self, look: Looks) -> None:
-        super().__init__()
-        self.look = look
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.look(function, args)
-        return result
-
-
-class DispatchMode(TorchDispatchMode):
-    def __init__(self, look: Looks) -> None:
-        super().__init__()
-        self.look = look
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.look(function, args)
-        return result
-
-
-def mode_of_a_batch(mode: Callable[[Looks], Any], kept: Kept) -> None:
+def mode_of_a_batch(mode: Any, method: str, kept: Kept) -> None:
     """It is there from the start of a batch to its end, and keeps whatever its operations have."""
     seen: list[Any] = []
-    inside = mode(lambda function, args: seen.extend(each for each in tree_leaves(args) if isinstance(each, Tensor)))
+
+    def sees(this: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        seen.extend(each for each in tree_leaves(args) if isinstance(each, Tensor))
+        return result
+
+    inside = type("Seeing", (mode,), {method: sees})()
     for event, state in fit():
         if event is Event.BATCH_START and state.timestamp.batch == 2:
             inside.__enter__()
@@ -153,11 +126,10 @@ def module_kept_by(way: str, kept: Kept) -> None:
         modules.append(model)
         return model(batch[0])
 
-    task = pl.Task(validate=evaluated)
-    options: dict[str, Any] = {"evaluators": DATA[:1], "eval_interval": "2ba", "task": task} if way == "eval" else {}
+    options = {"evaluators": DATA[:1], "eval_interval": "2ba", "task": pl.Task(validate=evaluated)}
     if way == "hook":
         handle = nn.modules.module.register_module_forward_hook(lambda module, *_: modules.append(module))
-    for event, state in fit(**options):
+    for event, state in fit(**options if way == "eval" else {}):
         if event is Event.BATCH_END and state.timestamp.batch == 3:
             if way == "apply":
                 state.model.apply(modules.append, state.params, state.buffers, training=True)
@@ -177,8 +149,7 @@ def hook_of_the_loss(kept: Kept) -> None:
 
 @contextmanager
 def _set(kind: str, watch: Any) -> Iterator[None]:
-    getter, setter = getattr(sys, f"get{kind}"), getattr(sys, f"set{kind}")
-    before = getter()
+    before, setter = getattr(sys, f"get{kind}")(), getattr(sys, f"set{kind}")
     setter(watch)
     try:
         yield
@@ -200,10 +171,9 @@ def tool_of_monitoring(tool: str, kept: Kept) -> None:
     if monitoring is None:  # of Python 3.12 and later
         return kept.keep("nothing", [])
     number, begins, code = getattr(monitoring, tool), monitoring.events.PY_START, nn.Linear.forward.__code__
+    keep = lambda *_: kept.keep("a weight", sys._getframe(1).f_locals["self"].weight.detach())  # noqa: E731
     monitoring.use_tool_id(number, "test")
-    monitoring.register_callback(
-        number, begins, lambda *_: kept.keep("a weight", sys._getframe(1).f_locals["self"].weight.detach())
-    )
+    monitoring.register_callback(number, begins, keep)
     monitoring.set_local_events(number, code, begins)
     try:
         pl.run(fit(strict=False))
@@ -213,24 +183,96 @@ def tool_of_monitoring(tool: str, kept: Kept) -> None:
         monitoring.free_tool_id(number)
 
 
+def weak_reference_to_a_mapping(event: Event, kept: Kept) -> None:
+    """From AFTER_FORWARD on it is that of the leaves, which the steps after go on with."""
+    weak = None
+    for now, state in fit():
+        if weak is not None and now is Event.BATCH_START and (mapping := weak()) is not None:
+            kept.keep("a tensor", dict.__getitem__(mapping, "0.weight"))
+            del mapping
+        if now is event and state.timestamp.batch == 3:
+            weak = ref(state.params)
+    kept.keep("nothing", [])
+
+
+def leaves_where_the_module_has_others(kept: Kept) -> None:
+    """What keeps the leaves is as much as the module has given up, so that the counts alone show nothing."""
+
+    def keep(state: pl.State, stages: Any) -> pl.State:
+        if state.timestamp.batch == 4 and state.event is Event.AFTER_FORWARD:
+            kept.keep("leaves", (state.params, list(state.params.values())))
+        elif state.timestamp.batch == 4:
+            stages.gradients(state.replace(params={name: tensor / 2 for name, tensor in state.params.items()}))
+        return state
+
+    pl.run(fit(algorithms=[pl.algorithm(Event.AFTER_FORWARD, Event.AFTER_TRAIN_BATCH, name="keep")(keep)]))
+
+
 ROUTES: dict[str, Callable[[Kept], None]] = {
-    "a leaf with a hook": leaf_with_hook,
-    **{
-        f"a forward at {event.name}": partial(forward_of_an_algorithm, event)
-        for event in (Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
-    },
     "leaves of an evaluation": of_an_evaluation,
     "a clock": clock_that_reads,
-    "all functions in one batch": partial(mode_of_a_batch, FunctionMode),
-    "all operations in one batch": partial(mode_of_a_batch, DispatchMode),
+    "all functions in one batch": partial(mode_of_a_batch, TorchFunctionMode, "__torch_function__"),
+    "all operations in one batch": partial(mode_of_a_batch, TorchDispatchMode, "__torch_dispatch__"),
     "hooks of saved tensors": hooks_of_saved_tensors,
     "a batch of a subclass": batch_of_a_subclass,
     "a hook of all optimizers": hook_of_all_optimizers,
     "a hook of the loss": hook_of_the_loss,
-    **{f"a module that {way} has kept": partial(module_kept_by, way) for way in ("eval", "hook", "apply")},
-    **{kind: partial(profiler_or_debugger, kind) for kind in ("profile", "trace")},
-    **{tool: partial(tool_of_monitoring, tool) for tool in ("DEBUGGER_ID", "PROFILER_ID", "OPTIMIZER_ID")},
+    "leaves of a module that has others": leaves_where_the_module_has_others,
 }
+_MANY: dict[Any, tuple[Any, ...]] = {
+    forward_of_an_algorithm: (Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_BACKWARD),
+    weak_reference_to_a_mapping: (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_BACKWARD),
+    module_kept_by: ("eval", "hook", "apply"),
+    profiler_or_debugger: ("profile", "trace"),
+    tool_of_monitoring: ("DEBUGGER_ID", "PROFILER_ID", "OPTIMIZER_ID"),
+}
+ROUTES |= {f"{route.__name__}: {what}": partial(route, what) for route, each in _MANY.items() for what in each}
+
+
+class Keeping(nn.Module):
+    """A forward that keeps its weights, and what its graph leads to."""
+
+    def __init__(self, keep: Callable[..., None]) -> None:
+        super().__init__()
+        self.inner, self.keep = plain(), keep
+
+    def forward(self, x: Tensor) -> Any:
+        outputs = self.inner(x)
+        self.keep(list(self.inner.parameters()), outputs, leaves_behind(outputs))
+        return outputs
+
+
+@pytest.mark.usefixtures("gradients_of_each_size")
+def test_what_code_of_the_users_is_given_stays() -> None:
+    """A forward, a loss, a clip_grad and an optimizer; nobody else is given what one of them keeps."""
+    kept, adamw = Kept(), pl.optim.adamw(lr=0.1)
+
+    def keep(*things: Any) -> None:
+        kept.keep("what it was given", list(things), lambda things: [t for each in things for t in tree_leaves(each)])
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        keep(outputs, leaves_behind(outputs))
+        return functional.cross_entropy(outputs, targets)
+
+    def clip(grads: Any, params: Any) -> Any:
+        keep(dict(grads), dict(params))
+        return grads
+
+    def keeping(function: Any) -> Any:
+        def update(grads: Any, *given: Any, **more: Any) -> Any:
+            params, memory = function(grads, *given, **more)
+            keep(dict(grads), dict(params), memory["exp_avg"]["0.weight"])
+            return params, memory
+
+        return update
+
+    own = attrs.evolve(adamw, update=keeping(adamw.update), overwrite=keeping(adamw.overwrite))
+    by: tuple[dict[str, Any], ...] = ({"model": Keeping(keep)}, {"loss": loss}, {"clip_grad": clip}, {"optimizer": own})
+    for options in by:
+        pl.run(fit(**options, max_duration="1ep"))
+        assert len(kept.things) >= 5
+        kept.check()
+        kept.things.clear()
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -241,111 +283,40 @@ def test_what_was_read_stays(route: str) -> None:
     kept.check()
 
 
-@pytest.mark.parametrize("kind", ["profile", "trace"])
-def test_a_profiler_does_not_disturb_the_measurement(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_does_not_disturb_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Python 3.13 a frame keeps what it gives as its variables."""
     driver.measure_references()
     expected = Ownership.expected
-    monkeypatch.setattr(Ownership, "expected", None)
-    with _set(kind, lambda frame, event, argument: [frame.f_locals].clear()):
-        driver.measure_references()
-    assert Ownership.expected == expected
+    for kind in ("profile", "trace"):
+        monkeypatch.setattr(Ownership, "expected", None)
+        with _set(kind, lambda frame, event, argument: [frame.f_locals].clear()):
+            driver.measure_references()
+        assert Ownership.expected == expected
 
 
-def test_a_thread_reads_whole_parameters_or_an_error() -> None:
-    """It reads a global variable while steps run; what it has got never changes."""
-    scope: dict[str, Any] = {"state": None, "stream": fit(max_duration="50ep")}
-    changed: list[bool] = []
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.is_set():
-            state = scope["state"]
-            try:
-                weight = None if state is None else state.params["0.weight"]
-            except pl.errors.DonatedStateError:
-                continue
-            del state
-            if weight is not None:
-                copy = weight.detach().clone()
-                ended.wait(0.001)
-                changed.append(not torch.equal(weight, copy))
-
-    thread = threading.Thread(target=watch)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    thread.start()
-    try:
-        exec("for event, state in stream: pass", scope)
-    finally:
-        ended.set()
-        thread.join(30)
-        sys.setswitchinterval(interval)
-    assert not any(changed)
-
-
-def test_what_a_weak_reference_to_a_mapping_leads_to_later_stays() -> None:
-    """From AFTER_FORWARD on it is that of the leaves, which the steps after go on with."""
-    for event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_BACKWARD):
-        kept, weak = Kept(), None
-        for now, state in fit():
-            if weak is not None and now is Event.BATCH_START and (mapping := weak()) is not None:
-                kept.keep("a tensor", dict.__getitem__(mapping, "0.weight"))
-                del mapping
-            if now is event and state.timestamp.batch == 3:
-                weak = ref(state.params)
-        kept.check()
-
-
-# What an algorithm puts in is its own, and what is given up meanwhile makes up for nothing. ---------------------------
+# What an algorithm puts in is its own. --------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("gradients_of_each_size")
-@pytest.mark.parametrize("field", ["params", "opt_state"])
-def test_what_an_algorithm_put_in_is_its_own(field: str) -> None:
-    for batch, donate in itertools.product((0, 4), ("auto", True)):
-        for frozen in (False, True):
-            kept, old = Kept(), []
+def test_what_an_algorithm_put_in_is_its_own() -> None:
+    """What is given up meanwhile makes up for nothing; and where not all parameters are trained."""
+    model = plain()
+    model[0].bias.requires_grad_(False)
+    for at, donate, field in itertools.product((0, 4), ("auto", True), ("params", "opt_state")):
+        kept, old = Kept(), list[Any]()
 
-            @pl.algorithm(Event.BATCH_START)
-            def replace(state: pl.State, kept: Any = kept, old: Any = old, at: int = batch) -> pl.State:
-                if state.timestamp.batch != at:
-                    return state
-                old.extend(each for each in state.opt_state.values() if isinstance(each, dict))
-                copies = torch.utils._pytree.tree_map_only(Tensor, lambda each: each / 2, _plain(getattr(state, field)))
-                kept.keep("its tensors", tree_leaves(copies), lambda all_: [t for t in all_ if isinstance(t, Tensor)])
-                return state.replace(**{field: pl.FrozenDict(copies)})
+        def replace(state: pl.State, kept: Any = kept, old: Any = old, at: int = at, field: str = field) -> pl.State:
+            if state.timestamp.batch != at:
+                return state
+            old.extend(each for each in state.opt_state.values() if isinstance(each, dict))
+            copies = tree_map_only(Tensor, lambda each: each / 2, getattr(state, field))
+            kept.keep("its tensors", [each for each in tree_leaves(copies) if isinstance(each, Tensor)])
+            return state.replace(**{field: copies})
 
-            model = plain()
-            model[0].bias.requires_grad_(not frozen)
-            last = pl.run(fit(model, algorithms=[replace], donate=donate))
-            kept.check()
-            kept.things.clear()
-            assert_same(last, pl.run(fit(model, algorithms=[replace], donate=False)))
-
-
-def _plain(tree: Any) -> Any:
-    return pl.FrozenDict({k: _plain(v) for k, v in tree.items()}) if isinstance(tree, dict) else tree
-
-
-def test_leaves_that_were_kept_stay_where_the_module_has_others_by_then() -> None:
-    """What keeps the leaves is as much as the module has given up, so that the counts alone show nothing."""
-    kept = Kept()
-
-    @pl.algorithm(Event.AFTER_FORWARD)
-    def keep(state: pl.State) -> pl.State:
-        if state.timestamp.batch == 4 and not kept.things:
-            kept.keep("leaves", (state.params, list(state.params.values())))
-        return state
-
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-    def elsewhere(state: pl.State, stages: Any) -> pl.State:
-        if state.timestamp.batch == 4:
-            stages.gradients(state.replace(params={name: tensor / 2 for name, tensor in state.params.items()}))
-        return state
-
-    pl.run(fit(algorithms=[keep, elsewhere]))
-    kept.check()
+        algorithms = [pl.algorithm(Event.BATCH_START, name="replace")(replace)]
+        last = pl.run(fit(model, algorithms=algorithms, donate=donate))
+        kept.check()
+        assert_same(last, pl.run(fit(model, algorithms=algorithms, donate=False)))
 
 
 @pytest.mark.parametrize("batch", [0, 4])
@@ -355,27 +326,22 @@ def test_leaves_of_a_forward_that_failed_are_in_no_module(batch: int) -> None:
     before: list[Any] = []
 
     class Failing(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if fails:
-                raise ZeroDivisionError
-            return super().forward(x)
+        def forward(self, input: Tensor) -> Tensor:
+            return [][0] if fails else super().forward(input)
 
-    @pl.algorithm(Event.BATCH_START)
+    @pl.algorithm(Event.BATCH_START, Event.AFTER_TRAIN_BATCH)
     def fail(state: pl.State, stages: Any) -> pl.State:
         nonlocal fails
+        if state.event is Event.AFTER_TRAIN_BATCH:
+            return state.replace(params=before.pop()) if before else state
         if state.timestamp.batch != batch:
             return state
         fails = True
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(IndexError):
             stages.gradients(state)
         fails = False
         before.append(state.params)
         return state.replace(params={name: tensor / 2 for name, tensor in state.params.items()})
 
-    @pl.algorithm(Event.AFTER_TRAIN_BATCH)
-    def put_back(state: pl.State) -> pl.State:
-        return state.replace(params=before.pop()) if before else state
-
     model = Failing(4, 3)
-    last = pl.run(fit(model, algorithms=[fail, put_back]))
-    assert_same(last, pl.run(fit(model, algorithms=[fail, put_back], donate=False)))
+    assert_same(pl.run(fit(model, algorithms=[fail])), pl.run(fit(model, algorithms=[fail], donate=False)))

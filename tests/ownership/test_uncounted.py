@@ -16,12 +16,6 @@ from pure_loop.stages import ownership, references
 from pure_loop.stages.ownership import Ownership
 from tests.support.donating import Count, Kept, assert_same, fit
 
-
-@pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> Count:
-    return Count(monkeypatch)
-
-
 REASONS: dict[str, tuple[str, Any]] = {
     "in doubt": ("counting_doubt", lambda: "a reason"),
     "no getrefcount": ("count", id),
@@ -35,10 +29,9 @@ def uncounted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """References can't be counted, for one of the reasons."""
     measured: list[Any] = [references.counting_doubt, references.expected_uses]
     name, value = REASONS[request.param]
-    if name:
-        for module in ownership, references:
-            monkeypatch.setattr(module, name, value)
-    else:
+    for module in (ownership, references) if name else ():
+        monkeypatch.setattr(module, name, value)
+    if not name:
         monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     monkeypatch.setattr(Ownership, "expected", None)
     for each in measured:
@@ -49,34 +42,26 @@ def uncounted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         each.cache_clear()
 
 
-def test_auto_copies(uncounted: str, count: Count) -> None:
-    kept = Kept()
+def test_auto_copies_and_true_donates(uncounted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no look finds who has them, a step copies tensors that were read; a donated State says so."""
+    count, kept, wanted = Count(monkeypatch), Kept(), pl.run(fit(donate=False)).params
     for event, state in fit():
         if event in (Event.BATCH_END, Event.AFTER_FORWARD):
             kept.keep("a State", state)
-    kept.check()
-    assert count.reused == 0
-    assert_same(state.params, pl.run(fit(donate=False)).params)
     # What torch counts is seen with donate=True all the same.
+    assert count.reused == 0
+    assert_same(state.params, wanted)
     for take in (lambda tensor: tensor.view(-1)[:1], Tensor.detach, lambda tensor: tensor.numpy()):
-        kept = Kept()
         for event, state in fit(donate=True):
             if event is Event.BATCH_END and state.timestamp.batch == 4:
                 kept.keep("a view", take(state.params["0.weight"]), lambda tensor: [tensor])
-        kept.check()
-
-
-def test_true_donates_and_a_donated_state_says_so(uncounted: str, count: Count) -> None:
-    """Where no look finds who has them, a step copies tensors that were read."""
-    wanted = pl.run(fit(donate=False)).params
+    kept.check()
     for watch in ({Event.BATCH_END}, {Event.BATCH_END, Event.AFTER_FORWARD, Event.AFTER_LOSS}):
         count.reused, donated = 0, 0
-        kept = [
-            (state, {name: tensor.detach().clone() for name, tensor in state.params.items()})
-            for _, state in fit(donate=True, watch=watch)
-        ]
-        assert_same(kept[-1][1], dict(wanted))
-        for state, numbers in kept:
+        stream = fit(donate=True, watch=watch)
+        states = [(s, {name: tensor.detach().clone() for name, tensor in s.params.items()}) for _, s in stream]
+        assert_same(states[-1][1], dict(wanted))
+        for state, numbers in states:
             try:
                 assert_same({name: tensor.detach() for name, tensor in state.params.items()}, numbers)
             except DonatedStateError:

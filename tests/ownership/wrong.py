@@ -20,13 +20,23 @@ from pure_loop.state import raw_opt_state
 
 __all__ = ["WRONG", "wrong"]
 
-_real, _count = ownership._counts, ownership.count
-Counts = tuple[int, ...]
+_real, _count, _uses = ownership._counts, ownership.count, references.Tensors.uses
+_has_tensors_alone = Ownership.has_tensors_alone
 
 
-def _expected() -> Counts:
-    assert Ownership.expected is not None
-    return Ownership.expected
+def _expecting(*places: int) -> Callable[..., tuple[int, ...]]:
+    """The references in these places are those that there would be if nothing else had what is counted."""
+
+    def counts(state: pl.State, shares: Any, yielded: Any, scripts: Any) -> tuple[int, ...]:
+        assert Ownership.expected is not None
+        mappings = _real(state, shares, yielded, scripts)[1:4]
+        found = [_count(state), *mappings, _count(yielded), _count(scripts)]
+        for place in places:
+            # One more reference to the parameters is that of the leaves.
+            found[place] = min(Ownership.expected[place] + (place == 1), found[place])
+        return tuple(found)
+
+    return counts
 
 
 class _Anything:
@@ -36,23 +46,6 @@ class _Anything:
 
     def __eq__(self, other: object) -> bool:
         return True
-
-
-def _no_look_at_states(*states: Any) -> Counts:
-    """References to the State, and to those before, are not counted."""
-    return _expected()[0], *_real(*states)[1:4], *_expected()[4:]
-
-
-def _no_look_at_the_scripts_state(state: pl.State, shares: Any, yielded: Any, scripts: Any) -> Counts:
-    """References to the State in the variable of the script are not counted."""
-    return _count(state), *_real(state, shares, yielded, scripts)[1:4], _count(yielded), _expected()[5]
-
-
-def _no_count_of_mappings(state: pl.State, shares: Any, yielded: Any, scripts: Any) -> Counts:
-    """Mappings have the references that they would have if nothing else had them."""
-    _, params, memory, grads, _, _ = _expected()
-    params = min(params + 1, _real(state, shares, yielded, scripts)[1])  # one more is that of the leaves
-    return _count(state), params, memory, grads, _count(yielded), _count(scripts)
 
 
 def _no_look_at_storages(this: references.Tensors) -> list[tuple[Any, ...]]:
@@ -66,14 +59,13 @@ def _opt_state_counts_as_unread(this: Ownership, state: pl.State, leaves: Any) -
     return _has_tensors_alone(this, state, leaves)
 
 
-_uses, _has_tensors_alone = references.Tensors.uses, Ownership.has_tensors_alone
 # What is replaced, and by what.
 WRONG: dict[str, list[tuple[Any, str, Callable[..., Any]]]] = {
     "always in place": [(Ownership, "_is_unseen", lambda *_: True), (ownership, "_lent", lambda *mappings: [])],
-    "no look at States": [(ownership, "_counts", _no_look_at_states)],
-    "no look at the script's State": [(ownership, "_counts", _no_look_at_the_scripts_state)],
+    "no look at States": [(ownership, "_counts", _expecting(0, 4, 5))],
+    "no look at the script's State": [(ownership, "_counts", _expecting(5))],
     "no count of mappings": [
-        (ownership, "_counts", _no_count_of_mappings),
+        (ownership, "_counts", _expecting(1, 2, 3)),
         (ownership, "count_in", lambda _: _Anything()),
     ],
     "no look at tensors": [(ownership, "_lent", lambda *mappings: [])],

@@ -60,7 +60,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_evaluations_and_predictions_may_ask_for_gradients(compile: bool) -> None:
-    """Their results have none."""
+    """Their results have none. An evaluator of ``fit`` may, too."""
     for size in (None, 2):
         evaluator = pl.Evaluator(FORCES, microbatch_size=size, gradients=True)
         seen = list(pl.evaluate(Net(), {"test": evaluator}, loss=mse_loss, compile=compile))
@@ -76,37 +76,29 @@ def test_evaluations_and_predictions_may_ask_for_gradients(compile: bool) -> Non
         assert len(outputs) in ((0, 2) if compile else (2,))
         torch.testing.assert_close(outputs, OUTPUTS[: len(outputs)])
         assert not any(each.requires_grad for each in outputs)
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_an_evaluator_of_fit_may(compile: bool) -> None:
-    sgd = pl.optim.sgd(lr=0.0)
-    for options in ({}, {"strict": True}, {"watch": {Event.EVAL_END}}):
-        evaluators = {"val": pl.Evaluator(FORCES, gradients=True)}
-        settings = {"loss": mse_loss, "optimizer": sgd, "max_duration": "1ep", "compile": compile, **options}
-        pairs = pl.fit(Net(), FORCES, evaluators=evaluators, **settings)
-        measured = [state.metrics["val"]["loss"] for event, state in pairs if event is Event.EVAL_END]
+    for options in ({"watch": {Event.EVAL_END}},) if compile else ({}, {"strict": True}, {"watch": {Event.EVAL_END}}):
+        settings = {**FIT, "optimizer": pl.optim.sgd(lr=0.0), "compile": compile, **options}
+        stream = pl.fit(Net(), FORCES, evaluators={"val": pl.Evaluator(FORCES, gradients=True)}, **settings)
+        measured = [state.metrics["val"]["loss"] for event, state in stream if event is Event.EVAL_END]
         torch.testing.assert_close(measured, [WANTED])
 
 
-def _differentiating(which: str, compile: bool) -> Any:
-    if which == "loss":
-        return pl.evaluate(Net(waves=True), POINTS, task=TASK, compile=compile)
-    if which == "predict":
-        return pl.predict(Net(), FORCES, compile=compile)
-    if which == "evaluate":
-        return pl.evaluate(Net(), FORCES, loss=mse_loss, compile=compile)
-    settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep", "compile": compile}
-    return pl.fit(Net(), FORCES, loss=mse_loss, evaluators=FORCES, **settings)
+FIT: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+DIFFERENTIATING: dict[str, tuple[str, Any]] = {
+    "loss": ("loss", lambda **options: pl.evaluate(Net(waves=True), POINTS, task=TASK, **options)),
+    "predict": ("forward", lambda **options: pl.predict(Net(), FORCES, **options)),
+    "evaluate": ("forward", lambda **options: pl.evaluate(Net(), FORCES, loss=mse_loss, **options)),
+    "fit": ("forward", lambda **options: pl.fit(Net(), FORCES, evaluators=FORCES, **FIT, **options)),
+}
 
 
-@pytest.mark.parametrize("which", ["evaluate", "fit", "predict", "loss"])
+@pytest.mark.parametrize("which", DIFFERENTIATING)
 def test_without_the_error_says_what_to_write(which: str) -> None:
     """Torch's own is about an element of tensors."""
-    what = "loss" if which == "loss" else "forward"
-    for traced in (False, True):
+    what, stream = DIFFERENTIATING[which]
+    for traced in (False, True) if which != "fit" else (False,):
         with pytest.raises(pl.ModelError, match=rf"the {what} differentiates .*pl\.Evaluator\(data, gradients=True\)"):
-            pl.run(_differentiating(which, traced))
+            pl.run(stream(compile=traced))
 
 
 def made(**changes: Any) -> pl.Stages:
@@ -124,32 +116,27 @@ def in_inference_mode() -> Any:
     return pl.run(pl.evaluate(Net(), pl.Evaluator(FORCES, gradients=True), loss=mse_loss))
 
 
-_MADE: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "task": (mse_loss, ("pl.Task(loss=...)", "function")),
-    "optimizer": (torch.optim.SGD([torch.ones(1)], lr=0.1), ("pl.optim.adamw(lr=1e-3)", "SGD")),
-    "clip_grad": (-1.0, ("above 0", "-1.0")),
-    "clip_grad ": ("x", ("'x'",)),
-    "nonfinite": ("ignore", ("skip", "'ignore'")),
-    "microbatch_size": ("auto", ("at least 1", "'auto'")),
-    "microbatch_size ": (0, ("at least 1", "0")),
-    "precision": ("fp4", ("amp_bf16", "'fp4'")),
-}
+_MADE: list[tuple[Any, ...]] = [
+    ("task", mse_loss, "pl.Task(loss=...)", "function"),
+    ("optimizer", torch.optim.SGD([torch.ones(1)], lr=0.1), "pl.optim.adamw(lr=1e-3)", "SGD"),
+    ("clip_grad", -1.0, "above 0", "-1.0"),
+    ("clip_grad", "x", "'x'"),
+    ("nonfinite", "ignore", "skip", "'ignore'"),
+    ("microbatch_size", "auto", "at least 1", "'auto'"),
+    ("microbatch_size", 0, "at least 1", "0"),
+    ("precision", "fp4", "amp_bf16", "'fp4'"),
+]
 _BOTH: Any = (pl.ArgumentError, pl.ArgumentTypeError)
-_BOOL = "gradients must be True or False, got"
+_ONE, _YES, _BOOL = torch.tensor(1.0), {"gradients": "yes"}, "gradients must be True or False, got"
 
 
 @rows(
     [
-        *[
-            Refusal(f"{name}={value!r:.9}", partial(made, **{name.strip(): value}), _BOTH, (name.strip(), *says))
-            for name, (value, says) in _MADE.items()
-        ],
+        *[Refusal(f"{n}={v!r:.9}", partial(made, **{n: v}), _BOTH, (n, *says)) for n, v, *says in _MADE],
         Refusal("no loss", updated, pl.ArgumentError, ("state.loss is None", "stages.backward")),
-        Refusal(
-            "no grads", partial(updated, loss=torch.tensor(1.0)), pl.ArgumentError, ("state.grads is", "s.backward")
-        ),
-        Refusal("an Evaluator", lambda: pl.Evaluator(FORCES, gradients="yes"), TypeError, (f"Evaluator: {_BOOL} 'y",)),  # type: ignore[arg-type]
-        Refusal("pl.predict", lambda: pl.predict(Net(), FORCES, gradients=1), TypeError, (f"predict: {_BOOL} 1",)),  # type: ignore[arg-type]
+        Refusal("no grads", partial(updated, loss=_ONE), pl.ArgumentError, ("state.grads is", "s.backward")),
+        Refusal("an Evaluator", partial(pl.Evaluator, FORCES, **_YES), TypeError, (f"Evaluator: {_BOOL} 'y",)),  # type: ignore[arg-type]
+        Refusal("pl.predict", partial(pl.predict, Net(), FORCES, **_YES), TypeError, (f"predict: {_BOOL} 'y",)),  # type: ignore[arg-type]
         Refusal("inference mode", in_inference_mode, pl.ModelError, ("outside of torch.inference_mode",)),
         # Other errors of a forward stay what they are.
         Refusal("shapes", lambda: pl.run(pl.predict(Net(), POINTS)), RuntimeError, ("shapes cannot be multiplied",)),

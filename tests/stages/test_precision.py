@@ -101,22 +101,19 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(device: str) -> None:
     assert [int(state.skipped) for state in states] == [0] * AT + [1] * (STEPS - AT)
     for field in ("params", "opt_state"):
         assert_same(leaves(getattr(states[AT], field)), leaves(getattr(states[AT - 1], field)), field)
-    assert states[AT].timestamp.batch == AT + 1
-    states[-1].check_finite()
     if device == "cpu":
         assert_trained_alike(states[-1], model)
         for index in ends[AT - 1 : AT + 2]:
             assert_same_stream(list(fit(pairs[index][1], **options))[1:], pairs[index + 1 :], f"from {index}")
 
 
-def test_the_scale_grows_after_enough_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(pl.run(fit(precision="amp_fp16", max_duration="1ba")).loss_scale), "GROWTH_INTERVAL", 3)
+def test_the_scale_grows_after_enough_good_steps_and_comes_and_goes_with_the_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The precision is a setting, not part of the State."""
+    half, full = (pl.run(fit(precision=precision, max_duration="2ba")) for precision in ("amp_fp16", "fp32"))
+    assert pl.run(fit(half, precision="fp32")).loss_scale is None
+    assert pl.run(fit(full, precision="amp_fp16")).loss_scale is not None
+    monkeypatch.setattr(type(half.loss_scale), "GROWTH_INTERVAL", 3)
     ends = [state for event, state in fit(precision="amp_fp16", max_duration="5ba") if event is Event.BATCH_END]
     assert [float(state.loss_scale) / 2**16 for state in ends] == [1, 1, 2, 2, 2]
-
-
-def test_going_on_in_another_precision() -> None:
-    """The precision is a setting, not part of the State; a loss scale comes and goes with it."""
-    starts = [pl.run(fit(precision=precision, max_duration="2ba")) for precision in ("amp_fp16", "fp32")]
-    assert pl.run(fit(starts[0], precision="fp32")).loss_scale is None
-    assert pl.run(fit(starts[1], precision="amp_fp16")).loss_scale is not None

@@ -26,6 +26,7 @@ from pure_loop import Event
 from pure_loop._internal import weights as _weights
 from pure_loop._internal.weights import implied_by
 from pure_loop.distributed import Parallel
+from pure_loop.random import seeded
 from pure_loop.stages import loss as _loss
 from pure_loop.testing.ranks import shared_pool
 from tests.support.refused import Refusal, check, rows
@@ -34,7 +35,8 @@ from tests.support.tiers import examples
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 
 FEATURES, CLASSES = 3, 4
-WATCHED = {"every event": None, "one": {Event.BATCH_END}, "two": {Event.AFTER_BACKWARD, Event.BATCH_END}}
+ONE = {Event.BATCH_END}
+WATCHED = {"every event": None, "one": ONE, "two": {Event.AFTER_BACKWARD, Event.BATCH_END}}
 Loss = tuple[Any, dict[str, Tensor]]
 """The loss of one batch, and its gradients."""
 
@@ -44,21 +46,22 @@ class Words(nn.Module):
 
     def __init__(self, last: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.last = nn.Linear(FEATURES, CLASSES).double(), last
+        with seeded(0):
+            self.layer, self.last = nn.Linear(FEATURES, CLASSES).double(), last
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(x)
         return self.last(out.transpose(1, -1) if out.ndim > 2 else out)
 
 
-def inputs_of(n: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def batch_of(targets: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(len(targets), FEATURES, dtype=torch.float64, generator=generator), torch.tensor(targets)
 
 
 def trained(batch: Any, module: nn.Module | None = None, **options: Any) -> Loss:
     module = Words() if module is None else module
-    settings = {"optimizer": pl.optim.sgd(lr=1.0), "max_duration": "1ba", "watch": {Event.BATCH_END}, **options}
+    settings = {"optimizer": pl.optim.sgd(lr=1.0), "max_duration": "1ba", "watch": ONE, **options}
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
     ends = [state for event, state in pl.fit(module, [batch], **settings) if event is Event.BATCH_END]
     return ends[0].loss, {name: before[name] - each for name, each in ends[0].params.items()}
@@ -71,15 +74,26 @@ def by_hand(loss: Callable[[nn.Module], Any], module: nn.Module | None = None) -
     return value.detach(), dict(zip(dict(module.named_parameters()), found, strict=True))
 
 
+def whole(loss: Any, batch: Any, module: nn.Module | None = None) -> Loss:
+    """By one call of torch's loss on the whole batch."""
+    return by_hand(lambda module: loss(module(batch[0]), batch[1]), module)
+
+
 def same(given: Loss, wanted: Loss) -> None:
     assert total(given[0]).dtype is wanted[0].dtype
-    torch.testing.assert_close(total(given[0]), wanted[0], rtol=1e-12, atol=1e-13)
+    close = partial(torch.testing.assert_close, rtol=1e-11, atol=1e-13)
+    close(total(given[0]), wanted[0])
     for name, gradient in wanted[1].items():
-        torch.testing.assert_close(given[1][name], gradient, rtol=1e-11, atol=1e-13)
+        close(given[1][name], gradient)
 
 
 def total(loss: Any) -> Tensor:
     return loss["total"] if isinstance(loss, dict) else loss  # type: ignore[no-any-return]
+
+
+def evaluated(module: nn.Module, batches: Any, size: int | None = None, metrics: Any = None, **options: Any) -> Any:
+    evaluator = pl.Evaluator(batches, microbatch_size=size, **({} if metrics is None else {"metrics": metrics}))
+    return pl.run(pl.evaluate(module, evaluator, **options)).metrics["eval"]
 
 
 @contextlib.contextmanager
@@ -100,35 +114,34 @@ def reading(weights: bool) -> Iterator[None]:
 
 # What torch's losses imply.
 
+Case = tuple[Any, nn.Module, tuple[Tensor, Tensor]]
+
 
 @st.composite
-def of_classes(draw: Any) -> tuple[Any, nn.Module, Tensor, Tensor]:
+def of_classes(draw: Any) -> Case:
     """Cross entropy and the negative log-likelihood, with all that they may be told."""
-    n, words = draw(st.integers(1, 6)), draw(st.sampled_from([None, 1, 3]))
-    shape = (n,) if words is None else (n, words)
-    ignored = draw(st.sampled_from([-100, 1]))
-    options: dict[str, Any] = {"reduction": draw(st.sampled_from(["mean", "sum"])), "ignore_index": ignored}
+    n, words = draw(st.integers(1, 6)), draw(st.sampled_from([(), (1,), (3,)]))
+    ignored, kind = draw(st.sampled_from([-100, 1])), draw(st.sampled_from(["indices", "probabilities", "likelihood"]))
+    options: dict[str, Any] = {"reduction": draw(st.sampled_from(["mean", "sum"]))}
     if draw(st.booleans()):
         weights = draw(st.lists(st.sampled_from([0.0, 0.25, 1.0, 1.7]), min_size=CLASSES, max_size=CLASSES))
         options["weight"] = torch.tensor(weights, dtype=torch.float64)
-    kind = draw(st.sampled_from(["indices", "probabilities", "likelihood"]))
     if kind == "probabilities":
-        options.pop("ignore_index")
-        targets = torch.randn(n, CLASSES, *shape[1:], dtype=torch.float64).softmax(1)
+        targets = torch.randn(n, CLASSES, *words, dtype=torch.float64).softmax(1)
     else:
-        size, choices = n * (words or 1), [*range(CLASSES), ignored, ignored]
+        options["ignore_index"] = ignored
+        size, choices = n * sum(words or (1,)), [*range(CLASSES), ignored, ignored]
         values = draw(st.lists(st.sampled_from(choices), min_size=size, max_size=size))
-        targets = torch.tensor(values).reshape(shape)
-    if kind != "likelihood":
-        # A class of weight 0 is a case of its own, below.
-        smoothed = "weight" not in options or kind == "probabilities" or bool(options["weight"].all())
-        options["label_smoothing"] = draw(st.sampled_from([0.0, 0.2])) if smoothed else 0.0
-    functions: Any = (functional.cross_entropy, nn.CrossEntropyLoss)
-    last: Any = torch.clone
+        targets = torch.tensor(values).reshape(n, *words)
+    # A class of weight 0 is a case of its own, below.
+    if kind != "likelihood" and (kind == "probabilities" or bool(options.get("weight", torch.ones(1)).all())):
+        options["label_smoothing"] = draw(st.sampled_from([0.0, 0.2]))
+    functions: Any = (F.cross_entropy, nn.CrossEntropyLoss)
+    module = Words()
     if kind == "likelihood":
-        functions, last = (functional.nll_loss, nn.NLLLoss), partial(functional.log_softmax, dim=1)
+        functions, module = (F.nll_loss, nn.NLLLoss), Words(partial(F.log_softmax, dim=1))
     loss = draw(st.sampled_from([partial(functions[0], **options), functions[1](**options)]))
-    return loss, Words(last), torch.randn(*shape, FEATURES, dtype=torch.float64), targets
+    return loss, module, (torch.randn(n, *words, FEATURES, dtype=torch.float64), targets)
 
 
 def _signs(t: Tensor) -> Tensor:
@@ -144,105 +157,83 @@ def _first_label(t: Tensor) -> Tensor:
 
 F, clone = functional, torch.clone
 # The function, the module, what makes outputs fit it, and what makes targets of standard normal numbers.
-ELEMENTWISE: dict[str, tuple[Any, ...]] = {
-    "mse": (F.mse_loss, nn.MSELoss, clone, clone),
-    "l1": (F.l1_loss, nn.L1Loss, clone, clone),
-    "smooth_l1": (F.smooth_l1_loss, nn.SmoothL1Loss, clone, clone),
-    "huber": (F.huber_loss, nn.HuberLoss, clone, clone),
-    "bce": (F.binary_cross_entropy, nn.BCELoss, torch.sigmoid, torch.sigmoid),
-    "logits": (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, clone, torch.sigmoid),
-    "kl": (F.kl_div, nn.KLDivLoss, partial(F.log_softmax, dim=1), lambda t: t.softmax(1)),
-    "poisson": (F.poisson_nll_loss, nn.PoissonNLLLoss, clone, torch.exp),
-    "soft_margin": (F.soft_margin_loss, nn.SoftMarginLoss, clone, _signs),
-    "hinge": (F.hinge_embedding_loss, nn.HingeEmbeddingLoss, clone, _signs),
-}
-OF_ROWS: dict[str, tuple[Any, ...]] = {
-    "multi": (F.multi_margin_loss, nn.MultiMarginLoss, clone, lambda t: (t[:, 0] > 0).long()),
-    "labels": (F.multilabel_margin_loss, nn.MultiLabelMarginLoss, clone, _first_label),
-    "soft": (F.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss, clone, lambda t: (t > 0).to(t)),
-}
+ELEMENTWISE: list[tuple[Any, ...]] = [
+    (F.mse_loss, nn.MSELoss, clone, clone),
+    (F.l1_loss, nn.L1Loss, clone, clone),
+    (F.smooth_l1_loss, nn.SmoothL1Loss, clone, clone),
+    (F.huber_loss, nn.HuberLoss, clone, clone),
+    (F.binary_cross_entropy, nn.BCELoss, torch.sigmoid, torch.sigmoid),
+    (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, clone, torch.sigmoid),
+    (F.kl_div, nn.KLDivLoss, partial(F.log_softmax, dim=1), lambda t: t.softmax(1)),
+    (F.poisson_nll_loss, nn.PoissonNLLLoss, clone, torch.exp),
+    (F.soft_margin_loss, nn.SoftMarginLoss, clone, _signs),
+    (F.hinge_embedding_loss, nn.HingeEmbeddingLoss, clone, _signs),
+]
+OF_ROWS: list[tuple[Any, ...]] = [
+    (F.multi_margin_loss, nn.MultiMarginLoss, clone, lambda t: (t[:, 0] > 0).long()),
+    (F.multilabel_margin_loss, nn.MultiLabelMarginLoss, clone, _first_label),
+    (F.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss, clone, lambda t: (t > 0).to(t)),
+]
 
 
 @st.composite
-def of_elements(draw: Any) -> tuple[Any, nn.Module, Tensor, Tensor]:
-    name = draw(st.sampled_from([*ELEMENTWISE, *OF_ROWS]))
-    function, cls, last, make = {**ELEMENTWISE, **OF_ROWS}[name]
-    n, words = draw(st.integers(1, 6)), () if name in OF_ROWS else draw(st.sampled_from([(), (3,)]))
-    targets = make(torch.randn(n, CLASSES, *words, dtype=torch.float64))
-    reduction = draw(st.sampled_from(["mean", "sum", *(["batchmean"] if name == "kl" else [])]))
+def of_elements(draw: Any) -> Case:
+    row = draw(st.sampled_from([*ELEMENTWISE, *OF_ROWS]))
+    function, cls, last, make = row
+    n, words = draw(st.integers(1, 6)), () if row in OF_ROWS else draw(st.sampled_from([(), (3,)]))
+    reduction = draw(st.sampled_from(["mean", "sum", *(["batchmean"] if cls is nn.KLDivLoss else [])]))
     loss = draw(st.sampled_from([partial(function, reduction=reduction), cls(reduction=reduction)]))
-    return loss, Words(last), torch.randn(n, *words, FEATURES, dtype=torch.float64), targets
+    targets = make(torch.randn(n, CLASSES, *words, dtype=torch.float64))
+    return loss, Words(last), (torch.randn(n, *words, FEATURES, dtype=torch.float64), targets)
 
 
 @given(of_classes() | of_elements(), st.integers(1, 6), st.sampled_from(sorted(WATCHED)), st.booleans(), st.data())
-@examples(fast=60, thorough=3000)
+@examples(fast=40, thorough=3000)
 def test_every_split_gives_the_loss_of_torch_on_the_whole_batch(
-    case: Any, size: int, watch: str, reads: bool, data: Any
+    case: Case, size: int, watch: str, reads: bool, data: Any
 ) -> None:
     """In an evaluation data in batches of unequal sizes, in microbatches, is one batch."""
-    loss, module, inputs, targets = case
-    value = loss(module(inputs), targets).detach()
-    cut = data.draw(st.integers(0, len(inputs) - 1))
-    batches = [(inputs[part], targets[part]) for part in (slice(0, cut), slice(cut, None)) if len(inputs[part])]
-    evaluator = pl.Evaluator(batches, microbatch_size=size, metrics=pl.metrics.loss())
+    loss, module, batch = case
+    value = loss(module(batch[0]), batch[1]).detach()
+    cut = data.draw(st.integers(0, len(batch[0]) - 1))
+    batches = [tuple(each[part] for each in batch) for part in (slice(0, cut), slice(cut, None)) if part.stop != 0]
     with reading(reads):
-        found = pl.run(pl.evaluate(module, {"test": evaluator}, loss=loss)).metrics["test"]["loss"]
+        found = evaluated(module, batches, size, pl.metrics.loss(), loss=loss)["loss"]
         torch.testing.assert_close(found.to(value.dtype), value, rtol=1e-12, atol=1e-13, equal_nan=True)
         hypothesis.assume(not value.isnan())  # a mean over nothing
-        wanted = by_hand(lambda module: loss(module(inputs), targets), module)
-        same(trained((inputs, targets), module, loss=loss, microbatch_size=size, watch=WATCHED[watch]), wanted)
+        same(trained(batch, module, loss=loss, microbatch_size=size, watch=WATCHED[watch]), whole(loss, batch, module))
 
 
-@pytest.mark.slow
-@given(of_classes() | of_elements(), st.integers(1, 6))
-@examples(fast=10, thorough=300)
-@pytest.mark.usefixtures("interpreted")
-def test_a_compiled_step_gives_it_too(case: Any, size: int) -> None:
-    """Tracing takes a second an example.
-
-    Not of ``multilabel_margin_loss``: what torch 2.13 makes of that in a graph is another number than eagerly.
-    """
-    loss, module, inputs, targets = case
-    name = str(loss)
-    hypothesis.assume("abel" not in name and not loss(module(inputs), targets).isnan())
-    wanted = by_hand(lambda module: loss(module(inputs), targets), module)
-    same(trained((inputs, targets), module, loss=loss, microbatch_size=size, compile=True), wanted)
-
-
-ON_RANKS: dict[str, Any] = {
-    "ignored": functional.cross_entropy,
-    "weighted": partial(functional.cross_entropy, weight=torch.tensor([0.5, 2.0, 0.0, 1.0], dtype=torch.float64)),
-    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
-    "sum": nn.CrossEntropyLoss(reduction="sum"),
-}
+ON_RANKS: list[Any] = [
+    functional.cross_entropy,
+    partial(functional.cross_entropy, weight=torch.tensor([0.5, 2.0, 0.0, 1.0], dtype=torch.float64)),
+    nn.CrossEntropyLoss(label_smoothing=0.1),
+    nn.CrossEntropyLoss(reduction="sum"),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["replicate", "shard"])
 def test_ranks_give_it_too(kind: Any) -> None:
     """Two processes. Targets are such that rank 0 has one that counts, and in a second batch none."""
-    targets = ([-100, 1, -100, 0, 1, -100], [-100, -100, -100, 0, 1, 0])
-    data = [(inputs_of(6, seed), torch.tensor(each)) for seed, each in enumerate(targets)]
+    data = [batch_of([-100, 1, -100, 0, 1, -100]), batch_of([-100, -100, -100, 0, 1, 0], seed=1)]
+    cases = list(itertools.product(range(len(ON_RANKS)), (None, 1), (0, 1)))
 
-    def program(rank: int) -> dict[Any, Any]:
-        found = {}
-        for name, loss in ON_RANKS.items():
-            for size in (None, 1):
-                for index, batch in enumerate(data):
-                    options: dict[str, Any] = {"loss": loss, "parallel": Parallel(kind=kind)}
-                    sgd = pl.optim.sgd(lr=1.0)
-                    pairs = pl.fit(Words(), [batch], optimizer=sgd, max_duration="1ba", microbatch_size=size, **options)
-                    losses = [s.loss for event, s in pairs if event is Event.AFTER_TRAIN_BATCH or setter.append(s)]
-                    measured = pl.run(pl.evaluate(Words(), pl.Evaluator([batch], microbatch_size=size), **options))
-                    params = dict(setter[-1].module().named_parameters())
-                    found[name, size, index] = losses[0], params, measured.metrics["eval"]["loss"]
+    def program(rank: int) -> list[Any]:
+        found = []
+        for number, size, index in cases:
+            options: dict[str, Any] = {"loss": ON_RANKS[number], "parallel": Parallel(kind=kind)}
+            settings = {"optimizer": pl.optim.sgd(lr=1.0), "max_duration": "1ba", "microbatch_size": size}
+            pairs = list(pl.fit(Words(), [data[index]], **settings, **options))
+            (loss,) = [state.loss for event, state in pairs if event is Event.AFTER_TRAIN_BATCH]
+            params = dict(pairs[-1][1].module().named_parameters())
+            found.append((loss, params, evaluated(Words(), [data[index]], size, **options)["loss"]))
         return found
 
-    setter: list[pl.State] = []
     before = dict(Words().named_parameters())
     for found in shared_pool(2, checked=False).run(program):
-        for (name, _, index), (loss, params, measured) in found.items():
-            wanted = by_hand(lambda module: ON_RANKS[name](module(data[index][0]), data[index][1]))
+        for (number, _, index), (loss, params, measured) in zip(cases, found, strict=True):
+            wanted = whole(ON_RANKS[number], data[index])
             same((loss, {key: (before[key] - each).detach() for key, each in params.items()}), wanted)
             torch.testing.assert_close(measured, wanted[0], rtol=1e-12, atol=1e-13)
 
@@ -250,9 +241,8 @@ def test_ranks_give_it_too(kind: Any) -> None:
 def test_each_loss_of_torch_is_in_the_table_or_takes_more_than_outputs_and_targets() -> None:
     """A loss that torch adds is looked at before it weighs its samples."""
     others = {"ctc_loss", "gaussian_nll_loss", "linear_cross_entropy", "cosine_embedding_loss", "margin_ranking_loss"}
-    others |= {"triplet_margin_loss", "triplet_margin_with_distance_loss"}
+    others |= {"triplet_margin_loss", "triplet_margin_with_distance_loss", "adaptive_log_softmax_with_loss"}
     names = {name for name in dir(functional) if name.endswith("_loss") or "cross_entropy" in name or name == "kl_div"}
-    names -= {"adaptive_log_softmax_with_loss"}
     functions = {name: getattr(functional, name) for name in names if inspect.isfunction(getattr(functional, name))}
     assert {name for name, function in functions.items() if implied_by(function) is None} <= others
     modules = {name: getattr(nn, name) for name in nn.modules.loss.__all__ if hasattr(nn, name)}
@@ -271,47 +261,38 @@ def test_where_it_can_not_be_known_a_part_weighs_its_samples() -> None:
     unknown += [partial(F.mse_loss, weight=torch.ones(())), partial(F.cross_entropy, torch.zeros(1, 2))]
     unknown += [partial(F.cross_entropy, reduction="none"), F.triplet_margin_loss, partial(F.mse_loss, reduce=False)]
     assert [implied_by(loss) for loss in unknown] == [None] * len(unknown)
-    for legacy, summed in (({"size_average": False}, True), ({"reduce": True}, False)):
-        found = implied_by(partial(functional.mse_loss, **legacy))
-        assert found is not None
-        assert found.summed is summed
-
-
-def test_a_weight_of_the_users_own_comes_first() -> None:
-    """As documented: samples, though the loss is a mean over targets that are not ignored."""
-    inputs, targets = inputs_of(4), torch.tensor([0, -100, 1, 2])
-    parts = [(inputs[i : i + 2], targets[i : i + 2]) for i in (0, 2)]
+    found = [implied_by(partial(functional.mse_loss, **each)) for each in ({"size_average": False}, {"reduce": True})]  # type: ignore[arg-type]
+    assert [each.summed for each in found if each is not None] == [True, False]
+    # A weight of the user's own comes first: samples, though the loss is a mean over targets that are not ignored.
+    batch = batch_of([0, -100, 1, 2])
+    parts = [tuple(each[i : i + 2] for each in batch) for i in (0, 2)]
     wanted = by_hand(lambda module: sum(functional.cross_entropy(module(x), y) / 2 for x, y in parts))
-    task = pl.Task(weight=lambda batch: len(batch[1]))
-    same(trained((inputs, targets), loss=functional.cross_entropy, task=task, microbatch_size=2), wanted)
+    same(trained(batch, loss=functional.cross_entropy, task=BY_SAMPLES, microbatch_size=2), wanted)
+
+
+BY_SAMPLES = pl.Task(weight=lambda batch: len(batch[1]))
 
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_smoothed_targets_of_class_weight_0_alone_are_an_error(reads: bool) -> None:
     """Their loss, by the other classes, is divided by 0; on the whole batch it counts."""
-    inputs, targets = inputs_of(3), torch.tensor([0, 1, 1])
+    batch = batch_of([0, 1, 1])
     loss = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 1, 1], dtype=torch.float64), label_smoothing=0.1)
-    wanted = by_hand(lambda module: loss(module(inputs), targets))
     for size in (None, 2):
-        same(trained((inputs, targets), loss=loss, microbatch_size=size), wanted)
+        same(trained(batch, loss=loss, microbatch_size=size), whole(loss, batch))
     with reading(reads), pytest.raises(pl.DataError if reads else pl.NonFiniteError):
-        trained((inputs, targets), loss=loss, microbatch_size=1)
-    targets[0] = -100
-    same(
-        trained((inputs, targets), loss=loss, microbatch_size=1), by_hand(lambda module: loss(module(inputs), targets))
-    )
+        trained(batch, loss=loss, microbatch_size=1)
+    batch[1][0] = -100
+    same(trained(batch, loss=loss, microbatch_size=1), whole(loss, batch))
 
 
 def test_probabilities_in_the_place_of_indices_are_refused_where_classes_have_weights() -> None:
-    batch = inputs_of(4), torch.tensor([0, 3, 1, 2])
+    batch = batch_of([0, 3, 1, 2])
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
-    for watch in WATCHED.values():
-        options: dict[str, Any] = {"algorithms": [pl.algorithms.label_smoothing(0.1)], "watch": watch}
-        with pytest.raises(pl.ArgumentError, match=r"CrossEntropyLoss.* has class weights.*label_smoothing="):
-            trained(batch, loss=loss, microbatch_size=2, **options)
-        task = pl.Task(weight=lambda batch: len(batch[1]))
-        halves = trained(batch, loss=loss, task=task, microbatch_size=2, **options)
-        same(halves, trained(batch, loss=loss, **options))
+    options: dict[str, Any] = {"loss": loss, "algorithms": [pl.algorithms.label_smoothing(0.1)]}
+    with pytest.raises(pl.ArgumentError, match=r"CrossEntropyLoss.* has class weights.*label_smoothing="):
+        trained(batch, microbatch_size=2, **options)
+    same(trained(batch, task=BY_SAMPLES, microbatch_size=2, **options), trained(batch, **options))
 
 
 # Weights of zero.
@@ -338,7 +319,6 @@ def in_parts(outputs: Tensor, batch: Any) -> dict[str, Tensor]:
     return {"total": found, "twice": 2 * found}
 
 
-LOSSES = {"masked mean": masked_mean, "infinite": infinite, "entropy": entropy, "in parts": in_parts}
 KINDS: dict[str, Callable[[Tensor], Any]] = {
     "int": lambda counted: int(counted.sum()),
     "float": lambda counted: 0.7 * int(counted.sum()),
@@ -351,24 +331,24 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
 @st.composite
 def partly(draw: Any, kinds: tuple[str, ...] = tuple(KINDS)) -> tuple[Any, pl.Task, int, Loss]:
     """A batch in which much is ignored, and not all; and the mean by hand over the parts that weigh something."""
-    n = draw(st.integers(1, 6))
+    n, size = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     targets = draw(st.lists(st.sampled_from([-100, -100, 0, 1]), min_size=n, max_size=n).filter(lambda t: max(t) >= 0))
-    batch = inputs_of(n, draw(st.integers(0, 99))), torch.tensor(targets)
-    loss, kind, size = draw(st.sampled_from(list(LOSSES))), draw(st.sampled_from(kinds)), draw(st.integers(1, 6))
+    batch, kind = batch_of(targets, draw(st.integers(0, 99))), draw(st.sampled_from(kinds))
+    loss = draw(st.sampled_from([masked_mean, infinite, entropy, in_parts]))
     parts = [tuple(each[i : i + size] for each in batch) for i in range(0, n, size)]
     counts = [int((part[1] != -100).sum()) for part in parts]
 
     def weighted(module: nn.Module) -> Tensor:
         pairs = zip(parts, counts, strict=True)
-        losses = [total(LOSSES[loss](module(part[0]), part)) * count for part, count in pairs if count]
+        losses = [total(loss(module(part[0]), part)) * count for part, count in pairs if count]
         return torch.stack(losses).sum() / sum(counts)
 
-    task = pl.Task(loss=LOSSES[loss], weight=lambda batch: KINDS[kind](batch[1] != -100))
+    task = pl.Task(loss=loss, weight=lambda batch: KINDS[kind](batch[1] != -100))
     return batch, task, size, by_hand(weighted)
 
 
 @given(partly(), st.sampled_from(sorted(WATCHED)), st.booleans(), st.booleans())
-@examples(fast=60, thorough=3000)
+@examples(fast=40, thorough=3000)
 def test_a_part_of_weight_0_counts_for_nothing(case: Any, watch: str, reads: bool, large: bool) -> None:
     """Also where gradients are added up in place, as those of large models are; their hooks would add a NaN."""
     batch, task, size, wanted = case
@@ -376,25 +356,35 @@ def test_a_part_of_weight_0_counts_for_nothing(case: Any, watch: str, reads: boo
         for user in ("engine", "ownership") if large else ():
             patch.setattr(f"pure_loop.stages.{user}.LARGE", 0)
         same(trained(batch, task=task, microbatch_size=size, watch=WATCHED[watch]), wanted)
-        evaluator = pl.Evaluator([batch], microbatch_size=size, metrics=pl.metrics.loss())
-        measured = pl.run(pl.evaluate(Words(), evaluator, task=task)).metrics["eval"]["loss"]
+        measured = evaluated(Words(), [batch], size, pl.metrics.loss(), task=task)["loss"]
     torch.testing.assert_close(measured, wanted[0], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.slow
-@given(partly(("integers", "float32")), st.sampled_from([Event.BATCH_END, Event.BEFORE_FORWARD, Event.AFTER_LOSS]))
-@examples(fast=12, thorough=400)
+@given(
+    of_classes() | of_elements(),
+    *(st.integers(1, 6), partly(("integers", "float32"))),
+    st.sampled_from([Event.BATCH_END, Event.BEFORE_FORWARD, Event.AFTER_LOSS]),
+)
+@examples(fast=10, thorough=300)
 @pytest.mark.usefixtures("interpreted")
-def test_it_does_so_in_a_compiled_step(case: Any, event: Event) -> None:
-    """Tracing takes a second an example."""
-    batch, task, size, wanted = case
-    same(trained(batch, task=task, microbatch_size=size, compile=True, watch={event, Event.BATCH_END}), wanted)
+def test_a_compiled_step_weighs_so_too(case: Case, size: int, other: Any, event: Event) -> None:
+    """Tracing takes a second an example.
+
+    Not of ``multilabel_margin_loss``: what torch 2.13 makes of that in a graph is another number than eagerly.
+    """
+    batch, task, parts, wanted = other
+    same(trained(batch, task=task, microbatch_size=parts, compile=True, watch={event, *ONE}), wanted)
+    loss, module, batch = case
+    hypothesis.assume("abel" not in str(loss) and not loss(module(batch[0]), batch[1]).isnan())
+    wanted = whole(loss, batch, module)
+    same(trained(batch, module, loss=loss, microbatch_size=size, compile=True), wanted)
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_counts_of_targets_need_no_graph_each() -> None:
+def test_counts_of_targets_need_no_trace_each() -> None:
     """Between graphs weights are numbers on the host, and a graph holds a number for ever."""
-    data = [(inputs_of(4), torch.tensor([0] * i + [-100] * (4 - i))) for i in (4, 3, 2, 1, 3, 4)]
+    data = [batch_of([0] * i + [-100] * (4 - i)) for i in (4, 3, 2, 1, 3, 4)]
     settings = {"loss": F.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep", "microbatch_size": 2}
     with pl.compile.record() as compilations:
         pl.run(pl.fit(Words(), data, compile=True, watch={Event.BEFORE_FORWARD}, **settings))
@@ -405,10 +395,10 @@ def test_counts_of_targets_need_no_graph_each() -> None:
 @pytest.mark.parametrize("kind", ["int", "integers"])
 def test_a_batch_of_weight_0_is_an_error_or_is_left_out(size: Any, kind: str) -> None:
     """Its loss is a mean over nothing, NaN, and is treated as one, also where the user's loss is a number."""
-    nothing, something = (inputs_of(4), torch.full((4,), -100)), (inputs_of(4), torch.tensor([0, 1, 2, 3]))
+    nothing, something = batch_of([-100] * 4), batch_of([0, 1, 2, 3])
     task = pl.Task(loss=lambda outputs, batch: outputs.square().mean(), weight=lambda b: KINDS[kind](b[1] != -100))
     settings: dict[str, Any] = {"task": task, "optimizer": pl.optim.adamw(lr=0.1), "microbatch_size": size}
-    for watch, reads in ((None, True), ({Event.BATCH_END}, False), (WATCHED["two"], True)):
+    for watch, reads in ((None, True), (ONE, False), (WATCHED["two"], True)):
         fit = partial(pl.fit, Words(), max_duration="1ep", watch=watch, **settings)
         with reading(reads):
             with pytest.raises((pl.DataError, pl.NonFiniteError), match="batch 1"):
@@ -418,13 +408,8 @@ def test_a_batch_of_weight_0_is_an_error_or_is_left_out(size: Any, kind: str) ->
         assert all(torch.equal(tensor, skipping.params[name]) for name, tensor in without.params.items())
 
 
-def measured(data: Any, model: Any = None, loss: Any = functional.cross_entropy, metrics: Any = None) -> Any:
-    evaluator = data if metrics is None else pl.Evaluator(data, metrics=metrics)
-    return pl.run(pl.evaluate(Words() if model is None else model, evaluator, loss=loss)).metrics["eval"]
-
-
 def test_an_evaluation_of_nothing_is_nan_and_is_not_shown_to_metrics() -> None:
-    found = measured([(inputs_of(2), torch.full((2,), -100))])
+    found = evaluated(Words(), [batch_of([-100] * 2)], loss=F.cross_entropy)
     assert found["loss"].isnan()
     assert found["accuracy"].isnan()
     largest = pl.Metric(
@@ -434,37 +419,28 @@ def test_an_evaluation_of_nothing_is_nan_and_is_not_shown_to_metrics() -> None:
         lambda accumulator: accumulator,
         of_loss=True,
     )
-    data = [(inputs_of(4), torch.full((4,), -100)), (inputs_of(4), torch.tensor([0, 1, -100, -100]))]
-    wanted = functional.cross_entropy(Words()(data[1][0]), data[1][1]).detach()
-    torch.testing.assert_close(measured(data, metrics=largest)["largest"], wanted)
+    data = [batch_of([-100] * 4), batch_of([0, 1, -100, -100])]
+    found = evaluated(Words(), data, metrics=largest, loss=F.cross_entropy)
+    torch.testing.assert_close(found["largest"], whole(F.cross_entropy, data[1])[0])
 
 
 def _weighing(weight: Any, evaluates: bool) -> Any:
-    data, task = [(inputs_of(4), torch.tensor([0, 1, 2, 3]))], pl.Task(loss=entropy, weight=weight)
+    data, task = [batch_of([0, 1, 2, 3])], pl.Task(loss=entropy, weight=lambda batch: weight)
     if evaluates:
         return pl.evaluate(Words(), data, task=task)
     return pl.fit(Words(), data, task=task, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ba", microbatch_size=2)
 
 
-NO_WEIGHTS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "nothing": (None, ("NoneType", "return")),
-    "several": (torch.ones(3), ("shape (3,)",)),
-    "a text": ("2", ("'2'", "type str")),
-    "a negative one": (-1, ("-1", "not negative")),
-    "nan": (float("nan"), ("nan", "finite")),
-}
-
-
 @rows(
     [
-        Refusal(
-            f"{name} in {'an evaluation' if evaluates else 'training'}",
-            partial(_weighing, lambda batch, value=value: value, evaluates),
-            pl.DataError,
-            says,
-            at_once=False,
-        )
-        for evaluates, (name, (value, says)) in zip(itertools.cycle((False, True)), NO_WEIGHTS.items(), strict=False)
+        Refusal(says[0], partial(_weighing, value, evaluates), pl.DataError, says, at_once=False)
+        for value, evaluates, *says in [
+            (None, False, "NoneType", "return"),
+            (torch.ones(3), True, "shape (3,)"),
+            ("2", False, "'2'", "type str"),
+            (-1, True, "-1", "not negative"),
+            (float("nan"), False, "nan", "finite"),
+        ]
     ]
 )
 def test_a_weight_is_a_number(refusal: Refusal) -> None:
@@ -489,37 +465,33 @@ def no_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.mean()
 
 
+def accuracy(scores: Tensor, targets: Tensor, loss: Any, *metrics: Any) -> Tensor:
+    return evaluated(Given(), [(scores, targets)], metrics=list(metrics) or None, loss=loss)["accuracy"]  # type: ignore[no-any-return]
+
+
 def test_accuracy_ignores_what_the_loss_ignores() -> None:
     scores = torch.tensor([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0], [2.0, 0.0]])
     for loss, targets, wanted in (
-        (functional.cross_entropy, [0, 1, -100, -100], 1.0),
-        (partial(functional.cross_entropy, ignore_index=1), [0, 1, 1, 0], 1.0),
+        (F.cross_entropy, [0, 1, -100, -100], 1.0),
+        (partial(F.cross_entropy, ignore_index=1), [0, 1, 1, 0], 1.0),
         (nn.CrossEntropyLoss(ignore_index=0), [1, 1, 0, 0], 0.5),
         (no_loss, [0, 1, -100, 1], 2 / 3),
     ):
-        found = measured([(scores, torch.tensor(targets))], Given(), loss)
-        assert float(found["accuracy"]) == pytest.approx(wanted)
+        assert float(accuracy(scores, torch.tensor(targets), loss)) == pytest.approx(wanted)
 
 
 def test_accuracy_finds_the_classes_by_shapes_and_is_refused_where_two_axes_fit() -> None:
     """(n, words, classes) with as many words as classes: by axis 1 it was that of other numbers."""
-    torch.manual_seed(0)
-    scores, targets = torch.randn(5, 3, 4), torch.randint(4, (5, 3))
-    for outputs in (scores, scores.movedim(-1, 1)):
-        found = measured([(outputs, targets)], Given(), no_loss)
-        torch.testing.assert_close(found["accuracy"], (scores.argmax(-1) == targets).float().mean())
-    scores, targets = torch.randn(5, 4, 4), torch.randint(4, (5, 4))
-    data = [(scores, targets)]
+    for words in (3, 4):
+        scores, targets = torch.randn(5, words, 4), torch.randint(4, (5, words))
+        right = {axis: (scores.argmax(axis) == targets).float().mean() for axis in ([-1] if words == 3 else [1, -1])}
+        if words == 3:
+            for outputs in (scores, scores.movedim(-1, 1)):
+                torch.testing.assert_close(accuracy(outputs, targets, no_loss), right[-1])
     with pytest.raises(pl.DataError, match=r"axis 1 or along the last one.*\(5, 4, 4\).*accuracy\(axis=-1\)"):
-        measured(data, Given(), no_loss)
+        accuracy(scores, targets, no_loss)
     # Torch's own loss has its classes along axis 1.
-    for axis, loss in ((1, no_loss), (-1, no_loss), (1, functional.cross_entropy)):
-        metrics = None if loss is not no_loss else [pl.metrics.loss(), pl.metrics.accuracy(axis=axis)]
-        found = measured(data, Given(), loss, metrics)
-        torch.testing.assert_close(found["accuracy"], (scores.argmax(axis) == targets).float().mean())
-
-
-def test_what_accuracy_is_told_is_checked() -> None:
-    for options in ({"axis": "last"}, {"ignore_index": 0.5}, {"axis": True}):
-        with pytest.raises(pl.ArgumentTypeError, match="whole number"):
-            pl.metrics.accuracy(**options)
+    torch.testing.assert_close(accuracy(scores, targets, F.cross_entropy), right[1])
+    for axis, wanted in right.items():
+        metrics = pl.metrics.loss(), pl.metrics.accuracy(axis=axis)
+        torch.testing.assert_close(accuracy(scores, targets, no_loss, *metrics), wanted)
