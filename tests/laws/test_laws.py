@@ -55,8 +55,8 @@ OTHERS = [law for law in laws.OF_LOOPS if law not in (laws.order, laws.microbatc
 # The law, its cases, and how many examples in the fast and the thorough tier; graphs take a second to trace.
 TRIED: dict[str, tuple[laws.Law, Any, tuple[int, int]]] = {
     **{law.name: (law, cases(plans=PLAIN), (15, 400)) for law in OTHERS},
-    "compile_equality": (laws.compile_equality, cases(plans=PLAIN), (3, 400)),
-    "world_size": (laws.world_size, cases(plans=PLAIN, problems=SEPARABLE), (5, 400)),
+    "compile_equality": (laws.compile_equality, cases(plans=ALL), (3, 400)),
+    "world_size": (laws.world_size, cases(plans=ALL, problems=SEPARABLE), (5, 400)),
     "microbatch_invariance": (laws.microbatch_invariance, cases(problems=["linear", "tied"]), (25, 500)),
     "microbatch_invariance, exactly": (laws.microbatch_invariance, EXACT, (25, 500)),
     "order": (laws.order, cases(plans=ALL), (150, 5000)),

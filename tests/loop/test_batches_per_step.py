@@ -15,15 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal.tree_ops import full_tensor
-from pure_loop.compile import interpreted
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.order import Plan, expected
 from tests.support.problem import fit, mlp, noise, noisy, points, run
 from tests.support.streams import assert_same
 from tests.support.tiers import examples
-from tests.support.worlds import pool
 
 A = pl.algorithms
 
@@ -194,26 +191,3 @@ def test_the_microbatch_size_is_found_for_batches_of_the_dataloader() -> None:
     auto = run(layer, data, microbatch_size="auto", **options)
     assert auto.algorithm_state["microbatch_size"] == 2
     assert_same(dict(auto.params), dict(by_hand.params), "found or by hand")
-
-
-@pytest.mark.slow  # graphs, and two processes
-def test_compiled_and_on_ranks_the_same_is_accumulated() -> None:
-    options: dict[str, Any] = {"batches_per_step": 2, "strict": None}
-    watched = {"watch": {Event.EPOCH_END}, "data": points(size=(4, 3, 4, 3, 2)), **options}
-    with interpreted():
-        compiled = run(compile=True, steps_per_call=2, **watched)
-    torch.testing.assert_close(dict(compiled.params), dict(run(**watched).params))
-    loaded = doubles(points(size=(5, 1, 4, 1, 1)))  # of some rank 1 has no sample
-    for kind, size in (("replicate", None), ("shard", 2)):
-
-        def program(rank: int, kind: Any = kind, size: Any = size) -> Any:
-            pairs = list(fit(mlp().double(), loaded, microbatch_size=size, parallel=kind, **options))
-            whole = {name: full_tensor(tensor) for name, tensor in pairs[-1][1].params.items()}
-            return [event for event, _ in pairs], whole, pairs[-1][1].timestamp
-
-        (events, params, t), (others, other, _) = pool(kind=kind).run(program)
-        assert events == others
-        assert_same(params, other, kind)
-        alone = run(mlp().double(), loaded, **options)
-        assert t.sample == alone.timestamp.sample
-        torch.testing.assert_close(params, dict(alone.params), rtol=1e-10, atol=1e-12)

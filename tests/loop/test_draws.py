@@ -23,9 +23,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.algorithm import bind
-from pure_loop.compile import interpreted
-from pure_loop.random.authors import is_users
 from pure_loop.stages.settings import StageSettings
 from tests.support import problem
 from tests.support.optimizing import WRAPPERS
@@ -329,35 +326,6 @@ def test_an_optimizer_draws_alike_in_place_and_on_copies() -> None:
                 final = pl.run(fit(optimizer=wrapper(_noisy()), max_duration="1ep", donate=donate))
             found.append(final.params["0.weight"].tolist())
         assert found[0] == found[1]
-
-
-def test_code_of_the_library_is_not_guarded() -> None:
-    assert not is_users(pl.callbacks.LRMonitor())
-    assert not is_users(pl.metrics.accuracy())
-    assert is_users(pl.metrics.accuracy().on(outputs=lambda outputs: outputs))
-    for algorithm in (pl.algorithms.ema(smoothing=0.9), pl.algorithms.label_smoothing()):
-        assert all(handler.path is None for some in bind([algorithm]).values() for handler in some)
-
-
-@pytest.mark.slow  # graphs
-@pytest.mark.parametrize("watch", [{"epoch_end"}, {"before_forward", "fit_end"}], ids=["epochs", "forwards"])
-def test_compiled_draws_are_those_of_eager_runs(watch: Any) -> None:
-    """torch's; those of Python are refused in a graph, and run between graphs where that is asked for."""
-
-    def weights(kind: str, compile: Any) -> Any:
-        def draw(state: pl.State) -> pl.State:
-            number = torch.rand(()) if kind == "torch" else random.random()
-            return state.replace(loss=state.loss * (1 + number))
-
-        algorithms = [pl.Algorithm("d", {Event.AFTER_LOSS: draw})]
-        with interpreted(), around(1):
-            return dict(pl.run(fit(algorithms=algorithms, watch=watch, compile=compile)).params)
-
-    for kind, how in (("torch", True), ("python", "where possible")):
-        torch.testing.assert_close(weights(kind, how), weights(kind, False), rtol=1e-4, atol=1e-6)
-    if watch == {"epoch_end"}:
-        with pytest.raises(pl.CompileError, match=r"random\.random"):
-            weights("python", True)
 
 
 @pytest.mark.timeout(60)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.closing import Closing
-from pure_loop.compile import interpreted
 from tests.support import problem
 from tests.support.problem import cross_entropy, mlp, points
 from tests.support.tiers import examples
@@ -80,13 +79,6 @@ def arrives(stream: Any, notes: list[str], says: str | None = None) -> None:
 @given(st.sampled_from(OF_FIT), st.sampled_from(["algorithm", "callback", "logger"]), st.sampled_from(WAYS))
 def test_the_error_that_ended_training_arrives(event: Event, author: str, way: dict[str, Any]) -> None:
     arrives(fit(**way, **raising(author, event)), NOTES, event.value)
-
-
-@pytest.mark.slow  # graphs
-def test_the_error_that_ended_compiled_training_arrives() -> None:
-    for event in (Event.FIT_START, Event.BATCH_END, Event.EVAL_END, Event.EPOCH_END):
-        with interpreted():
-            arrives(fit(compile=True, watch=["epoch_end"], **raising("callback", event)), NOTES)
 
 
 def test_a_loader_that_can_not_be_closed_is_a_note() -> None:

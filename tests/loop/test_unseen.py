@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +24,6 @@ from pure_loop.model.instance import Instance
 from pure_loop.random import seeded, seeds
 from pure_loop.random.seeds import pop_cpu_seed
 from pure_loop.stages import ownership
-from pure_loop.stages.workspace import Workspace
 from tests.support import problem
 from tests.support.problem import mlp, points
 from tests.support.streams import assert_same, assert_same_stream, frozen_copy
@@ -144,23 +142,6 @@ def test_training_is_the_same_with_every_event_seen(
     assert_same_stream(given, wanted, "unseen and seen")
 
 
-@pytest.mark.parametrize("watch", [set(), {Event.BATCH_END}, {Event.EPOCH_END}], ids=["none", "batches", "epochs"])
-def test_memory_is_written_in_place(watch: set[Event], monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[bool] = []
-    real = Workspace.writable
-
-    def take(*args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
-        taken.append(found is not None)
-        return found
-
-    monkeypatch.setattr(Workspace, "writable", take)
-    for _event, _state in fit(watch=watch):
-        pass
-    # Of a State that is followed by none, the loop variable has the parameters still.
-    assert taken == [True] * 10 if Event.EPOCH_END not in watch else taken.count(False) == 1
-
-
 def test_an_error_says_the_same_with_every_event_seen() -> None:
     def error(fit: Any, stage: str, at: int) -> tuple[Any, ...]:
         calls, seen = [0], list[Any]()
@@ -201,24 +182,6 @@ class Taking(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.calls[0](self, x)
         return super().forward(x)
-
-
-@pytest.mark.usefixtures("every_gradient_is_large")
-def test_the_parameters_that_a_consumer_has_after_an_error_are_those_that_he_was_given() -> None:
-    def odd(module: nn.Module, x: Tensor) -> None:
-        if float(x.sum()) == 0.0:
-            raise ValueError("odd")
-
-    batches = [*points(2), (torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64))]
-    state: Any = None
-    with suppress(ValueError):
-        for _, state in fit(Taking(odd), data=batches):
-            weight = state.params["weight"].clone()
-    assert state.timestamp.batch == 2
-    assert torch.equal(state.params["weight"], weight)
-    with pytest.raises(DonatedStateError):
-        _ = state.grads["weight"]  # those of a batch that is over made room for the next
-    pl.run(fit(state, data=[*batches[:2], batches[0]]))
 
 
 # The laws that a wrong loop breaks ------------------------------------------------------------------------------------
