@@ -17,11 +17,8 @@ from pure_loop import Event
 from pure_loop._internal.bits import checksums, count_of_differences
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError, VerificationError
 from pure_loop.metrics import accuracy, mean
-from pure_loop.ranges import settings_of
-from pure_loop.testing._compositions import ALGORITHMS, built
 from pure_loop.testing.case import Case
 from pure_loop.testing.comparison import differences
-from pure_loop.testing.problems import as_problem
 from pure_loop.testing.strategies import algorithms as random_algorithms
 from pure_loop.testing.strategies import cases, plans
 from pure_loop.verify.comparison import unequal_leaves
@@ -31,8 +28,6 @@ from tests.support import faults
 from tests.support.faults import PLACES, Fault, bits_of
 from tests.support.problem import LR, cross_entropy, fit, mlp, points, run
 from tests.support.refused import Refusal, check
-from tests.support.samples import simplest
-from tests.support.served import required, served
 from tests.support.tiers import examples
 
 SETTINGS: list[dict[str, Any]] = [
@@ -50,27 +45,21 @@ def upto(stream: Any, batch: int) -> list[Any]:
     pairs: list[Any] = []
     try:
         for event, state in stream:
-            pairs.append((event, state))
+            pairs.append((event, state))  # kept, so that nothing is written in place
             if event is Event.BATCH_END and state.timestamp.batch == batch + 1:
                 break
-    except NonFiniteError as error:
-        pairs.append((None, error))
+    except NonFiniteError:
+        pairs.append((None, None))
     return pairs
 
 
 def first_difference(ours: list[Any], others: list[Any]) -> Any:
     """The first event at which two streams differ; None: the States at the end are the same."""
-    (end, last), (other_end, other_last) = ours[-1], others[-1]
-    if end is other_end is None:
+    streams = [[(event, event and bits_of(state)) for event, state in pairs] for pairs in (ours, others)]
+    if streams[0][-1] == streams[1][-1]:
         return None
-    if end == other_end and bits_of(last) == bits_of(other_last):
-        return None
-    for (event, state), (other_event, other) in zip(ours, others, strict=False):
-        if event is not other_event or event is None:
-            return Event.BATCH_END
-        if bits_of(state) != bits_of(other):
-            return event
-    return Event.BATCH_END
+    pairs = zip(*streams, strict=False)
+    return next((a for (a, bits), (b, other) in pairs if a is b and bits != other), Event.BATCH_END)
 
 
 AT = {"inputs": Event.BATCH_START, "loss": Event.AFTER_LOSS, "gradient": Event.AFTER_BACKWARD}
@@ -155,39 +144,30 @@ def test_an_algorithm_that_differs_in_one_run_is_named() -> None:
 
     error = blamed(once, pl.algorithms.sam(), verify="2ba")
     assert (error.stage, error.transient) == ("sam", True)
+    asked: list[int] = []
 
-    asked = [0]
-
-    def due(state: pl.State) -> bool:
-        asked[0] += 1
-        return asked[0] == 1
-
-    @pl.algorithm(Event.BEFORE_FORWARD, when=due)
+    @pl.algorithm(Event.BEFORE_FORWARD, when=lambda state: asked.append(1) or len(asked) == 1)
     def halve(state: pl.State) -> pl.State:
-        inputs, targets = state.microbatch
-        return state.replace(microbatch=(0.5 * inputs, targets))
+        return state.replace(microbatch=(0.5 * state.microbatch[0], state.microbatch[1]))
 
     error = blamed(halve, verify="1ba")
     assert "did not come to it" in str(error)
     assert (error.leaf, error.agreeing) == (None, (2, 3))
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_step_that_is_not_finite_in_one_run_is_a_difference(number: int) -> None:
-    runs = [0]
+def test_a_step_that_is_not_finite_in_one_run_is_a_difference_and_in_both_the_error_that_it_is() -> None:
+    for number in (1, 2):
+        runs = [0]
 
-    @pl.algorithm(Event.AFTER_LOSS)
-    def overflow(state: pl.State) -> pl.State:
-        runs[0] += state.timestamp.batch == 1
-        spoils = runs[0] == number and state.timestamp.batch == 1
-        return state.replace(loss=state.loss * (torch.inf if spoils else 1.0))
+        @pl.algorithm(Event.AFTER_LOSS)
+        def overflow(state: pl.State, runs: Any = runs, number: int = number) -> pl.State:
+            runs[0] += state.timestamp.batch == 1
+            spoils = runs[0] == number and state.timestamp.batch == 1
+            return state.replace(loss=state.loss * (torch.inf if spoils else 1.0))
 
-    error = blamed(overflow, verify="2ba")
-    assert (error.stage, error.leaf, error.transient) == ("overflow", "loss", True)
-    assert error.agreeing == ((2, 3) if number == 1 else (1, 3))
-
-
-def test_a_loss_that_is_nan_in_both_runs_is_the_error_that_it_is() -> None:
+        error = blamed(overflow, verify="2ba")
+        assert (error.stage, error.leaf, error.transient) == ("overflow", "loss", True)
+        assert error.agreeing == ((2, 3) if number == 1 else (1, 3))
     data = points()
     data[1][0][0, 0] = torch.nan
     with pytest.raises(NonFiniteError, match="batch 1"):
@@ -271,69 +251,28 @@ def test_any_run_is_the_same_with_it(case: Case, composition: Any, every: int) -
         assert not differences(state, other)
 
 
-@pytest.mark.slow
-def test_every_algorithm_passes() -> None:
-    """Slow: each algorithm of the library trains twice."""
-    for name, factory in ALGORITHMS.items():
-        needed = {key: st.just(value) for key, value in required(factory).items() if key not in settings_of(factory)}
-        problem = as_problem(served(factory) or "mlp")
-        ends = []
-        for verify in (None, "2ba"):
-            algorithms = [simplest(built(factory, **needed))]
-            options: dict[str, Any] = {"loss": problem.loss, "optimizer": pl.optim.sgd(lr=0.01, momentum=0.9)}
-            options |= {"microbatch_size": 2, "evaluators": {"val": problem.batches((2,), 2)}, "max_duration": "2ep"}
-            data = problem.batches((4, 4), 1)
-            stream = pl.fit(problem.model(0), data, algorithms=algorithms, verify=verify, **options)
-            ends.append(bits_of(pl.run(stream)))
-        assert ends[0] == ends[1], name
-
-
-def refusal(value: Any, error: type[Exception], *says: str, **options: Any) -> Refusal:
-    return Refusal(f"verify={value!r}", lambda: fit(verify=value, **options), error, says)
-
-
 AN_INTERVAL = 'verify=100 of type int: give an interval in batches, such as "100ba"'
-REFUSED = [
-    refusal(100, ArgumentTypeError, AN_INTERVAL, "or None"),
-    refusal(True, ArgumentTypeError, "verify=True of type bool"),
-    refusal("0ba", ArgumentError, "verify='0ba': ", "longer than 0; to verify no batch, leave verify= out"),
-    refusal("-1ba", ArgumentError, "verify='-1ba'", "not negative"),
-    refusal("1ep", ArgumentError, "verify='1ep': ", "every 100th"),
-    refusal("2.5ba", ArgumentError, "verify='2.5ba'", "whole numbers"),
-    refusal("5ba", ArgumentError, "verify='5ba' with compile=", "a graph has no stages", strict=False, compile=True),
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (100, ArgumentTypeError, AN_INTERVAL),
+    ("0ba", ArgumentError, "verify='0ba': "),
+    ("-1ba", ArgumentError, "not negative"),
+    ("1ep", ArgumentError, "verify='1ep': "),
+    ("2.5ba", ArgumentError, "whole numbers"),
+    ("5ba", ArgumentError, "verify='5ba' with compile="),
 ]
 
 
 def test_other_values_are_refused_at_the_call_and_explain_says_how_often() -> None:
-    for refusal in REFUSED:
-        check(refusal)
+    for value, error, says in REFUSED:
+        check(Refusal(says, lambda v=value: fit(verify=v, strict=False, compile=v == "5ba"), error, (says,)))
     shown = io.StringIO()
     options: dict[str, Any] = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=LR), "max_duration": "1ep"}
     pl.explain(mlp(), points(), verify="100ba", file=shown, **options)
     assert "verify         every 100 batches one is computed twice" in shown.getvalue()
 
 
-class Pair:
-    """Outputs of a class that torch knows nothing of."""
-
-    def __init__(self, scores: torch.Tensor) -> None:
-        self.scores = scores
-
-
-def test_outputs_of_a_class_of_the_users_own() -> None:
-    class Model(nn.Linear):
-        def forward(self, x: torch.Tensor) -> Any:
-            return Pair(super().forward(x))
-
-    def loss(outputs: Pair, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(outputs.scores, targets)
-
-    run(Model(4, 3), loss=loss, strict=False, verify="1ba")
-
-
 TENSORS: dict[str, torch.Tensor] = {
     "float64": torch.tensor([1.0, -2.0], dtype=torch.float64),
-    "float32": torch.tensor([[1.0], [0.0]]),
     "bfloat16": torch.tensor([1.0], dtype=torch.bfloat16),
     "float8": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
     "complex": torch.tensor([1 + 2j]),
@@ -368,10 +307,6 @@ def test_every_bit_of_a_leaf_counts() -> None:
 
 
 def test_nan_equals_nan_and_zero_is_not_minus_zero() -> None:
-    def differ(ours: tuple[float, ...], others: tuple[float, ...]) -> list[str]:
-        return differing(torch.tensor(ours), torch.tensor(others))
-
-    assert not differ((torch.nan, 1.0), (torch.nan, 1.0))
-    assert not differ((torch.nan,), (-torch.nan,))
-    assert differ((torch.nan, 1.0), (1.0, torch.nan))
-    assert differ((0.0,), (-0.0,))
+    for one, other, wanted in (((1, -1.0), (1, 1.0), 1), ((torch.nan, 1.0), (torch.nan, 1.0), 0), ((0.0,), (-0.0,), 1)):
+        assert len(differing(torch.tensor(one), torch.tensor(other))) == wanted
+    assert not differing(torch.tensor(torch.nan), -torch.tensor(torch.nan))
