@@ -271,6 +271,21 @@ def test_other_values_are_refused_at_the_call_and_explain_says_how_often() -> No
     assert "verify         every 100 batches one is computed twice" in shown.getvalue()
 
 
+class Pair:
+    """Outputs of a class that torch knows nothing of."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        self.scores = scores
+
+
+def test_outputs_of_a_class_of_the_users_own() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Pair(super().forward(x))
+
+    run(Model(4, 3), loss=lambda outputs, y: cross_entropy(outputs.scores, y), strict=False, verify="1ba")
+
+
 TENSORS: dict[str, torch.Tensor] = {
     "float64": torch.tensor([1.0, -2.0], dtype=torch.float64),
     "bfloat16": torch.tensor([1.0], dtype=torch.bfloat16),
