@@ -280,10 +280,3 @@ def test_what_algorithms_compute_is_tried_too() -> None:
     )
     found = [run(layer, sized(8), made, **AUTO).algorithm_state.get("microbatch_size") for made in ([], [A.sam()])]
     assert found == [None, 2]
-
-
-def test_explain_says_that_the_size_is_halved(capsys: pytest.CaptureFixture[str]) -> None:
-    state = run(Limited(3), sized(8, 8), **AUTO | {"max_duration": "1ba"})
-    for start, says in ((Limited(), "the whole batch at once, halved where"), (state, "of at most 2 samples, halved")):
-        pl.explain(start, sized(8, 8), max_duration="1ep", microbatch_size="auto", **SEARCH)
-        assert says in capsys.readouterr().out

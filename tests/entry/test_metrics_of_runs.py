@@ -14,13 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.compile import interpreted, record
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.metrics import accuracy, confusion_matrix, f1, loss, mean
 from tests.support.problem import cross_entropy, fit, mlp, points, run
 from tests.support.streams import assert_same
 from tests.support.tiers import examples
-from tests.support.worlds import pool
 
 METRICS = [accuracy(), confusion_matrix(), loss("mean_loss"), mean(lambda outputs, batch: outputs.sum(dim=1), "total")]
 HELD_OUT = points(3, seed=1)
@@ -171,28 +169,3 @@ def test_resumed_in_the_middle_of_an_epoch_they_are_bitwise_the_same(tmp_path: A
             assert_same(resumed, value, f"from batch {batch}")
     # Another metric, which the State knows nothing of, begins with the rest of the epoch.
     assert list(run(kept[0], **options | {"train_metrics": [accuracy("other")]}).metrics["train"]) == ["other"]
-
-
-@pytest.mark.slow  # graphs and ranks
-def test_compiled_and_on_ranks_they_are_the_same() -> None:
-    data = ragged()
-    data[1] = tuple(tensor[:1] for tensor in data[1])  # rank 1 has no sample of it
-    options: dict[str, Any] = {"data": data, "train_metrics": METRICS, "evaluators": evaluators()}
-
-    def program(rank: int) -> Any:
-        states = [state for event, state in fit(parallel="replicate", **options) if event is Event.BATCH_END]
-        return [dict(state.metrics["train"]) for state in states], dict(states[-1].algorithm_state)
-
-    (first, memory), (second, others) = pool().run(program)
-    for mine, theirs, wanted in zip(first, second, measured(fit(**options)), strict=True):
-        assert_same(mine, theirs, "on ranks")
-        torch.testing.assert_close(mine, wanted)
-    assert_same(memory, others, "a checkpoint is that of rank 0")
-    options |= {"data": points(4), "watch": {Event.EPOCH_END, Event.FIT_END}, "strict": None}
-    with interpreted():
-        compiled = run(compile=True, steps_per_call=2, **options)
-        with record() as compilations:
-            run(compile=True, watch={Event.EPOCH_END}, strict=None, train_metrics=[accuracy(), loss("mean_loss")])
-    torch.testing.assert_close(compiled.metrics["train"], run(**options).metrics["train"])
-    torch.testing.assert_close(losses(compiled), expected(compiled))
-    assert len(compilations) == 2  # that of the first batch, and that of all others

@@ -19,7 +19,7 @@ from pure_loop import Event
 from pure_loop.compile import interpreted, replay
 from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected
 from pure_loop.random.seeds import rng_lock
-from pure_loop.stages import engine, nonfinite, ownership
+from pure_loop.stages import engine, ownership
 from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.workspace import Workspace
 from pure_loop.testing import Case, check_algorithm, check_loop, laws
@@ -494,40 +494,6 @@ def test_what_can_not_be_recorded_is_launched_kernel_by_kernel(options: Any, say
         assert (RECORDED in notes.text) == (says == RECORDED)
         assert says is None or says in notes.text
         assert_same(found, launched(**options), "as it is and kernel by kernel")
-
-
-def test_a_recording_that_fails_leaves_those_before_it_and_after_it_be(notes: Any) -> None:
-    class WaitsInEvaluation(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = noisy()
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            found: Tensor = self.layers(inputs)
-            return found if self.training else waits(found)
-
-    def trained() -> pl.State:
-        options = {"evaluators": {"val": points(4, size=8, seed=1)}, "optimizer": OPTIMIZERS["adamw"], **WHOLE_STEP}
-        return run(WaitsInEvaluation(), points(5, size=8), max_duration="4ep", **options)
-
-    with interpreted():
-        found = trained()
-        recordings = ["can't" in each.message for each in notes.records if "CUDA graph" in each.message]
-        # A step is recorded in each epoch, because an evaluation shows its State; the first evaluation can't be.
-        assert recordings == [False, True, False, False, False]
-        with kernel_by_kernel():
-            assert_same(found, trained(), "beside one that failed and kernel by kernel")
-
-
-def test_eager_steps_after_a_compiled_one_are_what_they_are_alone() -> None:
-    """What is made while a step is traced, and has no numbers, is not kept."""
-    nonfinite._ones.clear()
-    for optimizer in OPTIMIZERS.values():
-        with interpreted():
-            traced = run(optimizer=optimizer, compile=True, watch={Event.EPOCH_END})
-        eager = run(optimizer=optimizer)
-        assert all(type(each) is Tensor for each in leaves(eager).values() if isinstance(each, Tensor))
-        close(eager.params, traced.params, 1e-5)
 
 
 def test_parameters_in_half_precision() -> None:

@@ -5,10 +5,8 @@ Skipped where there is none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.callbacks import CheckpointSaver, _scored
+from pure_loop.callbacks import CheckpointSaver
 from pure_loop.checkpoint import background as writing
 from pure_loop.compile import interpreted
 from pure_loop.errors import VerificationError
@@ -162,22 +160,6 @@ def test_a_checkpoint_is_read_behind_what_the_current_stream_has_to_do(
     for batch, wanted in params.items():
         found = pl.load(tmp_path / f"{batch}.safetensors", model=noisy()).params
         assert all(torch.equal(found[name], tensor.cpu()) for name, tensor in wanted.items())
-
-
-def test_a_score_is_read_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_on = []
-
-    def isfinite(score: float) -> bool:
-        read_on.append(torch.cuda.current_stream())
-        return math.isfinite(score)
-
-    monkeypatch.setattr(_scored, "math", SimpleNamespace(isfinite=isfinite))
-    saver = CheckpointSaver(tmp_path, keep_best=1, metric="val/loss", mode="min")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        pl.run(fit(DATA, callbacks=[saver], evaluators={"val": DATA}))
-    assert read_on
-    assert read_on == [stream] * len(read_on)
 
 
 needs_counts = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")

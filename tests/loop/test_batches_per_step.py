@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.order import Plan, expected
-from tests.support.problem import fit, mlp, noise, noisy, points, run
+from tests.support.problem import fit, mlp, noise, points, run
 from tests.support.streams import assert_same
 from tests.support.tiers import examples
 
@@ -121,32 +120,6 @@ class Endless:
         return iter(points(size=SIZES))
 
 
-def shuffled() -> Any:
-    return DataLoader(TensorDataset(*points(1, size=18)[0]), batch_size=4, shuffle=True)
-
-
-LOADERS: dict[str, Any] = {
-    "shuffled": (shuffled, {}),
-    "endless": (Endless, {"max_duration": "7ba", "batches_per_epoch": 2}),
-    "iterator": (lambda: iter(points(size=(*SIZES, 2, 2))), {"max_duration": "3ba", "batches_per_epoch": 2}),
-}
-
-
-def test_training_resumes_after_every_step() -> None:
-    """The model has BatchNorm, and dropout."""
-    for loader, (make, options) in LOADERS.items():
-        options = {"algorithms": [A.ema(half_life="2ba")], "batches_per_step": 2, **options}
-        kept = [state for _, state in fit(noisy(), make(), strict=None, **options)]
-        for state in [state for state in kept if state.event is Event.BATCH_END]:
-            rest = run(state, make(), strict=None, **options)
-            assert_same(rest.params | rest.algorithm_state, kept[-1].params | kept[-1].algorithm_state, repr(state))
-            assert rest.timestamp.sample == kept[-1].timestamp.sample
-        if loader == "endless":
-            # A pass of 5 batches is 3 steps, and an epoch 2 of them, or what is left of a pass.
-            ends = [state.timestamp.sample for state in kept if state.event is Event.BATCH_END]
-            assert [after - before for before, after in zip([0, *ends], ends, strict=False)] == [7, 6, 3, 7, 6, 3, 7]
-
-
 def test_lengths_count_steps_and_batches_come_together() -> None:
     pairs = list(fit(data=points(size=SIZES), batches_per_step=2))
     assert {state.timestamp.batches_per_epoch for event, state in pairs if event is Event.BATCH_END} == {3}
@@ -178,16 +151,3 @@ def test_algorithms_and_callbacks_take_the_batches_of_a_step() -> None:
     other = run(data=[(2 * x, y) for x, y in data], algorithms=algorithms, batches_per_step=2)
     assert_same(dict(one.params), dict(other.params), "doubled by an algorithm or by hand")
     assert any(name.startswith("activations/") for name in logger.metrics)
-
-
-def test_the_microbatch_size_is_found_for_batches_of_the_dataloader() -> None:
-    def refuse(module: nn.Module, inputs: Any) -> None:
-        if len(inputs[0]) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    layer, data, options = nn.Linear(4, 3), points(size=(2, 3, 8, 1)), {"batches_per_step": 2, "max_duration": "1ep"}
-    by_hand = run(run(layer, data, max_duration="1ba", batches_per_step=2), data, microbatch_size=2, **options)
-    layer.register_forward_pre_hook(refuse)
-    auto = run(layer, data, microbatch_size="auto", **options)
-    assert auto.algorithm_state["microbatch_size"] == 2
-    assert_same(dict(auto.params), dict(by_hand.params), "found or by hand")

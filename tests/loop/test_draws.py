@@ -25,7 +25,6 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.stages.settings import StageSettings
 from tests.support import problem
-from tests.support.optimizing import WRAPPERS
 from tests.support.problem import cross_entropy, mlp, points
 from tests.support.tiers import examples
 
@@ -249,83 +248,15 @@ def test_each_place_has_draws_of_its_own() -> None:
     assert logs[3] == 2 * logs[0][:3]
 
 
-def bootstrap(name: str = "bootstrap") -> pl.Metric:
-    """The mean of outputs drawn with replacement."""
-    return pl.Metric(
-        name,
-        init=lambda: (torch.zeros(()), 0),
-        update=lambda total, outputs, batch: (
-            total[0] + outputs[torch.randint(len(outputs), (len(outputs),))].sum() + drawn(),
-            total[1] + len(outputs),
-        ),
-        compute=lambda total: total[0] / total[1] + numpy.random.rand(),
-        merge=lambda one, other: (one[0] + other[0], one[1] + other[1]),
-    )
-
-
-def silent(event: Event, state: pl.State) -> None: ...
-
-
-def test_observers_and_metrics_draw_what_they_do_alone_and_a_seed_of_an_evaluation_counts() -> None:
-    """In evaluations, as metrics of training, by ``evaluate``."""
+def test_a_forward_that_draws_in_an_evaluation() -> None:
     found = []
-    for number, (metrics, beside) in enumerate((([], []), ([bootstrap("other")], [silent]))):
-        log: list[tuple[Event, float]] = []
-        evaluators = {"val": pl.Evaluator(points(), metrics=[*metrics, bootstrap()], interval="1ba")}
-        noting = [*beside, lambda event, state, log=log: log.append((event, drawn()))]
-        with around(number):
-            pairs = list(fit(evaluators=evaluators, train_metrics=[bootstrap()], callbacks=noting))
-            alone = [pl.run(pl.evaluate(mlp(), evaluators, loss=cross_entropy, seed=seed)) for seed in (0, 0, 1)]
-        ends = [state for event, state in pairs if event is Event.EVAL_END]
-        values = [float(state.metrics["val"]["bootstrap"]) for state in (*ends, *alone)]
-        found.append((values, float(pairs[-1][1].metrics["train"]["bootstrap"]), log))
-    assert found[0] == found[1]
-    assert values[-3] == values[-2] != values[-1]
-    assert len(set(values)) == len(values) - 1
-    assert len({number for _, number in log}) == len(log)
-
-
-@pytest.mark.parametrize("ends", ["break", "error", "close"])
-def test_generators_are_as_they_were_however_a_stream_ends(ends: str) -> None:
-    for event in (Event.AFTER_LOSS, Event.EVAL_BATCH_END, Event.BATCH_END):
-
-        def draw(at: Event, state: pl.State, event: Event = event) -> None:
-            if at is event:
-                drawn("torch"), drawn("python"), drawn("numpy")
-                if ends == "error":
-                    raise RuntimeError
-
-        with around(3), contextlib.suppress(RuntimeError):
-            stream = fit(evaluators=points(), callbacks=[draw])
-            for at, _ in stream:
-                if at is event and ends == "break":
-                    break
-                if at is event and ends == "close":
-                    stream.close()
-
-
-def _noisy() -> pl.Optimizer:
-    base = pl.optim.sgd(lr=0.1)
-
-    def noisily(function: Any) -> Any:
-        def step(grads: Any, *args: Any) -> Any:
-            noise = {name: gradient + torch.randn_like(gradient) for name, gradient in grads.items()}
-            return function(pl.FrozenDict(noise), *args)
-
-        return step
-
-    update, overwrite = noisily(base.update), noisily(base.overwrite)
-    return pl.Optimizer(name="noisy", init=base.init, update=update, overwrite=overwrite, lr=base.lr)
-
-
-def test_an_optimizer_draws_alike_in_place_and_on_copies() -> None:
-    for wrapper in WRAPPERS.values():
-        found = []
-        for seed, donate in ((1, "auto"), (2, False)):
-            with around(seed):
-                final = pl.run(fit(optimizer=wrapper(_noisy()), max_duration="1ep", donate=donate))
-            found.append(final.params["0.weight"].tolist())
-        assert found[0] == found[1]
+    for seed in (0, 0, 1):
+        draws = Drawn("numpy", ["forward"])
+        with around(seed + 1):
+            metric = [pl.metrics.mean(lambda outputs, batch: outputs.mean(1), "drawn")]
+            evaluators = {"val": pl.Evaluator(DataLoader(Rows(draws), batch_size=2), metrics=metric)}
+            found.append(numbers(pl.run(pl.evaluate(Net(draws), evaluators, seed=seed))))
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.timeout(60)

@@ -5,8 +5,6 @@ Uses in which a functional loop could silently train wrongly: right, or an error
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -92,21 +90,6 @@ def test_gradients_that_an_algorithm_returns_are_detached_and_none_to_those_who_
             assert not state.grads["0.weight"].requires_grad
             assert state.grads["0.bias"] is None
     assert all(seen[event] is not None for event in READY)
-
-
-def test_a_microbatch_of_padding_alone_counts_nothing() -> None:
-    """Its mean loss is 0 / 0."""
-    targets = torch.tensor([1, 0, -100, -100])
-    task = pl.Task(weight=lambda batch: int((batch[1] != -100).sum()))
-    whole, *split = (
-        next(
-            ({**state.grads, "loss": state.loss})
-            for event, state in fit(data=[(DATA[0][0], targets)], task=task, microbatch_size=size)
-            if event is Event.AFTER_TRAIN_BATCH
-        )
-        for size in (None, 1, 2)
-    )
-    torch.testing.assert_close(split, [whole, whole])
 
 
 def test_scripts_of_ones_own() -> None:
@@ -233,18 +216,3 @@ def test_what_differentiates_outside_of_the_loop_is_refused() -> None:
         run(Checkpointed(reentrant=True))
     with torch.inference_mode(), pytest.raises(pl.LossError, match=r"inside torch\.inference_mode"):
         run()
-
-
-@pytest.mark.slow  # a process that has not used NumPy's generator yet
-def test_numpy_that_a_handler_loads_was_not_drawn_from() -> None:
-    script = """
-import torch, pure_loop as pl
-@pl.algorithm("batch_start")
-def load(state):
-    import numpy.random
-    return state
-data = [(torch.ones(2, 2), torch.ones(2, 1))]
-pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1),
-              max_duration="1ep", algorithms=[load], strict=True))
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
