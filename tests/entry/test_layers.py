@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pure_loop as pl
 from pure_loop.entry.layers import Layer, LayerTable, layer_table
+from tests.support.problem import cross_entropy, mlp, points
 from tests.support.tiers import examples
 
 
@@ -79,20 +80,13 @@ def test_the_text_is_a_table() -> None:
     assert "Tensor.item()" in read._repr_html_()
 
 
-def explained(data: Any, **options: Any) -> str:
-    out = io.StringIO()
-    plain = {"loss": nn.functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
-    pl.explain(nn.Sequential(nn.Linear(3, 2)), data, file=out, **plain, **options)
-    return out.getvalue()
-
-
-def test_explain_has_a_table_of_what_it_can_know() -> None:
-    batch = (torch.zeros(5, 3), torch.zeros(5, 2))
-    assert "    0    Linear      5x2              8       -     60\n" in explained([batch])
-    loader = iter([batch])
-    without = explained(loader)
-    assert "sample=batch" in without
-    assert "5x2" not in without
-    assert "    0    Linear      5x2 " in explained(loader, sample=batch)
-    assert next(loader) is batch
-    assert "Linear  " not in explained([batch], depth=0)
+def test_explain_has_a_table_of_what_it_can_know(capsys: pytest.CaptureFixture[str]) -> None:
+    loader = iter(points(1))
+    for data, options, says in (
+        (points(1), {}, "    0    Linear      4x8             40       -    256\n"),
+        (loader, {}, "sample=batch"),
+        (loader, {"sample": points(1)[0]}, "    0    Linear      4x8 "),
+    ):
+        pl.explain(mlp(), data, loss=cross_entropy, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep", **options)
+        assert says in capsys.readouterr().out
+    assert next(loader)[0].shape == (4, 4)

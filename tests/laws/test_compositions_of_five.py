@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 
-import pure_loop as pl
 from pure_loop import Event
+from pure_loop.algorithm import Composition
 from pure_loop.testing import check_algorithm
 from pure_loop.testing._compositions import ALGORITHMS, algorithms
 from tests.conftest import THOROUGH
@@ -17,7 +18,7 @@ from tests.support.samples import sample
 LEFT_OUT = ("transform", "threshold_stopping", "early_stopping", "reduce_on_plateau")
 
 
-def _fit_together(chosen: pl.Algorithm) -> bool:
+def _fit_together(chosen: Composition) -> bool:
     """Two that change the model may find nothing left to change; smoothing one of two targets is refused."""
     surgery = sum(Event.INIT in algorithm.handlers for algorithm in chosen.members)
     mixes_losses = any(algorithm.settings.get("interpolate") == "loss" for algorithm in chosen.members)
@@ -32,7 +33,7 @@ def test_five_at_once(problem: str) -> None:
         name for name, make in ALGORITHMS.items() if getattr(sys.modules[make.__module__], "SERVES", None) in kinds
     ]
     among = [name for name in among if name not in LEFT_OUT]
-    drawn = algorithms(problem=problem, among=among, min_size=5, max_size=5).filter(_fit_together)
+    drawn: Any = algorithms(problem=problem, among=among, min_size=5, max_size=5).filter(_fit_together)
     for chosen in sample(drawn, 12 if THOROUGH else 3)[-12 if THOROUGH else -2 :]:
         failures: dict[str, str] = {}
         for algorithm in chosen.members:

@@ -20,13 +20,12 @@ from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
 from pure_loop.checkpoint import background as writing
 from pure_loop.compile import interpreted
-from pure_loop.errors import VerificationError
 from pure_loop.stages import engine, references
 from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.references import are_unaliased, can_count
-from tests.support import faults, problem
+from tests.support import problem
 from tests.support.donating import Count
-from tests.support.faults import PLACES, Fault, bits_of
+from tests.support.faults import bits_of
 from tests.support.problem import cross_entropy, noisy, points
 
 pytestmark = pytest.mark.gpu
@@ -241,29 +240,3 @@ def test_a_verified_run_is_a_run(large: bool, monkeypatch: pytest.MonkeyPatch) -
     for options in WAYS:
         ends = [problem.run("convnet", device="cuda", verify=verify, **options) for verify in ("2ba", None)]
         assert bits_of(ends[0]) == bits_of(ends[1])
-
-
-def at_the_end_of_the_second(fault: Fault, **options: Any) -> dict[str, Any]:
-    for event, state in faults.fit(fault, device="cuda", max_duration="2ba", nonfinite="skip", donate=False, **options):
-        if event is Event.BATCH_END and state.timestamp.batch == 2:
-            return bits_of(state)
-    raise AssertionError("training is shorter than that")
-
-
-def test_flipped_bits_are_found() -> None:
-    for number, place in enumerate(PLACES):
-        found, run = 0, 1 + number % 2
-        for seed in range(3):
-            sound, flawed = (at_the_end_of_the_second(Fault(place, where, 1, seed)) for where in (0, 1))
-            fault = Fault(place, run, 1, seed)
-            if sound == flawed:
-                at_the_end_of_the_second(fault, verify="2ba")
-                continue
-            found += 1
-            with pytest.raises(VerificationError) as caught:
-                at_the_end_of_the_second(fault, verify="2ba")
-            error = caught.value
-            assert (error.transient, error.agreeing) == (True, (2, 3) if run == 1 else (1, 3))
-            assert (error.batch, error.rank) == (1, 0)
-            assert error.stage in {PLACES[place], "backward", "optimizer"}
-        assert found, place
