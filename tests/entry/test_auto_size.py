@@ -97,9 +97,7 @@ def same(one: pl.State, other: pl.State) -> None:
     st.booleans(),
     st.sampled_from([None, {Event.BATCH_END}]),
 )
-def test_the_bits_are_those_of_the_sizes_written_by_hand(
-    sizes: list[int], most: int, kind: str, many: bool, watch: Any
-) -> None:
+def test_the_bits_are_those_of_sizes_by_hand(sizes: list[int], most: int, kind: str, many: bool, watch: Any) -> None:
     """And a run that resumes after a batch has them, too."""
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.compile import interpreted
 from pure_loop.entry.float8 import refuse_float8
 from pure_loop.errors import ArgumentError, MissingExtraError, ModelError
 from pure_loop.precision import Precision
@@ -123,15 +122,3 @@ def test_what_cannot_be_converted_is_refused_at_the_call(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingExtraError, match=r"amp_fp8.*pip install 'pure_loop\[fp8\]'"):
         refuse_float8(EMULATED, torch.device("cpu"))
-
-
-@pytest.mark.slow  # a graph of emulated kernels
-def test_compiled() -> None:
-    """A graph adds up in another order, after which a number may be rounded to the next one of 8 bits."""
-    options: dict[str, Any] = {"optimizer": pl.optim.sgd(0.01), "max_duration": "2ba", "watch": {Event.BATCH_END}}
-    with interpreted():
-        eager, compiled = pl.run(fit(model(), **options)), pl.run(fit(model(), compile=True, **options))
-    start = pl.State.create(model()).params
-    for name, value in eager.params.items():
-        step = float((value - start[name]).abs().max())
-        torch.testing.assert_close(compiled.params[name], value, rtol=0, atol=step / 8)

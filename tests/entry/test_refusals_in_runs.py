@@ -213,7 +213,6 @@ BATCHES = [
     on(OTHER_SIZE, "batch[1]: 3, in (tensor (4, 4) float32, tensor (3,)", "first dimension"),
     row(DATA_ERROR, lambda: fit(evaluators=HELD_OUT), "batch[1]: 3", "raised in evaluator 'held out', batch"),
     row(DATA_ERROR, lambda: fit(data=without_length()), "train dataloader gave no batch in epoch 0"),
-    row(DATA_ERROR, lambda: fit(data=iter(DATA), max_duration="2ep"), "iterator is exhausted", "batches_per_epo"),
     row(DATA_ERROR, lambda: fit(**NO_SPLIT, microbatch_size=2), "split batch[2]", "microbatches of 2", "batch_size=No"),
     row(DATA_ERROR, lambda: fit(task=pl.Task(weight=lambda batch: -1.0)), "batch 0", "finite, not negative", "Task("),
     row(DATA_ERROR, lambda: fit(task=pl.Task(weight=lambda batch: 0.0)), "batch 0", "finite, not negative"),

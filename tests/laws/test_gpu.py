@@ -334,9 +334,7 @@ def test_steps_as_a_cuda_graph_are_those_that_are_launched_kernel_by_kernel(opti
 
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}], ids=str)
-def test_steps_as_a_cuda_graph_write_in_place_and_what_was_kept_never_changes(
-    options: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_as_a_cuda_graph_write_in_place_and_what_was_kept_stays(options: Any, monkeypatch: Any) -> None:
     copied, kept = [], []
     real = Ownership.writable_or_copies
 
@@ -396,9 +394,7 @@ def test_what_a_compiled_algorithm_draws_is_what_an_eager_one_draws() -> None:
         close(found.params, wanted.params, 1e-5)
 
 
-def test_recordings_share_a_stream_of_their_device_and_memory_and_nothing_else_is_drawn_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recordings_share_a_stream_and_memory_and_nothing_else_is_drawn_meanwhile(monkeypatch: Any) -> None:
     """Torch's own stream is of the device that recorded first, and records nothing on another one."""
     asked, had_turn, real = list[Any](), list[bool](), torch.cuda.graph
 

@@ -128,9 +128,7 @@ def test_memory_that_stays_is_not_waited_for(kind: str) -> None:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_checkpoint_is_read_behind_what_the_current_stream_has_to_do(
-    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_read_on_the_current_stream(background: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """Kernels on a stream of one's own are waited for by no other stream, and the saver's thread has another."""
     read_on, write = [], writing.write_state
 
@@ -177,9 +175,7 @@ def hand_over(tensor: Tensor) -> None:
 
 @needs_counts
 @pytest.mark.parametrize(("what", "donate"), [("parameter", "auto"), ("view", True), ("memory", "auto")])
-def test_what_another_process_was_given_is_not_written_to(
-    what: str, donate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_process_was_given_is_not_written_to(what: str, donate: Any, monkeypatch: Any) -> None:
     """And where torch doesn't say what was, the last one that was handed over is known."""
     count = Count(monkeypatch)
     copied = []
@@ -199,9 +195,7 @@ def test_what_another_process_was_given_is_not_written_to(
 
 
 @needs_counts
-def test_compiled_steps_do_not_write_to_it_and_nothing_is_added_to_such_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_steps_do_not_write_to_it_and_nothing_is_added_to_such_gradients(monkeypatch: Any) -> None:
     copied, own = [], Ownership.writable_or_copies
 
     def noting(this: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:

@@ -70,9 +70,7 @@ DYADIC = {
 
 @examples(15, 400)
 @given(st.data(), st.integers(1, 4), st.one_of(st.none(), st.sampled_from([1, 2, 3, 4])), st.booleans())
-def test_gradients_are_those_of_the_batches_as_one(
-    data: st.DataObject, per_step: int, size: int | None, dyadic: bool
-) -> None:
+def test_gradients_are_those_of_one_batch(data: st.DataObject, per_step: int, size: int | None, dyadic: bool) -> None:
     """Bitwise where every share is a power of 2."""
     if dyadic:
         size = 2 if size == 3 else size

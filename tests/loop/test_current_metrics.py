@@ -76,9 +76,7 @@ def to_come(pairs: list[tuple[Event, pl.State]], index: int) -> set[str | None]:
 
 @examples(40, 1000)
 @given(run=runs())
-def test_metrics_are_of_the_last_evaluation_and_not_there_where_they_are_about_to_be_measured(
-    run: dict[str, Any],
-) -> None:
+def test_metrics_are_of_the_last_evaluation_and_not_there_where_new_ones_are_to_come(run: dict[str, Any]) -> None:
     """Intervals in epochs, batches, samples, fractions, by functions of the State (one of which reads metrics); several
     evaluators, loaders without a length, both orders, training that ends within an epoch, metrics of training.
 

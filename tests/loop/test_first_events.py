@@ -218,9 +218,7 @@ def test_later_batches_are_compared_with_nothing_and_no_copy_stays(watch: Any, m
     st.data(),
 )
 @examples(30, 1000)
-def test_a_changed_byte_and_moved_or_negated_numbers_change_the_digest(
-    dtype: torch.dtype, count: int, data: st.DataObject
-) -> None:
+def test_other_bytes_and_places_change_the_digest(dtype: torch.dtype, count: int, data: st.DataObject) -> None:
     tensor = (torch.rand(count, generator=torch.Generator().manual_seed(count)) > 0.5).to(dtype)
     before = digest(tensor)
     assert digest(tensor.clone()) == before

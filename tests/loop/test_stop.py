@@ -34,9 +34,7 @@ def stopping(event: Event, when: str) -> pl.Algorithm:
 
 
 @pytest.mark.parametrize(("event", "when"), [(Event.BATCH_END, "2ba"), (Event.EPOCH_END, "1ep")], ids=str)
-def test_a_run_that_is_stopped_before_a_checkpoint_resumes_at_each_boundary_as_it_went_on(
-    event: Event, when: str
-) -> None:
+def test_a_stopped_run_resumes_at_each_boundary_as_it_went_on(event: Event, when: str) -> None:
     options = {"algorithms": [stopping(event, when)], **EVALUATED}
     whole = list(fit(**options))
     assert whole[-1][1].stop
