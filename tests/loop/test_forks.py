@@ -177,7 +177,6 @@ SCRIPT = """
 import multiprocessing, os, sys, torch
 import pure_loop as pl
 
-torch.set_num_threads(1)
 way, folder = sys.argv[1:]
 
 def fork():
@@ -185,23 +184,19 @@ def fork():
         process = multiprocessing.get_context("fork").Process(target=os.getpid)
         process.start()
         process.join(90)
-        print("child", process.exitcode, flush=True)
-        return process.kill()
+        return print("child", process.exitcode, flush=True) or process.kill()
     child = os.fork()
     if not child:
         {"exits": lambda: sys.exit(3), "raises": lambda: next(iter(())), "falls": lambda: None}[way]()
         return True
     print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
-data = torch.utils.data.TensorDataset(torch.ones(12, 3), torch.ones(12, 2))
 # Large, so that its checkpoints are still being written.
 model = torch.nn.Sequential(torch.nn.Linear(3, 300_000), torch.nn.Linear(300_000, 2))
-stream = pl.fit(
-    model, torch.utils.data.DataLoader(data, batch_size=4, num_workers=int(way == "process")),
-    loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=1e-6), max_duration="1ep",
-    callbacks=[pl.callbacks.CheckpointSaver(folder + "/run", interval="1ba", keep_last=None)],
-    loggers=[pl.loggers.CSVLogger(folder + "/m.csv")],
-)
+data = torch.utils.data.DataLoader([(torch.ones(3), torch.ones(2))] * 12, 4, num_workers=int(way == "process"))
+saver = pl.callbacks.CheckpointSaver(folder + "/run", interval="1ba", keep_last=None)
+stream = pl.fit(model, data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=1e-6), max_duration="1ep",
+                callbacks=[saver], loggers=[pl.loggers.CSVLogger(folder + "/m.csv")])
 for event, state in pl.progress(stream):
     if event == "batch_checkpoint" and state.timestamp.batch == 1 and fork():
         break

@@ -122,6 +122,7 @@ MEANT = {"batch_ends": "BATCH_END", "epoch_checkpt": "EPOCH_CHECKPOINT", " epoch
 MEANT |= {"training_start": "FIT_START", "on_train_batch_end": "BATCH_END", "on_validation_end": "EVAL_END"}
 MEANT |= {"BATCH_END": "BATCH_END", "BatchEnd": "BATCH_END"}
 WRONG: Any = "batch_ends"
+SETTINGS = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
 DOORS: list[Callable[[], Any]] = [
     lambda: pl.algorithm(WRONG)(lambda state: state),
     lambda: pl.Algorithm("own", {("fit_start", WRONG): lambda state: state}),
@@ -133,12 +134,7 @@ DOORS: list[Callable[[], Any]] = [
     lambda: pl.evaluate(mlp(), points(), watch={WRONG}),
     lambda: pl.predict(mlp(), points(), watch={WRONG}),
     lambda: pl.drive((pair for pair in ()), watch={WRONG}),
-    lambda: pl.rewind(
-        *("nowhere", "1ba", WRONG, mlp(), points()),
-        loss=cross_entropy,
-        optimizer=pl.optim.sgd(lr=0.1),
-        max_duration="1ep",
-    ),
+    lambda: pl.rewind("nowhere", "1ba", WRONG, mlp(), points(), **SETTINGS),
 ]
 
 
@@ -179,25 +175,21 @@ def test_a_body_that_waits_for_no_event_ends_at_its_first_one() -> None:
             call()
 
 
-NO_EVENTS = ("BATCH_END", "BatchEnd", "on_epoch_end", "on_train_batch_end", "training_start", "eval_ended")
-METHODS: list[Any] = [
-    lambda self, state, logger: None,
-    lambda self, state: None,
-    classmethod(lambda cls, state, logger: None),
-    staticmethod(lambda state, logger: None),
-    functools.partialmethod(lambda self, state, logger: None),
-]
+NAMES = ("batch_ends", "BATCH_END", "BatchEnd", "on_epoch_end", "on_train_batch_end", "training_start", "eval_ended")
+
+
+def observe(self: Any, state: Any, logger: Any = None) -> None: ...
 
 
 def test_a_method_of_a_callback_that_is_named_after_no_event_is_refused_and_helpers_may_have_any_name() -> None:
     def callback(**methods: Any) -> Any:
-        return type("Own", (pl.Callback,), {"fit_start": METHODS[0], **methods})()
+        return type("Own", (pl.Callback,), {"fit_start": observe, **methods})()
 
-    for name, method in [*((name, METHODS[0]) for name in NO_EVENTS), *(("batch_ends", each) for each in METHODS)]:
+    kinds = (lambda self, state: None, classmethod(observe), staticmethod(observe), functools.partialmethod(observe))
+    for name, method in [*((name, observe) for name in NAMES), *(("batch_ends", kind) for kind in kinds)]:
         with pytest.raises(pl.ArgumentError, match=rf"a method '{name}', which is no event .* did you mean \w+\(self"):
             fit(callbacks=[callback(**{name: method})])
-    helpers = {"epochs": lambda self: 3, "eval_start_time": lambda self, state, unit: 0.0}
-    own = callback(_batch_ends=METHODS[0], summary=METHODS[0], **helpers)
+    own = callback(_batch_ends=observe, summary=observe, epochs=lambda self: 3, eval_start_time=lambda self, state: 0.0)
     own.batch_starts, own.epoch_ended = [], lambda: True
     run(callbacks=[own])
     own.batch_ends = lambda state, logger: None
