@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,71 +110,58 @@ def blamed(*algorithms: pl.Algorithm, **options: Any) -> VerificationError:
     return caught.value
 
 
+def scaled(name: str, factor: Callable[[pl.State], Any], event: Event = Event.AFTER_LOSS, **options: Any) -> Any:
+    """An algorithm that multiplies the loss, or gradients."""
+
+    def scale(state: Any) -> pl.State:
+        by = factor(state)
+        if event is Event.AFTER_LOSS:
+            return state.replace(loss=state.loss * by)
+        return state.replace(grads={name: gradient * by for name, gradient in state.grads.items()})
+
+    return pl.Algorithm(name, {event: scale}, **options)
+
+
 def test_an_algorithm_that_is_not_pure_is_named_and_no_transient_difference() -> None:
-    calls = [0]
-
-    @pl.algorithm(Event.AFTER_BACKWARD)
-    def in_turn(state: pl.State) -> pl.State:
-        calls[0] += 1
-        return state.replace(grads={name: gradient * calls[0] for name, gradient in state.grads.items()})
-
-    @pl.algorithm(Event.AFTER_BACKWARD)
-    def pure(state: pl.State) -> pl.State:
-        return state.replace(grads={name: 2 * gradient for name, gradient in state.grads.items()})
-
+    calls = itertools.count(1)
+    in_turn = scaled("in_turn", lambda state: next(calls), Event.AFTER_BACKWARD)
     error = blamed(in_turn, verify="2ba")
     assert (error.stage, error.leaf, error.batch) == ("in_turn", "grads/0.weight", 1)
-    assert (error.agreeing, error.transient) == (None, False)
+    assert (error.agreeing, error.transient, error.timestamp is None) == (None, False, False)
     assert error.difference is not None
     assert error.difference > 0
-    assert error.timestamp is not None
     for part in ("check_algorithm", "resume from the last checkpoint"):
         assert part in str(error)
+    pure = scaled("pure", lambda state: 2, Event.AFTER_BACKWARD)
     for algorithms in ((pure, in_turn), (in_turn, pure)):  # of several at one event the first that differs
         assert blamed(*algorithms, verify="1ba").stage == "in_turn"
 
 
 def test_an_algorithm_that_differs_in_one_run_is_named() -> None:
     """Its result, inside of another one, which is named then; or that it is called at all."""
-    shots = [0]
-
-    @pl.algorithm(Event.AFTER_LOSS)
-    def once(state: pl.State) -> pl.State:
-        shots[0] += state.timestamp.batch == 1
-        # The first run of the batch calls it twice: for the loop, and for the gradients of sam's own.
-        return state.replace(loss=2 * state.loss) if shots[0] == 2 and state.timestamp.batch == 1 else state
-
+    shots, asked = itertools.count(1), itertools.count(1)
+    # The first run of the batch calls it twice: for the loop, and for the gradients of sam's own.
+    once = scaled("once", lambda state: 2 if state.timestamp.batch == 1 and next(shots) == 2 else 1)
     error = blamed(once, pl.algorithms.sam(), verify="2ba")
     assert (error.stage, error.transient) == ("sam", True)
-    asked: list[int] = []
-
-    @pl.algorithm(Event.BEFORE_FORWARD, when=lambda state: asked.append(1) or len(asked) == 1)
-    def halve(state: pl.State) -> pl.State:
-        return state.replace(microbatch=(0.5 * state.microbatch[0], state.microbatch[1]))
-
-    error = blamed(halve, verify="1ba")
+    error = blamed(scaled("halve", lambda state: 0.5, when=lambda state: next(asked) == 1), verify="1ba")
     assert "did not come to it" in str(error)
     assert (error.leaf, error.agreeing) == (None, (2, 3))
 
 
 def test_a_step_that_is_not_finite_in_one_run_is_a_difference_and_in_both_the_error_that_it_is() -> None:
-    for number in (1, 2):
-        runs = [0]
-
-        @pl.algorithm(Event.AFTER_LOSS)
-        def overflow(state: pl.State, runs: Any = runs, number: int = number) -> pl.State:
-            runs[0] += state.timestamp.batch == 1
-            spoils = runs[0] == number and state.timestamp.batch == 1
-            return state.replace(loss=state.loss * (torch.inf if spoils else 1.0))
-
+    for number, agreeing in ((1, (2, 3)), (2, (1, 3))):
+        runs = itertools.count(1)
+        spoils = lambda s, r=runs, n=number: s.timestamp.batch == 1 and next(r) == n  # noqa: E731
+        overflow = scaled("overflow", lambda state, spoils=spoils: torch.inf if spoils(state) else 1.0)
         error = blamed(overflow, verify="2ba")
         assert (error.stage, error.leaf, error.transient) == ("overflow", "loss", True)
-        assert error.agreeing == ((2, 3) if number == 1 else (1, 3))
+        assert error.agreeing == agreeing
     data = points()
     data[1][0][0, 0] = torch.nan
     with pytest.raises(NonFiniteError, match="batch 1"):
         run(None, data, verify="2ba")
-    assert int(run(None, data, verify="1ba", nonfinite="skip").skipped) == 2
+    assert int(run(None, data, verify="1ba", nonfinite="skip").skipped) == 2  # type: ignore[arg-type]
 
 
 def test_nobody_sees_that_batches_are_computed_twice() -> None:
@@ -181,17 +170,10 @@ def test_nobody_sees_that_batches_are_computed_twice() -> None:
     seen: dict[str | None, Any] = {}
     for verify in (None, "1ba"):
         torch.manual_seed(0)
-        served: list[Any] = []
-
-        class Counting:
-            def __iter__(self, served: list[Any] = served) -> Any:
-                for item in points():
-                    served.append(item)
-                    yield item
-
-        noted: list[Any] = []
+        served, noted = list[int](), list[Any]()
+        serving = {"__iter__": lambda self, served=served: (served.append(1) or batch for batch in points())}
         callbacks = [lambda event, state, noted=noted: noted.append((event, bits_of(state)))]
-        run("noisy", Counting(), callbacks=callbacks, verify=verify)
+        run("noisy", type("Counting", (), serving)(), callbacks=callbacks, verify=verify)
         pairs = fit(None, None, [pl.algorithms.sam()], strict=False, verify=verify)
         changes = [(change.event, change.by, change.leaf) for change in pl.changes(pairs)]
         seen[verify] = noted, torch.rand(3).tolist(), len(served), changes
