@@ -111,7 +111,7 @@ OPTIONS = {
 }
 
 
-@examples(35, 2000)
+@examples(25, 2000)
 @given(
     name=st.sampled_from(list(MODELS)),
     sizes=st.lists(st.integers(2, 9), min_size=2, max_size=6),
