@@ -68,13 +68,3 @@ def test_a_package_that_is_lacking_and_a_folder_that_is_not_installed(monkeypatc
     assert described["extras"] == {}
     assert "attrs" in described["versions"]
     assert "not installed" in command.render(described)
-
-
-def test_an_accelerator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Module:
-        get_device_name = staticmethod("number {}".format)
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    assert command.describe()["devices"][1:] == ["cuda:0 (number 0)", "cuda:1 (number 1)"]

@@ -47,24 +47,17 @@ def test_a_difference_is_found_and_named() -> None:
     plan = plan_of(number)
     wanted: dict[str, Any] = summary(plan, recorded(plan))
 
-    def difference(where: str) -> str | None:
+    def difference(change: Any = None, **options: Any) -> str:
         recorder = copy.deepcopy(recorded(plan))
-        at = len(recorder.records) // 2
-        record = recorder.records[at]
-        index = next(i for i, path in enumerate(record.paths) if path.startswith("params."))
-        if where == "value":
-            record.values[index] = bytes([record.values[index][0] ^ 1]) + record.values[index][1:]
-        elif where == "form":
-            record.forms[index] += " leaf"
-        elif where == "event":
-            recorder.records.pop()
-        elif where == "kept":
-            recorder.changed.append("a State kept from INIT changed")
-        return compare(wanted, plan, recorder, values=where != "structure")
+        if change is not None:
+            change(recorder, recorder.records[len(recorder.records) // 2])
+        return str(compare(wanted, plan, recorder, **options))
 
-    assert difference("nothing") is None
-    assert difference("structure") is None
-    assert "params." in str(difference("value"))
-    assert "shapes" in str(difference("form"))
-    assert "States" in str(difference("event"))
-    assert "kept" in str(difference("kept"))
+    def flip(recorder: Any, record: Any) -> None:
+        index = next(i for i, path in enumerate(record.paths) if path.startswith("params."))
+        record.values[index] = bytes([record.values[index][0] ^ 1]) + record.values[index][1:]
+
+    assert difference(values=True) == difference(values=False) == "None"
+    assert "params." in difference(flip, values=True)
+    assert "States" in difference(lambda recorder, record: recorder.records.pop(), values=True)
+    assert "kept" in difference(lambda recorder, record: recorder.changed.append("a State kept changed"), values=True)

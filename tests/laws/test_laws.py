@@ -2,103 +2,81 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import attrs
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import pure_loop as pl
-from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.compile import interpreted
+from pure_loop.order import EvaluatorPlan, Plan, expected
 from pure_loop.testing import Case, cases, laws, plans
-from pure_loop.testing.laws.runs import resumption_from
+from pure_loop.testing.problems import PROBLEMS
 from pure_loop.testing.subject import AlgorithmSubject
-from tests.conftest import THOROUGH
 from tests.support.streams import Pairs, assert_same_stream
 from tests.support.tiers import examples
 
 LOOP = AlgorithmSubject(None)
+ORDERS = ("current", "current", "current", "2021")
 
 
-BOTH_ORDERS = plans(orders=("current", "current", "current", "2021"), min_batches=0)
-
-
-@examples(150, 5000)
-@given(cases(plans=BOTH_ORDERS))
-def test_events_are_those_of_the_specification(case: Case) -> None:
-    laws.order(None, case)
+def of_several(plan: Plan, per_step: int) -> Plan:
+    """A step accumulates over several batches."""
+    cut, steps = plan.batches_per_epoch, math.ceil(len(plan.batches) / per_step)
+    return attrs.evolve(
+        plan, batches_per_step=per_step, batches_per_epoch=min(cut, steps) if cut and plan.sized else cut
+    )
 
 
 def in_fractions(plan: Plan, epochs: int, interval: str) -> Plan:
+    """Seldom in others: a duration in epochs, of which evaluation takes fractions."""
     evaluators = {"val": EvaluatorPlan((2,))}
     return attrs.evolve(plan, max_duration=f"{epochs}ep", eval_interval=interval, evaluators=evaluators)
 
 
-FRACTIONS = st.sampled_from(["0.1dur", "0.25dur", "0.3dur", "0.5dur", "0.7dur", "1dur"])
-# Seldom in the others: a duration in epochs, of which evaluation takes fractions.
-IN_FRACTIONS = st.builds(
+FRACTIONS = st.builds(
     in_fractions,
-    plans(orders=("current", "current", "2021"), units=["ep"], iterations=False),
+    plans(orders=ORDERS, units=["ep"], iterations=False),
     st.integers(1, 3),
-    FRACTIONS,
+    st.sampled_from(["0.1dur", "0.25dur", "0.3dur", "0.5dur", "0.7dur", "1dur"]),
 )
-
-
-@examples(60, 1000)
-@given(cases(problems="linear", plans=IN_FRACTIONS))
-def test_fractions_of_epochs_are_those_of_the_specification(case: Case) -> None:
-    laws.order(None, case)
-
-
-@examples(10, 150)
-@given(cases(problems="linear", plans=IN_FRACTIONS))
-def test_going_on_between_fractions_of_epochs_is_exact(case: Case) -> None:
-    resumption_from(LOOP, case, pl.fit, None)
-
-
-@examples(30, 600)
-@given(cases(plans=plans(orders=("current", "current", "2021"), min_batches=0)))
-def test_going_on_from_any_boundary_is_exact(case: Case) -> None:
-    if THOROUGH:
-        resumption_from(LOOP, case, pl.fit, None)
-    else:
-        laws.resumption(None, case)
-
-
+STOPPED = plans(orders=ORDERS, min_batches=0, stops=True)
+ALL = st.builds(of_several, STOPPED, st.sampled_from([1, 1, 2, 3, 4])) | FRACTIONS
 # The older order, in which an epoch counts before it is evaluated, and its event comes after.
 OLDER = Case(plan=Plan(batches=(1,), max_duration="1ba", evaluators={"val": EvaluatorPlan(batches=(1,))}, order="2021"))
-OTHERS = [law for law in laws.OF_LOOPS if law not in (laws.order, laws.resumption, laws.microbatch_invariance)]
+EXACT = cases(problems="exact", plans=plans(max_samples=9, max_batches=3, max_evaluators=0))
+
+PLAIN, SEPARABLE = plans(orders=ORDERS, min_batches=0), [each for each in PROBLEMS.values() if each.separable]
+OTHERS = [law for law in laws.OF_LOOPS if law not in (laws.order, laws.microbatch_invariance)]
+# The law, its cases, and how many examples in the fast and the thorough tier; graphs take a second to trace.
+TRIED: dict[str, tuple[laws.Law, Any, tuple[int, int]]] = {
+    **{law.name: (law, cases(plans=PLAIN), (15, 400)) for law in OTHERS},
+    "compile_equality": (laws.compile_equality, cases(plans=PLAIN), (2, 400)),
+    "world_size": (laws.world_size, cases(plans=ALL, problems=SEPARABLE), (3, 400)),
+    "microbatch_invariance": (laws.microbatch_invariance, cases(problems=["linear", "tied"]), (15, 500)),
+    "microbatch_invariance, exactly": (laws.microbatch_invariance, EXACT, (15, 500)),
+    "resumption": (laws.resumption, cases(plans=ALL), (20, 600)),
+    "order": (laws.order, cases(plans=ALL), (150, 5000)),
+    "order of fractions": (laws.order, cases(problems="linear", plans=FRACTIONS), (50, 1000)),
+}
 
 
-@pytest.mark.parametrize("law", OTHERS, ids=lambda law: law.name)
-def test_the_loop_keeps(law: laws.Law) -> None:
-    @examples(4 if law is laws.compile_equality else 20, 400)  # its graphs take a second to trace
+@pytest.mark.parametrize("name", TRIED)
+def test_the_loop_keeps(name: str) -> None:
+    law, drawn, count = TRIED[name]
+
+    @examples(*count)
     @example(case=OLDER)
-    @given(cases(plans=plans(orders=("current", "current", "2021"), min_batches=0)))
+    @given(drawn)
     def holds(case: Case) -> None:
         law.on(LOOP, case)
 
     holds()
 
 
-@examples(25, 500)
-@given(cases(problems="exact", plans=plans(max_samples=9, max_batches=3, max_evaluators=0)))
-def test_gradients_do_not_depend_on_the_split_exactly(case: Case) -> None:
-    laws.microbatch_invariance(None, case)
-
-
-@examples(25, 500)
-@given(cases(problems=["linear", "tied"]))
-def test_gradients_do_not_depend_on_the_split_to_rounding(case: Case) -> None:
-    laws.microbatch_invariance(None, case)
-
-
-@examples(10, 300)
-@given(cases())
-def test_strict_finds_nothing_to_complain_about(case: Case) -> None:
-    assert_same_stream(case.run(strict=True), case.run(), "strict")
-
-
-@examples(12, 200)
+@examples(10, 200)
 @given(cases(), cases())
 def test_two_streams_in_turn_give_what_they_give_alone(one: Case, two: Case) -> None:
     first, second = one.stream(), two.stream()
@@ -115,8 +93,16 @@ def test_two_streams_in_turn_give_what_they_give_alone(one: Case, two: Case) -> 
     assert_same_stream(turns[1], two.run(), "in turn with another")
 
 
-@examples(12, 200)
-@given(cases(), st.sets(st.sampled_from(list(pl.Event))))
-def test_watching_fewer_events_gives_the_same_states(case: Case, watch: set[pl.Event]) -> None:
-    wanted = [pair for pair in case.run() if pair[0] in watch]
-    assert_same_stream(case.run(watch=watch), wanted, "watched")
+@pytest.mark.slow  # each example is a graph
+@examples(6, 100)
+@given(plans(stops=True, iterations=False, max_batches=5))
+def test_the_events_of_compiled_steps(plan: Plan) -> None:
+    with interpreted():
+        assert [event for event, _ in Case(plan=plan).run(compile=True)] == expected(plan)
+
+
+def test_a_wrong_loop_is_caught() -> None:
+    """One that goes on where it is to stop, and one that takes each batch for a step."""
+    plan = Plan(batches=(2, 2, 2), max_duration="1ep", evaluators={"val": EvaluatorPlan((2,))})
+    for changed in ({"stop_at": "2ba"}, {"batches_per_step": 2}):
+        assert [event for event, _ in Case(plan=plan).run()] != expected(attrs.evolve(plan, **changed))

@@ -1,52 +1,27 @@
-"""``fit(batches_per_step=)``: a step accumulates gradients over several batches of the dataloader."""
+"""``fit(batches_per_step=)``: a step accumulates gradients over several batches (its events: ``tests/laws``)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop._internal.tree_ops import full_tensor
-from pure_loop.compile import interpreted
 from pure_loop.errors import ArgumentError, DataError
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.order import Plan, expected
-from pure_loop.random import seeded
-from pure_loop.state import POSITIONS
-from pure_loop.testing.case import Case
-from pure_loop.testing.strategies import plans
 from tests.support.problem import fit, mlp, noise, points, run
 from tests.support.streams import assert_same
 from tests.support.tiers import examples
-from tests.support.worlds import pool
 
 A = pl.algorithms
-
-
-@st.composite
-def grouped_plans(draw: st.DrawFn) -> Plan:
-    plan = draw(plans(orders=["current", "current", "2021"], stops=True))
-    size = draw(st.integers(2, 4))
-    cut, steps = plan.batches_per_epoch, math.ceil(len(plan.batches) / size)
-    cut = min(cut, steps) if cut and plan.sized else cut
-    return attrs.evolve(plan, batches_per_step=size, batches_per_epoch=cut)
-
-
-@examples(40, 600)
-@given(grouped_plans())
-def test_the_events_are_those_of_a_plan(plan: Plan) -> None:
-    assert [event for event, _ in Case(plan=plan).run()] == expected(plan)
 
 
 def test_the_plan_says_what_a_step_is() -> None:
@@ -57,7 +32,7 @@ def test_the_plan_says_what_a_step_is() -> None:
         Plan(batches=(4, 1, 3), max_duration="1ep", batches_per_step=2, batches_per_epoch=3)
 
 
-def whole_numbers(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+def whole_numbers(sizes: list[int]) -> list[Any]:
     g = noise()
     return [tuple(torch.randint(-4, 5, (n, k), generator=g).double() for k in (3, 2)) for n in sizes]
 
@@ -69,14 +44,19 @@ def whole_model() -> nn.Module:
     return layer
 
 
-def gradients(data: Any, **options: Any) -> list[dict[str, Any]]:
+def gradients(model: Any, data: Any, **options: Any) -> list[dict[str, Any]]:
     """Of each step, with its loss and the samples so far."""
-    settings = {"loss": functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.0), "max_duration": "1ep", **options}
+    settings = {"optimizer": pl.optim.sgd(lr=0.0), "max_duration": "1ep", **options}
     return [
         {**state.grads, "loss": state.loss, "sample": state.timestamp.sample}
-        for event, state in fit(whole_model(), data, **settings)
+        for event, state in fit(model, data, **settings)
         if event is Event.BATCH_END
     ]
+
+
+def joined(batches: list[Any], per_step: int) -> list[Any]:
+    groups = [batches[start : start + per_step] for start in range(0, len(batches), per_step)]
+    return [tuple(map(torch.cat, zip(*group, strict=True))) for group in groups]
 
 
 # Batches of a step, by their number: their samples, and those of all of them, are powers of 2.
@@ -88,11 +68,9 @@ DYADIC = {
 }
 
 
-@examples(30, 400)
+@examples(15, 400)
 @given(st.data(), st.integers(1, 4), st.one_of(st.none(), st.sampled_from([1, 2, 3, 4])), st.booleans())
-def test_gradients_are_those_of_the_batches_as_one(
-    data: st.DataObject, per_step: int, size: int | None, dyadic: bool
-) -> None:
+def test_gradients_are_those_of_one_batch(data: st.DataObject, per_step: int, size: int | None, dyadic: bool) -> None:
     """Bitwise where every share is a power of 2."""
     if dyadic:
         size = 2 if size == 3 else size
@@ -101,41 +79,31 @@ def test_gradients_are_those_of_the_batches_as_one(
         sizes = [number for step in steps for number in step]
     else:
         sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=7))
-    batches, accuracy = whole_numbers(sizes), 0.0 if dyadic else 1e-12
-    groups = [batches[start : start + per_step] for start in range(0, len(batches), per_step)]
-    joined = [tuple(map(torch.cat, zip(*group, strict=True))) for group in groups]
-    found = gradients(batches, batches_per_step=per_step, microbatch_size=size)
-    torch.testing.assert_close(found, gradients(joined), rtol=accuracy, atol=accuracy)
+    batches, accuracy, mse = whole_numbers(sizes), 0.0 if dyadic else 1e-12, functional.mse_loss
+    found = gradients(whole_model(), batches, loss=mse, batches_per_step=per_step, microbatch_size=size)
+    wanted = gradients(whole_model(), joined(batches, per_step), loss=mse)
+    torch.testing.assert_close(found, wanted, rtol=accuracy, atol=accuracy)
 
 
 def doubles(data: Any) -> Any:
     return [(inputs.double(), targets) for inputs, targets in data]
 
 
-def test_targets_that_do_not_count_weigh_nothing_in_the_whole_step() -> None:
+def test_targets_that_do_not_count_weigh_nothing_and_batches_of_other_shapes_are_accumulated() -> None:
     data = doubles(points(size=(5, 3, 4)))
     for (_, targets), ignored in zip(data, (4, 0, 1), strict=True):
         targets[:ignored] = -100
-    joined = [tuple(map(torch.cat, zip(*data, strict=True)))]
-    grads = [
-        dict(next(state.grads for event, state in fit(mlp().double(), part, **more) if event is Event.BATCH_END))
-        for part, more in ((data, {"batches_per_step": 3, "microbatch_size": 2}), (joined, {}))
-    ]
-    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)
+    model = mlp().double()
+    found = gradients(model, data, batches_per_step=3, microbatch_size=2)
+    torch.testing.assert_close(found, gradients(model, joined(data, 3)), rtol=1e-12, atol=1e-14)
 
-
-def test_batches_of_other_shapes_are_accumulated() -> None:
-    class Mean(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
+    class Mean(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return self.weight * x.mean(dim=1)
+            return super().forward(x.mean(dim=1, keepdim=True))
 
-    data = [(torch.full((n, length), float(length)), torch.zeros(n)) for n, length in ((2, 3), (4, 1), (1, 5))]
+    data = [(torch.ones(n, length), torch.zeros(n, 1)) for n, length in ((2, 3), (4, 1), (1, 5))]
     options = {"loss": functional.mse_loss, "batches_per_step": 3, "microbatch_size": 3, "max_duration": "1ep"}
-    stream = fit(Mean(), data, **options)
+    stream = fit(Mean(1, 1), data, **options)
     shapes = [tuple(state.microbatch[0].shape) for event, state in stream if event is Event.BEFORE_FORWARD]
     assert shapes == [(2, 3), (3, 1), (1, 1), (1, 5)]
 
@@ -150,45 +118,13 @@ class Endless:
         return iter(points(size=SIZES))
 
 
-def shuffled(size: int) -> Any:
-    return DataLoader(TensorDataset(*points(1, size=20)[0]), batch_size=size, shuffle=True)
-
-
-LOADERS: dict[str, Any] = {
-    "shuffled": (lambda: shuffled(4), {}),
-    "cut": (lambda: shuffled(3), {"batches_per_epoch": 2}),
-    "endless": (Endless, {"max_duration": "7ba", "batches_per_epoch": 2}),
-    "iterator": (lambda: iter(points(size=(*SIZES, 1, 2))), {"max_duration": "3ba", "batches_per_epoch": 2}),
-}
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_training_resumes_from_every_boundary(loader: str) -> None:
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3), nn.Linear(5, 3))
-    make, options = LOADERS[loader]
-    options = {"algorithms": [A.ema(half_life="2ba")], "batches_per_step": 2, "microbatch_size": 3, **options}
-    kept = [state for _, state in fit(model, make(), strict=None, **options)]
-    for state in [state for state in kept if state.event in POSITIONS and state.event is not Event.FIT_END]:
-        rest = run(state, make(), strict=None, **options)
-        assert_same(rest.params | rest.algorithm_state, kept[-1].params | kept[-1].algorithm_state, repr(state))
-        assert rest.timestamp.sample == kept[-1].timestamp.sample
-    if loader == "endless":
-        # A pass of 5 batches is 3 steps, and an epoch 2 of them, or what is left of a pass.
-        ends = [state.timestamp.sample for state in kept if state.event is Event.BATCH_END]
-        assert [after - before for before, after in zip([0, *ends], ends, strict=False)] == [7, 6, 3, 7, 6, 3, 7]
-
-
 def test_lengths_count_steps_and_batches_come_together() -> None:
     pairs = list(fit(data=points(size=SIZES), batches_per_step=2))
     assert {state.timestamp.batches_per_epoch for event, state in pairs if event is Event.BATCH_END} == {3}
-    assert pairs[-1][1].timestamp.batch == 6
     begun = [state.batch for event, state in pairs if event is Event.BATCH_START]
     assert [(type(batch), len(batch)) for batch in begun] == [(pl.Batches, size) for size in (2, 2, 1) * 2]
     assert all(type(state.batch) is tuple for event, state in fit() if event is Event.BATCH_START)
 
-
-def test_a_length_that_is_too_small_is_an_error() -> None:
     class Short(Endless):
         def __len__(self) -> int:
             return 3
@@ -213,42 +149,3 @@ def test_algorithms_and_callbacks_take_the_batches_of_a_step() -> None:
     other = run(data=[(2 * x, y) for x, y in data], algorithms=algorithms, batches_per_step=2)
     assert_same(dict(one.params), dict(other.params), "doubled by an algorithm or by hand")
     assert any(name.startswith("activations/") for name in logger.metrics)
-
-
-def test_the_microbatch_size_is_found_for_batches_of_the_dataloader() -> None:
-    def refuse(module: nn.Module, inputs: Any) -> None:
-        if len(inputs[0]) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    layer, data, options = nn.Linear(4, 3), points(size=(2, 3, 8, 1)), {"batches_per_step": 2, "max_duration": "1ep"}
-    by_hand = run(run(layer, data, max_duration="1ba", batches_per_step=2), data, microbatch_size=2, **options)
-    layer.register_forward_pre_hook(refuse)
-    auto = run(layer, data, microbatch_size="auto", **options)
-    assert auto.algorithm_state["microbatch_size"] == 2
-    assert_same(dict(auto.params), dict(by_hand.params), "found or by hand")
-
-
-@pytest.mark.slow  # graphs, and two processes
-def test_compiled_and_on_ranks_the_same_is_accumulated() -> None:
-    options: dict[str, Any] = {"batches_per_step": 2, "strict": None}
-    watched = {"watch": {Event.EPOCH_END}, "data": points(size=(4, 3, 4, 3, 2)), **options}
-    with interpreted():
-        compiled = run(compile=True, steps_per_call=2, **watched)
-    torch.testing.assert_close(dict(compiled.params), dict(run(**watched).params))
-    loaded = doubles(points(size=(5, 1, 4, 1, 1)))  # of some rank 1 has no sample
-    large = [batch for batch in loaded if len(batch[0]) > 1]
-    for kind, data, size in (("replicate", "split", None), ("replicate", "own", 2), ("shard", "split", 2)):
-
-        def program(rank: int, kind: Any = kind, data: Any = data, size: Any = size) -> Any:
-            mine = loaded if data == "split" else [tuple(tensor[rank::2] for tensor in batch) for batch in large]
-            parallel = pl.distributed.Parallel(kind=kind, data=data)
-            pairs = list(fit(mlp().double(), mine, microbatch_size=size, parallel=parallel, **options))
-            whole = {name: full_tensor(tensor) for name, tensor in pairs[-1][1].params.items()}
-            return [event for event, _ in pairs], whole, pairs[-1][1].timestamp
-
-        (events, params, t), (others, other, _) = pool(kind=kind).run(program)
-        assert events == others
-        assert_same(params, other, kind)
-        alone = run(mlp().double(), loaded if data == "split" else large, **options)
-        assert t.sample == alone.timestamp.sample
-        torch.testing.assert_close(params, dict(alone.params), rtol=1e-10, atol=1e-12)

@@ -1,20 +1,24 @@
-"""The driver's promises that no law says: no error is lost, and no callback or algorithm spoils what others need."""
+"""The driver's promises that no law says: no error is lost, and no callback or algorithm spoils what others need.
+
+Uses in which a functional loop could silently train wrongly: right, or an error that says what to write.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.random import seeded
 from tests.support.problem import cross_entropy, fit, mlp, points, run
-from tests.support.streams import assert_same
+from tests.support.streams import assert_same, assert_same_stream
 
 DATA, READY = points(), (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
@@ -33,8 +37,7 @@ def test_an_escaped_stop_iteration_does_not_end_training_in_silence() -> None:
         run(algorithms=in_sam)
 
 
-@pytest.mark.parametrize("donate", ["auto", True, False])
-def test_an_algorithm_may_return_what_the_stages_gave_it(donate: Any) -> None:
+def test_an_algorithm_may_return_what_the_stages_gave_it() -> None:
     """``stages.gradients`` gives a State of the same event."""
 
     @pl.algorithm(Event.AFTER_TRAIN_BATCH)
@@ -43,13 +46,13 @@ def test_an_algorithm_may_return_what_the_stages_gave_it(donate: Any) -> None:
         assert result.event is state.event
         return result
 
-    for size in (None, 2):
-        options = {"donate": donate, "microbatch_size": size, "strict": None}
-        assert_same(dict(run(algorithms=[again], **options).params), dict(run(**options).params), f"{size}")
+    for donate, size in (("auto", 2), (True, None), (False, 2)):
+        options: dict[str, Any] = {"donate": donate, "microbatch_size": size, "strict": None}
+        assert_same(dict(run(algorithms=[again], **options).params), dict(run(**options).params), f"{donate}, {size}")
 
 
-def test_a_state_that_an_algorithm_keeps_without_an_event_is_not_written_to() -> None:
-    kept = []
+def test_a_state_that_an_algorithm_kept_is_not_written_to_and_not_taken_back() -> None:
+    kept: list[pl.State] = []
 
     @pl.algorithm(Event.BATCH_START)
     def keep(state: pl.State) -> pl.State:
@@ -59,19 +62,15 @@ def test_a_state_that_an_algorithm_keeps_without_an_event_is_not_written_to() ->
     assert [event for event, state in fit(algorithms=[keep]) if state.event is not event] == []
     assert [state.event for state in kept] == [None] * 6
 
-
-def test_a_state_that_an_algorithm_kept_is_refused() -> None:
-    kept: list[pl.State] = []
-
     def return_the_first(state: pl.State) -> pl.State:
         kept.append(state)
         return kept[0]
 
     both = (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
     for events, says in ((both[:1], "changed timestamp"), (both, r"State of BATCH_START: .*had\s+kept.*Return state")):
+        kept.clear()
         with pytest.raises(pl.AlgorithmStructureError, match=f"algorithm 'mine' at .*{says}"):
             run(algorithms=[pl.algorithm(*events, name="mine")(return_the_first)])
-        kept.clear()
 
 
 def test_gradients_that_an_algorithm_returns_are_detached_and_none_to_those_who_only_look() -> None:
@@ -93,55 +92,6 @@ def test_gradients_that_an_algorithm_returns_are_detached_and_none_to_those_who_
     assert all(seen[event] is not None for event in READY)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_microbatch_of_padding_alone_counts_nothing(size: int) -> None:
-    """Its mean loss is 0 / 0."""
-    targets = torch.tensor([1, 0, -100, -100])
-    task = pl.Task(weight=lambda batch: int((batch[1] != -100).sum()))
-    given, whole = (
-        next(
-            ({**state.grads, "loss": state.loss})
-            for event, state in fit(data=[(DATA[0][0], targets)], task=task, microbatch_size=each)
-            if event is Event.AFTER_TRAIN_BATCH
-        )
-        for each in (size, None)
-    )
-    torch.testing.assert_close(given, whole)
-
-
-class Closes(pl.Callback):
-    def __init__(self, name: str, closed: list[str], error: str = "") -> None:
-        self.name, self.closed, self.error = name, closed, error
-
-    def batch_end(self, state: pl.State, logger: Any) -> None: ...
-
-    def close(self) -> None:
-        self.closed.append(self.name)
-        if self.error:
-            raise OSError(self.error)
-
-
-def test_closing_calls_all_even_if_one_raises_and_where_the_loop_was_left() -> None:
-    closed: list[str] = []
-    callbacks = [Closes("first", closed, "disk full"), Closes("second", closed)]
-    with pytest.raises(OSError, match="disk full"):
-        run(callbacks=callbacks)
-    assert closed == ["first", "second"]
-
-    class Loader:
-        def __iter__(self) -> Any:
-            try:
-                yield from DATA
-            finally:
-                raise OSError("disk full")
-
-    stream = fit(data=Loader(), callbacks=[Closes("first", closed), Closes("second", closed)])
-    next(state for event, state in stream if event is Event.BATCH_START)
-    with pytest.raises(OSError, match="disk full"):
-        stream.close()
-    assert closed == ["first", "second"] * 2
-
-
 def test_scripts_of_ones_own() -> None:
     """The State that one was given is not written to; what one yields is an event and a State."""
 
@@ -158,14 +108,12 @@ def test_scripts_of_ones_own() -> None:
             pl.run(pl.drive(each for each in [what]))
 
 
-def test_a_run_that_starts_from_an_evaluation_begins_with_init() -> None:
+def test_where_a_run_starts_and_ends() -> None:
+    """From an evaluation: with INIT. Without a watched event: in the State in which it ended."""
     evaluated = pl.run(pl.evaluate(mlp(), {"val": DATA}, loss=cross_entropy))
     assert next(fit(evaluated))[0] is Event.INIT
     again = pl.run(pl.evaluate(run(evaluated), {"val": DATA}, loss=cross_entropy))
     assert next(fit(again, max_duration="3ep"))[0] is Event.FIT_START
-
-
-def test_a_run_of_which_nothing_watched_comes_gives_the_state_in_which_it_ended() -> None:
     assert_same(run(watch={Event.EVAL_END}), run(), "at the end")
 
 
@@ -187,31 +135,84 @@ def test_outputs_of_a_class_that_torch_knows_lose_their_graph() -> None:
     assert after.outputs["logits"].grad_fn is None
 
 
-def own_optimizer(returned: Callable[[dict[str, Tensor]], Any]) -> pl.Optimizer:
-    """Plain SGD, of which something is made of the new parameters."""
-
-    def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
-        return returned({name: tensor - 0.1 * grads[name] for name, tensor in params.items()}), opt_state
-
-    return pl.Optimizer(name="own", init=lambda params: None, update=update, lr=lambda timestamp: 0.1)
-
-
 def test_an_optimizer_gives_parameters_of_the_same_names() -> None:
+    def own(returned: Callable[[Any], Any]) -> pl.Optimizer:
+        def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+            return returned(params), opt_state
+
+        return pl.Optimizer(name="own", init=lambda params: None, update=update, lr=lambda timestamp: 0.1)
+
     for wrong in (lambda new: {**new, "more": torch.ones(1)}, lambda new: {"0.weight": new["0.weight"]}):
         with pytest.raises(pl.ArgumentError, match=r"'own': update returned parameters of other names: \['(more|0\.b)"):
-            run(optimizer=own_optimizer(wrong))
+            run(optimizer=own(wrong))
 
 
-@pytest.mark.slow  # a process that has not used NumPy's generator yet
-def test_numpy_that_a_handler_loads_was_not_drawn_from() -> None:
-    script = """
-import torch, pure_loop as pl
-@pl.algorithm("batch_start")
-def load(state):
-    import numpy.random
-    return state
-data = [(torch.ones(2, 2), torch.ones(2, 1))]
-pl.run(pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1),
-              max_duration="1ep", algorithms=[load], strict=True))
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+class Checkpointed(nn.Module):
+    """Goes through the module again in the backward."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        with seeded(0):
+            self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2))
+            self.head = nn.Linear(6, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x.detach().requires_grad_(), use_reentrant=self.reentrant))
+
+
+class OwnLoss(nn.Linear):
+    """Its loss reads what its forward left behind, and counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        with seeded(0):
+            super().__init__(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, batch: Any) -> Tensor:
+        self.hidden = batch[0] * 2
+        return super().forward(self.hidden)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        return cross_entropy(outputs, batch[1]) + super().forward(self.hidden).square().mean()
+
+
+def test_a_state_trains_in_several_threads_as_it_does_alone() -> None:
+    """Each recomputes with its own weights, and so do two streams in turn."""
+    options: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.1, momentum=0.9), "strict": None}
+    start = next(state for event, state in fit(Checkpointed(), DATA, **options) if event is Event.AFTER_LOAD)
+    wanted, found, before = run(start, DATA, **options), list[pl.State](), torch.get_rng_state()
+    *_, (_, (_, last)) = zip(fit(start, [(x + 1, y) for x, y in DATA], **options), fit(start, DATA, **options))  # noqa: B905
+    threads = [threading.Thread(target=lambda: found.append(run(start, DATA, **options))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 3
+    for state in (*found, last):
+        assert_same(state.replace(model=start.model), wanted.replace(model=start.model), "in a thread")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_predicting_in_a_callback_and_autocast_around_the_loop_change_nothing() -> None:
+    for make in (Checkpointed, OwnLoss):
+        task = pl.Task(forward=lambda model, batch, own=make is OwnLoss: model(batch if own else batch[0]))
+
+        def predicts(event: Event, state: pl.State, task: pl.Task = task) -> None:
+            if event in (Event.AFTER_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD):
+                pl.run(pl.predict(state, DATA[:1], task=task))
+
+        options: dict[str, Any] = {"loss": None if make is OwnLoss else cross_entropy, "evaluators": DATA[:1]}
+        wanted = list(fit(make(), DATA, **options))
+        assert_same_stream(list(fit(make(), DATA, callbacks=[predicts], **options)), wanted, "predicting")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert_same_stream(list(fit(make(), DATA, **options)), wanted, "inside autocast")
+    assert float(wanted[-1][1].buffers["calls"]) == 6  # a loss of the module's own may write buffers
+
+
+def test_what_differentiates_outside_of_the_loop_is_refused() -> None:
+    with pytest.raises(pl.ModelError, match="use_reentrant=False"):
+        run(Checkpointed(reentrant=True))
+    with torch.inference_mode(), pytest.raises(pl.LossError, match=r"inside torch\.inference_mode"):
+        run()

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.closing import Closing
-from pure_loop.compile import interpreted
 from tests.support import problem
 from tests.support.problem import cross_entropy, mlp, points
 from tests.support.tiers import examples
@@ -24,22 +23,18 @@ from tests.support.tiers import examples
 OF_FIT = [event for event in Event if not event.is_predict and "standalone" not in event and "iteration" not in event]
 NOTES = ["while closing: OSError: the callback can't be closed", "while closing: OSError: the logger can't be closed"]
 LOADER = "while closing: OSError: the loader can't be closed"
+WAYS: list[dict[str, Any]] = [{}, {"watch": ["fit_end"]}, {"strict": True}]
 
 
 class FirstError(Exception):
     """What ends training."""
 
 
-class ClosesBadly(pl.Callback):
-    def fit_start(self, state: pl.State, logger: Any) -> None: ...
+def closes_badly(base: type, name: str, **methods: Any) -> Any:
+    def close(self: Any) -> None:
+        raise OSError(f"the {name} can't be closed")
 
-    def close(self) -> None:
-        raise OSError("the callback can't be closed")
-
-
-class LoggerThatClosesBadly(pl.Logger):
-    def close(self) -> None:
-        raise OSError("the logger can't be closed")
+    return type("ClosesBadly", (base,), {"fit_start": lambda *_: None, "close": close, **methods})()
 
 
 class LoaderThatClosesBadly:
@@ -50,11 +45,6 @@ class LoaderThatClosesBadly:
             raise OSError("the loader can't be closed") from None
 
 
-def fit(**options: Any) -> Any:
-    badly = {"callbacks": [ClosesBadly()], "loggers": [LoggerThatClosesBadly()], "evaluators": {"val": points(1)}}
-    return problem.fit(**{**badly, "strict": None, **options})
-
-
 def raising(author: str, event: Event) -> dict[str, Any]:
     """What raises at an event, beside a callback and a logger that can't be closed."""
 
@@ -62,13 +52,21 @@ def raising(author: str, event: Event) -> dict[str, Any]:
         if now is event:
             raise FirstError(event.value)
 
-    class Raises(LoggerThatClosesBadly):
-        def run_event(self, now: Event, state: pl.State, logger: Any) -> None:
-            raise_it(now, state)
+    def handler(state: pl.State) -> pl.State:
+        raise FirstError(event.value)
 
-    if author == "algorithm":
-        return {"algorithms": [pl.algorithm(event)(lambda state: raise_it(event, state))]}
-    return {"callbacks": [raise_it, ClosesBadly()]} if author == "callback" else {"loggers": [Raises()]}
+    callback, logger = closes_badly(pl.Callback, "callback"), closes_badly(pl.Logger, "logger")
+    if author == "logger":
+        logger = closes_badly(pl.Logger, "logger", run_event=lambda self, now, state, logger: raise_it(now, state))
+    return {
+        "callbacks": [raise_it, callback] if author == "callback" else [callback],
+        "loggers": [logger],
+        "algorithms": [pl.algorithm(event)(handler)] if author == "algorithm" else [],
+    }
+
+
+def fit(**options: Any) -> Any:
+    return problem.fit(**{"evaluators": {"val": points(1)}, "strict": None, **options})
 
 
 def arrives(stream: Any, notes: list[str], says: str | None = None) -> None:
@@ -77,20 +75,10 @@ def arrives(stream: Any, notes: list[str], says: str | None = None) -> None:
     assert [note for note in getattr(caught.value, "__notes__", []) if note.startswith("while closing")] == notes
 
 
-WAYS: list[dict[str, Any]] = [{}, {"watch": ["fit_end"]}, {"strict": True}]
-
-
-@examples(40, 500)
+@examples(30, 500)
 @given(st.sampled_from(OF_FIT), st.sampled_from(["algorithm", "callback", "logger"]), st.sampled_from(WAYS))
 def test_the_error_that_ended_training_arrives(event: Event, author: str, way: dict[str, Any]) -> None:
     arrives(fit(**way, **raising(author, event)), NOTES, event.value)
-
-
-@pytest.mark.slow  # graphs
-def test_the_error_that_ended_compiled_training_arrives() -> None:
-    for event in (Event.FIT_START, Event.BATCH_END, Event.EVAL_END, Event.EPOCH_END):
-        with interpreted():
-            arrives(fit(compile=True, watch=["epoch_end"], **raising("callback", event)), NOTES)
 
 
 def test_a_loader_that_can_not_be_closed_is_a_note() -> None:
@@ -100,15 +88,14 @@ def test_a_loader_that_can_not_be_closed_is_a_note() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise FirstError("forward")
 
+    badly = LoaderThatClosesBadly()
     for way in WAYS:
-        at_end, in_callback = raising("algorithm", Event.BATCH_END), raising("callback", Event.AFTER_LOSS)
-        plain = {"callbacks": [], "loggers": [], "evaluators": None, "data": LoaderThatClosesBadly(), **way}
-        in_callback["callbacks"].pop()
-        for options in ({"model": Fails(4, 3)}, at_end, in_callback):
-            arrives(fit(**{**plain, **options}), [LOADER])
-        evaluated = {"evaluators": {"val": LoaderThatClosesBadly()}, **raising("algorithm", Event.EVAL_BATCH_END)}
+        in_algorithm = raising("algorithm", Event.BATCH_END)["algorithms"]
+        for options in ({"model": Fails(4, 3)}, {"algorithms": in_algorithm}):
+            arrives(fit(data=badly, evaluators=None, **options, **way), [LOADER])
+        evaluated = fit(evaluators={"val": badly}, **raising("algorithm", Event.EVAL_BATCH_END), **way)
         with pytest.raises(FirstError) as caught:
-            pl.run(fit(**evaluated, **way))
+            pl.run(evaluated)
         assert LOADER in caught.value.__notes__
 
 
@@ -116,24 +103,22 @@ def test_other_streams_too() -> None:
     def script(state: pl.State) -> Any:
         return (yield Event.BATCH_END, state)
 
-    def options(event: Event) -> dict[str, Any]:
-        return {"loggers": [LoggerThatClosesBadly()], **raising("callback", event)}
-
     for stream in (
-        pl.evaluate(mlp(), {"val": points(1)}, loss=cross_entropy, **options(Event.EVAL_END)),
-        pl.predict(mlp(), points(1), **options(Event.PREDICT_BATCH_END)),
-        pl.drive(script(pl.State.create(mlp())), **options(Event.BATCH_END)),
-        pl.progress(fit(**options(Event.BATCH_END))),
+        pl.evaluate(mlp(), {"val": points(1)}, loss=cross_entropy, **raising("callback", Event.EVAL_END)),
+        pl.predict(mlp(), points(1), **raising("callback", Event.PREDICT_BATCH_END)),
+        pl.drive(script(pl.State.create(mlp())), **raising("callback", Event.BATCH_END)),
+        pl.progress(fit(**raising("callback", Event.BATCH_END))),
     ):
         arrives(stream, NOTES)
 
 
 def test_an_error_of_closing_alone_arrives() -> None:
     """At the end of a run and where the loop was left: nothing else says that the record is incomplete."""
+    nowhere = raising("callback", Event.PREDICT_START)
     with pytest.raises(OSError, match="the callback can't be closed") as caught:
-        pl.run(fit())
+        pl.run(fit(**nowhere))
     assert caught.value.__notes__ == NOTES[1:]
-    stream = fit()
+    stream = fit(**nowhere)
     next(stream)
     with pytest.raises(OSError, match="the callback can't be closed"):
         stream.close()
@@ -145,7 +130,7 @@ def test_an_error_keeps_no_state_alive() -> None:
     gc.disable()
     try:
         for way in WAYS:
-            stream = fit(callbacks=[], loggers=[], **way, **raising("algorithm", Event.BATCH_END))
+            stream = fit(**way, algorithms=raising("algorithm", Event.BATCH_END)["algorithms"])
             with suppress(FirstError):
                 pl.run(stream)
             alive = weakref.ref(stream)
@@ -153,33 +138,6 @@ def test_an_error_keeps_no_state_alive() -> None:
             assert alive() is None
     finally:
         gc.enable()
-
-
-@given(st.lists(st.booleans(), max_size=5), st.sampled_from(["returns", "raises", "is left"]))
-def test_all_are_called_and_the_first_error_arrives(closers: list[bool], how: str) -> None:
-    called: list[int] = []
-
-    def closer(index: int, fails: bool) -> Callable[[], None]:
-        def close() -> None:
-            called.append(index)
-            if fails:
-                raise OSError(str(index))
-
-        return close
-
-    first = {"returns": None, "raises": FirstError("body"), "is left": GeneratorExit()}[how]
-    failing, caught = [index for index, fails in enumerate(closers) if fails], None
-    try:
-        with Closing(*(closer(*item) for item in enumerate(closers))):
-            if first is not None:
-                raise first
-    except BaseException as error:
-        caught = error
-    notes = failing if how == "raises" else failing[1:]
-    kind = FirstError if how == "raises" else OSError if failing else type(first)
-    assert type(caught) is kind
-    assert getattr(caught, "__notes__", []) == [f"while closing: OSError: {index}" for index in notes]
-    assert called == list(range(len(closers)))
 
 
 def raises(error: BaseException) -> Callable[[], None]:
