@@ -200,25 +200,25 @@ def test_functional_and_asynchronous_collectives():
 # It tells what would hang on real processes, and leaves everything as it was.
 
 WRONG = {
-    "number 3 .* rank 0: ended after 2 rank 1: all_reduce .sum. of .3,. float32": lambda rank: [
+    "number 3.* rank 0: ended after 2 rank 1: all_reduce .sum. of .3,. float32": lambda rank: [
         dist.all_reduce(ones(3)) for _ in range(2 + rank)
     ],
-    "number 2 .* rank 0: all_reduce .sum. of .3,. float32 rank 1: ended after 1": lambda rank: [
+    "number 2.* rank 0: all_reduce .sum. of .3,. float32 rank 1: ended after 1": lambda rank: [
         dist.all_reduce(ones(3)) for _ in range(2 - rank)
     ],
-    "number 1 .* rank 0: broadcast from rank 0 of .* rank 1: barrier": lambda rank: (
+    "number 1.* rank 0: broadcast from rank 0 of.* rank 1: barrier": lambda rank: (
         dist.barrier() if rank else dist.broadcast(ones(3), 0)
     ),
-    "rank 0: .* of .2,. float32 rank 1: .* of .3,. float32": lambda rank: dist.all_reduce(ones(2 + rank)),
-    "of .2,. float64 .* of .2,. int64": lambda rank: dist.all_reduce(ones(2).to((torch.float64, torch.int64)[rank])),
-    "all_reduce .max. .* all_reduce .avg.": lambda rank: dist.all_reduce(ones(2), (Op.MAX, Op.AVG)[rank]),
-    "from rank 0 .* from rank 1": lambda rank: dist.broadcast(ones(2), rank),
-    "all_to_all of .1,. float32, .2,. .* Rank 0 expects something else from rank 0": lambda rank: dist.all_to_all(
+    "rank 0:.* of .2,. float32 rank 1:.* of .3,. float32": lambda rank: dist.all_reduce(ones(2 + rank)),
+    "of .2,. float64.* of .2,. int64": lambda rank: dist.all_reduce(ones(2).to((torch.float64, torch.int64)[rank])),
+    "all_reduce .max..* all_reduce .avg.": lambda rank: dist.all_reduce(ones(2), (Op.MAX, Op.AVG)[rank]),
+    "from rank 0.* from rank 1": lambda rank: dist.broadcast(ones(2), rank),
+    "all_to_all of .1,. float32, .2,..* Rank 0 expects something else from rank 0": lambda rank: dist.all_to_all(
         [ones(2), ones(1)], [ones(1 + rank), ones(2)]
     ),
-    "rank 0 of 2 calls all_gather, .* 1 tensors for 2 ranks": lambda rank: dist.all_gather([ones(2)], ones(2)),
-    "calls all_gather, .* holds .3,. float32, where .2,.": lambda rank: dist.all_gather([ones(2), ones(3)], ones(2)),
-    "reduce_scatter_tensor, .* .5,. float32 is not 2 times .2,.": lambda rank: SCATTERED(ones(2), ones(5)),
+    "rank 0 of 2 calls all_gather,.* 1 tensors for 2 ranks": lambda rank: dist.all_gather([ones(2)], ones(2)),
+    "calls all_gather,.* holds .3,. float32, where .2,.": lambda rank: dist.all_gather([ones(2), ones(3)], ones(2)),
+    "reduce_scatter_tensor,.* .5,. float32 is not 2 times .2,.": lambda rank: SCATTERED(ones(2), ones(5)),
     "3 rows don't split into .1, 1.": lambda rank: dist.all_to_all_single(ones(3), ones(3)),
     "with strides .4, 2. is not contiguous: .*.contiguous": lambda rank: dist.all_reduce(ones(4, 4)[:, ::2]),
 }
