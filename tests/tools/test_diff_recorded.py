@@ -30,7 +30,7 @@ def record(folder: Path, **settings: Any) -> tuple[Any, Any, Any]:
 
 
 @given(st.integers(0, 35), st.sampled_from(["5ba", "7ba"]), st.sampled_from([0, "4ba"]))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4)
 def test_the_batch_and_the_stage_are_named(batch: int, keep: str, digest: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         a = record(Path(folder, "a"), keep=keep, digest=digest)
