@@ -18,7 +18,7 @@ import pure_loop as pl
 from pure_loop.tools.range_test import RangeTest
 from tests.support import problem
 from tests.support.problem import cross_entropy, mlp, points
-from tests.support.refused import Refusal, check, rows
+from tests.support.refused import Refusal, check
 from tests.support.streams import assert_same
 from tests.support.worlds import pool
 
@@ -63,14 +63,13 @@ halving = pl.schedules.constant(0.2) * pl.schedules.linear(1.0, 0.5, "4ba")
 OPTIMIZERS: list[tuple[pl.Optimizer, Any]] = [
     (pl.optim.sgd(lr=warm, momentum=0.9), lambda model: torch.optim.SGD(model.parameters(), momentum=0.9)),
     (pl.optim.adamw(lr=warm), lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.01)),
-    (pl.optim.from_torch(torch.optim.RMSprop, lr=0.2), rmsprop),
     (pl.optim.from_torch(torch.optim.RMSprop, lr=warm), rmsprop),
     (parts(0.2, 0.1), halves),
     (parts(halving, pl.schedules.linear(0.1, 0.05, "4ba")), halves),
 ]
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.sampled_from(OPTIMIZERS), st.floats(1e-6, 1e-3), st.floats(0.5, 3), st.integers(10, 14))
 def test_losses_are_those_of_a_loop_by_hand(optimizers: Any, lowest: float, decades: float, steps: int) -> None:
     ours, theirs = optimizers
@@ -207,19 +206,13 @@ def idle(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
 mine = pl.Optimizer(name="mine", init=lambda params: pl.FrozenDict(), update=idle, lr=lambda t: 0.1)
 
 
-@rows(
-    [
-        Refusal(says, lambda options=options: find(**options), error, (says,))
-        for says, options, error in [
-            ("lr_find: lowest must be", {"lowest": 0.0}, pl.ArgumentError),
-            ("lowest=1 must be below highest=1", {"lowest": 1.0}, pl.ArgumentError),
-            ("steps must be a whole number of at least 10", {"steps": 9}, pl.ArgumentError),
-            ("list_iterator, an iterator", {"data": iter(points())}, pl.ArgumentError),
-            ("the learning rate of optimizer 'mine' can't be set", {"optimizer": mine}, pl.ArgumentError),
-            ("give constant rates", {"optimizer": parts(warm, 0.1)}, pl.ArgumentError),
-            ("lr_find has no argument 'min_lr'", {"min_lr": 1e-3}, pl.ArgumentTypeError),
-        ]
-    ]
-)
-def test_it_is_refused(refusal: Refusal) -> None:
-    check(refusal)
+def test_what_has_no_rates_to_find_is_refused() -> None:
+    for says, options in (
+        ("lowest=1 must be below highest=1", {"lowest": 1.0}),
+        ("steps must be a whole number of at least 10", {"steps": 9}),
+        ("list_iterator, an iterator", {"data": iter(points())}),
+        ("the learning rate of optimizer 'mine' can't be set", {"optimizer": mine}),
+        ("give constant rates", {"optimizer": parts(warm, 0.1)}),
+        ("lr_find has no argument 'min_lr'", {"min_lr": 1e-3}),
+    ):
+        check(Refusal(says, lambda options=options: find(**options), pl.PureLoopError, (says,)))
