@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,9 +26,8 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from tests.conftest import THOROUGH
-from tests.support.example_scripts import EXAMPLES
 
-FOLDER = EXAMPLES / "from_scratch"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "from_scratch"
 LOOPS = {40: "loop_in_40_lines", 80: "loop_in_80_lines", 160: "loop_in_160_lines"}
 FEW, MANY = 6, 200 if THOROUGH else 12
 POWERS, ANY = st.sampled_from([1, 2, 4, 8]), st.integers(1, 9)
