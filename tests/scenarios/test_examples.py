@@ -180,6 +180,7 @@ def test_digits_fails_below_its_goal_and_records_that_are_lost_are_noticed(
         logged.main(["--keep", str(tmp_path)])
 
 
+@pytest.mark.slow  # its checks once more, with a fault
 @pytest.mark.parametrize("fault", ["memory outside the State", "cuts too much"])
 def test_own_algorithm_would_notice(fault: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(deviations: float = 3.0, decay: float = 0.95) -> pl.Algorithm:
