@@ -44,70 +44,63 @@ def results(program, ranks=RANKS):
 # It gives what gloo gives.
 
 
+def both(y, gathered, option):
+    works = [dist.all_reduce(y, async_op=True), dist.broadcast(gathered[0], 0, async_op=True)]
+    for work in reversed(works[:option]):
+        work.wait()
+    works[-1].wait()
+    works[0].get_future().wait()
+
+
+def by_rows(y, whole, sizes, rank):
+    gets = [row[rank] for row in sizes]
+    dist.all_to_all_single(whole[: sum(gets)], y.repeat(6)[: sum(sizes[rank])], gets, sizes[rank])
+
+
+# Of a tensor, one a rank, a tensor as long as six, the same as one a rank, an option and the rank.
+CALLS = {
+    "all_reduce": lambda y, parts, whole, gathered, op, rank: dist.all_reduce(y, getattr(Op, op)),
+    "reduce_scatter": lambda y, parts, whole, gathered, op, rank: dist.reduce_scatter(y, parts, getattr(Op, op)),
+    "reduce_scatter_tensor": lambda y, parts, whole, gathered, op, rank: SCATTERED(
+        y, torch.cat(parts), getattr(Op, op)
+    ),
+    "async": lambda y, parts, whole, gathered, option, rank: both(y, gathered, option),
+    "broadcast": lambda y, parts, whole, gathered, root, rank: dist.broadcast(y, root),
+    "reduce": lambda y, parts, whole, gathered, root, rank: (dist.reduce(y, root), rank == root or y.copy_(parts[0])),
+    "gather": lambda y, parts, whole, gathered, root, rank: dist.gather(y, gathered if rank == root else None, root),
+    "scatter": lambda y, parts, whole, gathered, root, rank: dist.scatter(y, parts if rank == root else None, root),
+    "all_gather": lambda y, parts, whole, gathered, _, rank: dist.all_gather(gathered, y),
+    "all_gather_into_tensor": lambda y, parts, whole, gathered, _, rank: INTO(whole[: 3 * len(y)], y),
+    "barrier": lambda *_: dist.barrier(),
+    "all_to_all": lambda y, parts, whole, gathered, _, rank: dist.all_to_all(gathered, parts),
+    "all_to_all_single": lambda y, parts, whole, gathered, sizes, rank: by_rows(y, whole, sizes, rank),
+}
+OPTIONS = {
+    **dict.fromkeys(("all_reduce", "reduce_scatter", "reduce_scatter_tensor"), ("SUM", "MAX", "MIN", "PRODUCT")),
+    **dict.fromkeys(("async", "broadcast", "reduce", "gather", "scatter"), range(RANKS)),
+    **dict.fromkeys(("all_gather", "all_gather_into_tensor", "barrier"), (None,)),
+    **({"all_to_all": (None,)} if hasattr(dist, "all_gather_single") else {}),  # before, gloo can't send lists around
+}
+
+
 def program_of(steps, dtype, length):
     """A program of a list of collectives, each working on what the one before gave."""
 
-    def program(rank):
+    def program(rank, calls=CALLS):
         x = torch.arange(length).to(dtype) + 10 * rank
         seen = []
         for kind, option in steps:
-            several = [x + i for i in range(RANKS)]
-            empties = [torch.full_like(x, -1) for _ in range(RANKS)]
-            y = x.clone()
-            if kind == "all_reduce":
-                dist.all_reduce(y, getattr(Op, option))
-            elif kind == "async":
-                works = [dist.all_reduce(y, async_op=True), dist.broadcast(empties[0], 0, async_op=True)]
-                for work in reversed(works[:option]):
-                    work.wait()
-                works[-1].wait()
-                works[0].get_future().wait()
-            elif kind == "broadcast":
-                dist.broadcast(y, option)
-            elif kind == "reduce":
-                dist.reduce(y, option)
-                y = y if rank == option else x.clone()
-            elif kind == "all_gather":
-                dist.all_gather(empties, y)
-                y = torch.cat(empties)
-            elif kind == "all_gather_into_tensor":
-                y = torch.cat(empties)
-                INTO(y, x)
-            elif kind == "reduce_scatter":
-                dist.reduce_scatter(y, several, getattr(Op, option))
-            elif kind == "reduce_scatter_tensor":
-                SCATTERED(y, torch.cat(several), getattr(Op, option))
-            elif kind == "all_to_all":
-                dist.all_to_all(empties, several)
-                y = torch.cat(empties)
-            elif kind == "all_to_all_single":
-                sizes, gets = option[rank], [row[rank] for row in option]
-                y = torch.full((sum(gets),), -1).to(x.dtype)
-                dist.all_to_all_single(y, torch.cat(several * 2)[: sum(sizes)], gets, sizes)
-            elif kind == "gather":
-                dist.gather(y, empties if rank == option else None, dst=option)
-                y = torch.cat(empties)
-            elif kind == "scatter":
-                dist.scatter(y, several if rank == option else None, src=option)
-            elif kind == "objects":
-                seen.append([None] * RANKS)
-                dist.all_gather_object(seen[-1], {"rank": rank})
-            else:
-                dist.barrier()
-            seen.append(y.tolist())
-            # Small whole numbers again, so that no order of adding matters; an empty result doesn't end the program.
-            x = torch.cat([y.flatten(), x])[:length] % 7 + rank
+            y, whole = x.clone(), torch.full((6 * length,), -1).to(dtype)
+            gathered = list(whole[: RANKS * length].split(length))
+            calls[kind](y, [x + i for i in range(RANKS)], whole, gathered, option, rank)
+            seen.append((y.tolist(), whole.tolist()))
+            # Small whole numbers again, so that no order of adding matters.
+            x = (y + whole[:length]) % 7 + rank
         return seen
 
     return program
 
 
-OPTIONS = {
-    **dict.fromkeys(("all_reduce", "reduce_scatter", "reduce_scatter_tensor"), ("SUM", "MAX", "MIN", "PRODUCT")),
-    **dict.fromkeys(("async", "broadcast", "reduce", "gather", "scatter"), range(RANKS)),
-    **dict.fromkeys(("all_gather", "all_gather_into_tensor", "objects", "barrier"), (None,)),
-    **({"all_to_all": (None,)} if hasattr(dist, "all_gather_single") else {}),  # before, gloo can't send lists around
-}
 ROW = st.lists(st.integers(0, 2), min_size=RANKS, max_size=RANKS)
 STEPS = st.sampled_from([(kind, option) for kind, options in OPTIONS.items() for option in options]) | st.tuples(
     st.just("all_to_all_single"), st.lists(ROW, min_size=RANKS, max_size=RANKS)
@@ -126,25 +119,22 @@ def test_a_program_gives_what_it_gives_on_gloo(pool, steps, dtype, length):
 def others(rank):
     """Bits and booleans, what autograd sees of a collective, what is issued together, and what a program knows."""
     found = []
-    for name in ("BAND", "BOR", "BXOR"):
-        x = torch.tensor([rank + 1, 6 - rank])
+    for name in ("BAND", "BOR", "BXOR", "SUM", "MAX", "MIN"):
+        x = torch.tensor([rank + 1, 6 - rank] if name[0] == "B" else [rank == 0, rank < 3])
         dist.all_reduce(x, getattr(Op, name))
         found.append(x.tolist())
-    for name in ("SUM", "MAX", "MIN"):
-        x = torch.tensor([rank == 0, rank < 3])
-        dist.all_reduce(x, getattr(Op, name))
-        found.append(x.tolist())
-    y = ones(2, requires_grad=True).exp()
+    y, leaf = ones(2, requires_grad=True).exp(), torch.full((2,), rank + 1.0, requires_grad=True)
     dist.all_reduce(y)
     y.sum().backward()
-    leaf = torch.full((2,), rank + 1.0, requires_grad=True)
-    dist.broadcast(leaf, 1)
     pair = [torch.tensor([rank + 1.0 + i]) for i in range(2)]
     with c10d._coalescing_manager():
         dist.all_reduce(pair[0])
         dist.broadcast(pair[1], 1)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    group = dist.group.WORLD
+    dist.broadcast(leaf, 1)
+    group, names = (
+        dist.group.WORLD,
+        ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"),
+    )
     known = dist.get_rank(), dist.get_world_size(), dist.get_rank(group), group.size(), dist.get_backend()
     ranks = dist.is_initialized(), dist.get_process_group_ranks(group), dist.get_global_rank(group, rank)
     found += [y._version, torch.stack(pair).tolist(), leaf.tolist(), known, ranks]
@@ -156,7 +146,7 @@ def test_every_collective_is_known_and_exact(pool):
         return program(rank)
 
     ring = [[1, 2, 0], [0, 1, 2], [2, 0, 1]]
-    steps = [(kind, options[-1]) for kind, options in OPTIONS.items() if kind != "objects"]
+    steps = [(kind, options[-1]) for kind, options in OPTIONS.items()]
     steps = [("all_reduce", "SUM"), ("all_reduce", "AVG"), *steps, ("all_to_all_single", ring)]
     program = program_of(steps, torch.float64, 2)
     ran = simulate(program, RANKS)
@@ -175,24 +165,23 @@ def later(name, old):
 
 
 def test_functional_and_asynchronous_collectives():
+    gather = later("all_gather_single_coalesced", "all_gather_into_tensor_coalesced")
+    scatter = later("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+
     def program(rank):
-        world = dist.group.WORLD
-        total = functional.all_reduce(torch.tensor([rank + 1.0]), "sum", group=world)
-        gather = later("all_gather_single_coalesced", "all_gather_into_tensor_coalesced")
-        scatter = later("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
         pair = [torch.tensor([rank, 2]), torch.tensor([rank + 5, 7])]
-        gathered = [each.tolist() for each in gather(pair, group=world)]
-        scattered = [each.tolist() for each in scatter(pair, "sum", [0, 0], group=world)]
-        x = torch.tensor([rank + 1.0])
+        found = [functional.all_reduce(torch.tensor([rank + 1]), "sum", group=dist.group.WORLD)]
+        found += [*gather(pair, group=dist.group.WORLD), *scatter(pair, "sum", [0, 0], group=dist.group.WORLD)]
+        x = torch.tensor([rank + 1])
         work = dist.all_reduce(x, async_op=True)
         before = x.item()
         assert work.wait()
-        return total.tolist(), gathered, scattered, before, x.item()
+        return [each.tolist() for each in found], before, x.item()
 
     waiting = _get_work_registry_size()
-    everything = [[0, 2, 1, 2], [5, 7, 6, 7]]
-    wanted = [([3.0], everything, [[1], [11]], 1.0, 3.0), ([3.0], everything, [[4], [14]], 2.0, 3.0)]
-    assert results(program, 2) == wanted
+    assert results(program, 2) == [
+        ([[3], [0, 2, 1, 2], [5, 7, 6, 7], [part], [part + 10]], before, 3) for part, before in ((1, 1), (4, 2))
+    ]
     # What a program that was left would have waited for is not kept until the interpreter ends.
     assert _get_work_registry_size() == waiting
 
