@@ -36,20 +36,19 @@ def by_hand(start: Any, algorithms: Any, until: int) -> Any:
     return pl.run(evaluation).metrics["val"]["loss"]
 
 
-@pytest.mark.parametrize("batch", [0, 4])
-def test_forks_are_those_by_hand(batch: int) -> None:
+def test_forks_are_those_by_hand() -> None:
     algorithms = [mixup(0.4), label_smoothing(0.2), ema(half_life="10ba")]
-    start: Any = stopped(mlp(), algorithms, batch) if batch else mlp()
-    result = pl.ablate(start, points(), algorithms, steps="5ba", metric="val/loss", **SETTINGS)
-    assert result.start == batch
-    assert result.everything == by_hand(start, algorithms, batch + 5)
-    for number, name in enumerate(["mixup", "label_smoothing", "ema"]):
-        others = algorithms[:number] + algorithms[number + 1 :]
-        assert result.without[name] == by_hand(start, others, batch + 5)
-    assert result.nothing == by_hand(start, [], batch + 5)
-    assert len({*result.without.values(), result.everything, result.nothing}) == 5
-    if batch:
-        assert_same(start, stopped(mlp(), algorithms, batch), "nothing of the State changes")
+    for batch in (0, 4):
+        start: Any = stopped(mlp(), algorithms, batch) if batch else mlp()
+        result = pl.ablate(start, points(), algorithms, steps="5ba", metric="val/loss", **SETTINGS)
+        assert result.start == batch
+        assert result.everything == by_hand(start, algorithms, batch + 5)
+        for number, name in enumerate(["mixup", "label_smoothing", "ema"]):
+            others = algorithms[:number] + algorithms[number + 1 :]
+            assert result.without[name] == by_hand(start, others, batch + 5)
+        assert result.nothing == by_hand(start, [], batch + 5)
+        assert len({*result.without.values(), result.everything, result.nothing}) == 5
+    assert_same(start, stopped(mlp(), algorithms, batch), "nothing of the State changes")
 
 
 def test_the_loss_of_training_and_the_table() -> None:
@@ -74,20 +73,17 @@ def test_algorithms_that_change_the_model() -> None:
         pl.ablate(state, images(), [blurpool()], steps="1ep", **settings)
 
 
-def ablate(data: Any = None, **change: Any) -> Any:
-    return pl.ablate(mlp(), data or points(), **{"algorithms": [sam()], "steps": "1ba", **SETTINGS, **change})
-
-
 def test_what_leaves_nothing_to_compare_is_refused() -> None:
-    for says, data, change in (
-        ("nothing to leave out", None, {"algorithms": []}),
-        ("is no list of algorithms", None, {"algorithms": mixup()}),
-        ("sam", None, {"algorithms": [sam(), sam()]}),
-        ("give an amount of training", None, {"steps": "0ba"}),
-        ("give an amount of training", None, {"steps": "10s"}),
-        ("there are 'train/loss', 'val/loss'", None, {"metric": "val/x"}),
-        ("max_durations", None, {"max_durations": "1ep"}),
-        ("which the first fork would use up", iter(points()), {}),
+    for says, change in (
+        ("nothing to leave out", {"algorithms": []}),
+        ("is no list of algorithms", {"algorithms": mixup()}),
+        ("sam", {"algorithms": [sam(), sam()]}),
+        ("give an amount of training", {"steps": "0ba"}),
+        ("give an amount of training", {"steps": "10s"}),
+        ("there are 'train/loss', 'val/loss'", {"metric": "val/x"}),
+        ("max_durations", {"max_durations": "1ep"}),
+        ("which the first fork would use up", {"train_dataloader": iter(points())}),
     ):
-        call = lambda data=data, change=change: ablate(data, **change)  # noqa: E731
+        options = {"train_dataloader": points(), "algorithms": [sam()], "steps": "1ba", **SETTINGS, **change}
+        call = lambda options=options: pl.ablate(mlp(), **options)  # noqa: E731
         check(Refusal(says, call, pl.PureLoopError, (says,)))
