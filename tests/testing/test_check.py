@@ -136,10 +136,8 @@ def test_an_error_in_a_law_is_a_violation_and_memory_in_numpy_is_memory() -> Non
     def mix(state: pl.State) -> pl.State:
         return state.replace(loss=torch.lerp(torch.zeros(()), state.loss, 0.5))  # type: ignore[arg-type]  # float32 only
 
-    laws_of_it = only("order", "microbatch_invariance")
-    (failure,) = failed(one("mixed", mix, Event.AFTER_TRAIN_BATCH), **laws_of_it).failures
-    assert failure.law == "microbatch_invariance"
-    assert "RuntimeError: expected dtype" in str(failure.violation)
+    report = failed(one("mixed", mix, Event.AFTER_TRAIN_BATCH), **only("order", "microbatch_invariance"))
+    assert "RuntimeError: expected dtype" in str(report["microbatch_invariance"].violation)
 
     def note(state: pl.State) -> pl.State:
         return state.remember("np", state.algorithm_state["np"] * 0.5 + 1)
@@ -148,11 +146,13 @@ def test_an_error_in_a_law_is_a_violation_and_memory_in_numpy_is_memory() -> Non
         state.algorithm_state["np"].fill(3.0)
         return state
 
-    options: dict[str, Any] = {"init": lambda state: numpy.zeros(3)}
-    noting = one("np", note, Event.BATCH_END, Event.EVAL_END, **options)  # it may remember its evaluations
-    assert check_algorithm(noting, **only("purity", "memory", "resumption")).ok
+    right, wrong = (
+        one("np", function, Event.BATCH_END, Event.EVAL_END, init=lambda state: numpy.zeros(3))
+        for function in (note, fill)
+    )
+    assert check_algorithm(right, **only("purity", "memory", "resumption")).ok  # it may remember its evaluations
     with pytest.raises(LawViolation, match="purity does not hold"):
-        laws.purity(one("np", fill, **options), problems="linear")
+        laws.purity(wrong, problems="linear")
 
 
 # What can't be checked
@@ -251,13 +251,11 @@ def test_which_algorithms_commute() -> None:
     assert testing.commutation(halve, double, **options)
     found = testing.commutation(halve, add, **options)
     assert not found
-    assert found.counterexample is not None
-    assert found.counterexample.leaf == "state.loss"
+    assert getattr(found.counterexample, "leaf", None) == "state.loss"
     assert "They do not commute" in str(found)
-    makers = [A.mixup, A.cutmix, lambda: A.gradient_clipping("norm", 0.1), A.gradient_noise]
+    makers = [A.mixup, A.cutmix, lambda: A.gradient_clipping("norm", 0.1)]
     matrix = testing.commutation_matrix(makers, problems="convolution", max_examples=2)
-    assert matrix.commute("cutmix", "mixup") is None
-    assert matrix.commute("gradient_noise", "gradient_clipping") is False
+    assert (matrix.commute("cutmix", "mixup"), matrix.commute("gradient_clipping", "mixup")) == (None, True)
     assert str(matrix).splitlines()[1:3] == ["           cutmix  - .", "gradient_clipping  = = ."]
     with pytest.raises(pl.ArgumentError, match="give two of mixup, cutmix"):
         matrix.commute("mixup", "mixup")
@@ -344,20 +342,18 @@ from pure_loop import testing
 from pure_loop.testing.wrong_algorithms import adds_in_place, counts_microbatches_as_batches
 
 @testing.parametrize_with_checks(
-    [pl.algorithms.gradient_clipping("norm", 1.0), counts_microbatches_as_batches(), adds_in_place],
-    expected_failures={"warm_up": {"microbatch_invariance": "warms up"}}, problems="linear", max_examples=4,
+    [pl.algorithms.sam(), counts_microbatches_as_batches(), adds_in_place], problems="linear", max_examples=4,
+    expected_failures={"warm_up": {"microbatch_invariance": "warms up"}},
 )
 def test_contract(algorithm, check):
     check(algorithm)
 """
 WITHOUT_PYTEST = """
 import sys
-import pure_loop as pl
-assert "hypothesis" not in sys.modules
-from pure_loop import testing
+from pure_loop import algorithms, testing
 seen = []
 skip = dict.fromkeys(("world_size", "rank_agreement", "compile_equality"), "takes long")
-@testing.parametrize_with_checks([pl.algorithms.sam()], problems="linear", max_examples=1, skip=skip)
+@testing.parametrize_with_checks([algorithms.sam()], problems="linear", max_examples=1, skip=skip)
 def contract(algorithm, check):
     seen.append(check.name)
     check(algorithm)
@@ -365,13 +361,11 @@ contract()
 assert {"purity", "resumption"} <= set(seen) and "pytest" not in sys.modules
 """
 WITHOUT_HYPOTHESIS = """
-import sys
+import importlib.util, pydoc, sys
 sys.modules["hypothesis"] = None
-import importlib.util, inspect, pydoc
 real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "hypothesis" else real(name, *rest)
 import pure_loop as pl
-assert "schedules" in [name for name, _ in inspect.getmembers(pl)]
 from pure_loop import *
 pydoc.render_doc(pl)
 assert fit is pl.fit and "testing" not in dir(pl)
@@ -385,8 +379,7 @@ else:
 
 
 def ran(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.slow  # processes of their own
@@ -396,7 +389,7 @@ def test_with_pytest_without_it_and_without_hypothesis(tmp_path: Path) -> None:
     options = ["-q", "-rA", "-p", "no:cacheprovider", "-k", "purity or microbatch_invariance", "test_it.py"]
     done = ran(tmp_path, "-m", "pytest", *options)
     for line in (
-        "PASSED test_it.py::test_contract[gradient_clipping-purity]",
+        "PASSED test_it.py::test_contract[sam-purity]",
         "XFAIL test_it.py::test_contract[warm_up-microbatch_invariance] - warms up",
         "FAILED test_it.py::test_contract[decay-purity]",
         "rests on purity",
