@@ -22,8 +22,8 @@ from torch._subclasses import FakeTensorMode
 import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.order import EvaluatorPlan, Plan
-from pure_loop.testing import wrong_algorithms as wrong
 from pure_loop.testing import Case, CheckFailed, LawViolation, Scripted, Seed, check_algorithm, laws
+from pure_loop.testing import wrong_algorithms as wrong
 from pure_loop.testing.laws import ranks as rank_laws
 from pure_loop.testing.subject import AlgorithmSubject
 from tests.support.refused import Refusal, check
