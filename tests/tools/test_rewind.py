@@ -94,31 +94,30 @@ def test_facts_appear_whole_and_are_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A kill while they are written leaves those that were there; a run that resumes says what it can't read."""
-    auto, facts = CheckpointSaver(tmp_path / "auto"), tmp_path / "f" / "run.json"
-    record(tmp_path / "f", max_duration="1ep", autoresume=auto)
-    before = facts.read_bytes()
+    auto, folder = CheckpointSaver(tmp_path / "auto"), tmp_path / "f"
+    record(folder, max_duration="1ep", autoresume=auto)
+    before = (folder / "run.json").read_bytes()
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(json, "dump", killed)
     with pytest.raises(KeyboardInterrupt):
-        record(tmp_path / "f", autoresume=auto)
+        record(folder, autoresume=auto)
     monkeypatch.undo()
-    assert facts.read_bytes() == before
-    assert not list((tmp_path / "f").glob(".*"))
-    facts.write_bytes(b"[]")
+    assert (folder / "run.json").read_bytes() == before
+    assert not list(folder.glob(".*"))
+    (folder / "run.json").write_bytes(b"[]")
     for _ in range(2):  # the second trains nothing, and what was recorded is all there
-        record(tmp_path / "f", autoresume=auto)
-        assert list(read_flight(tmp_path / "f").lines) == list(range(1, 7))
-        assert read_flight(tmp_path / "f").has_ended
+        record(folder, autoresume=auto)
+        assert list(read_flight(folder).lines) == list(range(1, 7))
+        assert read_flight(folder).has_ended
     assert "run.json can't be read" in caplog.text
-    assert json.loads(facts.read_text())["seed"] == 0
-    # Another seed is another run.
-    for path in (tmp_path / "f").glob("*.safetensors"):
+    assert json.loads((folder / "run.json").read_text())["seed"] == 0
+    for path in folder.glob("*.safetensors"):
         path.unlink()
     with pytest.raises(pl.errors.RunExistsError, match="with seed 0; this one has 5"):
-        record(tmp_path / "f", start=problem.run("convnet", max_duration="1ep", seed=5))
+        record(folder, start=problem.run("convnet", max_duration="1ep", seed=5))
 
 
 @settings(max_examples=4)
