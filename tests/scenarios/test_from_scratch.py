@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
 from tests.conftest import THOROUGH
-from tests.support.problem import points
+from tests.support import problem
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "from_scratch"
 LOOPS = {40: "loop_in_40_lines", 80: "loop_in_80_lines", 160: "loop_in_160_lines"}
@@ -52,7 +52,7 @@ def network(seed: int, *further: nn.Module, dropout: bool = True) -> nn.Module:
 
 
 def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    ((inputs, targets),) = points(1, size=count, seed=seed)
+    ((inputs, targets),) = problem.points(1, size=count, seed=seed)
     return inputs, targets
 
 
@@ -115,8 +115,7 @@ def law_of_40(loop: Any, count: int = FEW) -> None:
         before = {name: param.detach().clone() for name, param in model.named_parameters()}
         data = [samples(length, seed + index) for index, length in enumerate(lengths)]
         ours = list(loop.fit(model, data, cross_entropy, lr, epochs))
-        library = pl.fit(model, data, loss=cross_entropy, optimizer=sgd(lr), max_duration=f"{epochs}ep")
-        assert_same_streams(ours, library)
+        assert_same_streams(ours, problem.fit(model, data, optimizer=sgd(lr), max_duration=f"{epochs}ep"))
         assert_same(before, dict(model.named_parameters()))
         assert_same(before, ours[0][1].params)
 
@@ -151,24 +150,16 @@ def in_library(named: dict[str, Any]) -> list[pl.Algorithm]:
 def law_of_80(loop: Any, count: int = FEW) -> None:
     def law(size: int, whole: int, epochs: int, momentum: float, names: set[str], seed: int) -> None:
         model, (inputs, targets) = network(seed), samples(size * whole, seed)
-        batches = functools.partial(loop.shuffled, inputs, targets, size)
         chosen = {name: ALGORITHMS[name] for name in sorted(names)}
-        options = {"batches": batches, "loss": cross_entropy, "lr": 0.1, "momentum": momentum, "epochs": epochs}
+        options = {"model": model, "loss": cross_entropy, "lr": 0.1, "momentum": momentum, "epochs": epochs}
+        options["batches"] = functools.partial(loop.shuffled, inputs, targets, size)
 
         def fit(state: Any) -> list[Any]:
-            return list(loop.fit(state, list(chosen.values()), model=model, **options))
+            return list(loop.fit(state, list(chosen.values()), **options))
 
-        library = pl.fit(
-            model,
-            Epochs(inputs, targets, size, seed),
-            loss=cross_entropy,
-            optimizer=sgd(0.1, momentum),
-            max_duration=f"{epochs}ep",
-            algorithms=in_library(chosen),
-            seed=seed,
-        )
+        settings = {"optimizer": sgd(0.1, momentum), "max_duration": f"{epochs}ep", "algorithms": in_library(chosen)}
         ours = fit(loop.begin(model, seed))
-        assert_same_streams(ours, library)
+        assert_same_streams(ours, problem.fit(model, Epochs(inputs, targets, size, seed), seed=seed, **settings))
         assert_resumes(ours, fit, ("epoch_start", "batch_end", "epoch_end"))
 
     names = st.sets(st.sampled_from([*ALGORITHMS]))
@@ -203,45 +194,32 @@ class Centred(nn.Module):
         return inputs - self.mean
 
 
-def law_of_160(loop: Any, *, count: int = FEW) -> None:
-    def law(
-        shape: tuple[int, int, int | None], duration: tuple[int, str], labels: list[str], names: list[str], seed: int
-    ) -> None:
+def law_of_160(loop: Any, count: int = FEW) -> None:
+    def law(shape: Any, duration: tuple[int, str], labels: list[str], names: list[str], seed: int) -> None:
         (size, samples_in_all, microbatch_size), (length, unit) = shape, duration
         model, (inputs, targets) = network(seed, Centred()), samples(samples_in_all, seed)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        batches = functools.partial(loop.shuffled, inputs, targets, size)
-        evaluators = {label: [samples(3, seed), samples(2, seed + 1)] for label in labels}
+        shared: dict[str, Any] = {"loss": cross_entropy, "microbatch_size": microbatch_size}
+        shared["evaluators"] = {label: [samples(3, seed), samples(2, seed + 1)] for label in labels}
         chosen = {name: BOTH_ORDERS[name] for name in names}
         task = loop.Task(
             model=model,
-            batches=batches,
-            loss=cross_entropy,
+            batches=functools.partial(loop.shuffled, inputs, targets, size),
             lr=decayed,
             until=lambda time: (time.epoch if unit == "ep" else time.batch) >= length,
             momentum=0.9,
-            microbatch_size=microbatch_size,
-            evaluators=evaluators,
+            **shared,
         )
         algorithms = [loop.Algorithm(name, *bound) for name, bound in chosen.items()]
-        library = functools.partial(
-            pl.fit,
-            model,
-            Epochs(inputs, targets, size, seed),
-            loss=cross_entropy,
-            optimizer=sgd(decayed, 0.9),
-            max_duration=f"{length}{unit}",
-            microbatch_size=microbatch_size,
-            evaluators=evaluators,
-            algorithms=in_library(chosen),
-            seed=seed,
-        )
+        shared |= {"optimizer": sgd(decayed, 0.9), "max_duration": f"{length}{unit}", "algorithms": in_library(chosen)}
+
+        def library() -> pl.Stream:
+            return problem.fit(model, Epochs(inputs, targets, size, seed), seed=seed, strict=False, **shared)
 
         def fit(state: Any) -> list[Any]:
             return list(loop.fit(state, task, algorithms))
 
-        ours = fit(loop.begin(model, seed))
-        theirs = list(library())
+        ours, theirs = fit(loop.begin(model, seed)), list(library())
         assert_same_streams(ours, theirs)
         last, its_last = ours[-1][1], theirs[-1][1]
         assert_same(last.buffers, its_last.buffers)
@@ -253,9 +231,10 @@ def law_of_160(loop: Any, *, count: int = FEW) -> None:
         assert_same(before, model.state_dict())
         assert model.training
         blamed = loop.blame(loop.begin(model, seed), task, algorithms)
-        assert blamed_on(names, blamed) == blamed_on(
-            names, Counter((c.by, c.leaf) for c in pl.blame(library()).changes)
-        )
+        counted = Counter((change.by, change.leaf) for change in pl.blame(library()).changes)
+        assert {key: count for key, count in blamed.items() if key[0] in names} == {
+            key: count for key, count in counted.items() if key[0] in names
+        }
 
     sizes = st.tuples(st.integers(1, 6), st.integers(1, 14), st.none() | st.integers(1, 6))
     durations = st.tuples(st.integers(1, 2), st.just("ep")) | st.tuples(st.integers(1, 7), st.just("ba"))
@@ -265,10 +244,6 @@ def law_of_160(loop: Any, *, count: int = FEW) -> None:
 
 def decayed(time: Any) -> float:
     return 0.1 / (1 + int(time.batch))
-
-
-def blamed_on(names: list[str], changes: Any) -> dict[tuple[str, str], int]:
-    return {(by, leaf): times for (by, leaf), times in changes.items() if by in names}
 
 
 WRONG: dict[int, dict[str, tuple[str, str]]] = {
