@@ -67,7 +67,7 @@ class Epochs:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(len(self.inputs), generator=pl.random.generator(self.seed, "order", self.epoch))
-        return iter([(self.inputs[rows], self.targets[rows]) for rows in order.split(self.size)])
+        return iter([(self.inputs[rows], self.targets[rows]) for rows in torch.split(order, self.size)])
 
     def __len__(self) -> int:
         return -(-len(self.inputs) // self.size)
@@ -183,6 +183,8 @@ def assert_resumes(stream: list[Any], fit: Callable[[Any], list[Any]], boundarie
 
 class Centred(nn.Module):
     """A running mean in a buffer, which depends on the order and the sizes of the microbatches, of any size."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,15 +49,13 @@ def test_kill_9_at_any_moment(killer: Killer, uninterrupted: str, tmp_path: Path
     while found["SIGKILL"] < kills:
         # By the clock, most often while it starts and reads; where a saver tries its folder; in a save; or somewhere
         # around the batches that follow.
-        (when,) = draw.choices(
-            [
-                {"after": draw.uniform(0.0, 0.15)},
-                {"batch": 0, "rename": draw.randint(1, 2)},
-                {"batch": reached + draw.randint(0, 3), "rename": draw.randint(1, 4)},
-                {"batch": reached + draw.randint(1, 4), "after": draw.uniform(0.0, 0.01)},
-            ],
-            [3, 1, 2, 4],
-        )
+        moments: list[dict[str, Any]] = [
+            {"after": draw.uniform(0.0, 0.15)},
+            {"batch": 0, "rename": draw.randint(1, 2)},
+            {"batch": reached + draw.randint(0, 3), "rename": draw.randint(1, 4)},
+            {"batch": reached + draw.randint(1, 4), "after": draw.uniform(0.0, 0.01)},
+        ]
+        (when,) = draw.choices(moments, [3, 1, 2, 4])
         folder = tmp_path / str(run)
         folder.mkdir(exist_ok=True)
         saver = {"folder": str(folder), "interval": "1ba", "keep_last": 2, "background": draw.random() < 0.8}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,11 @@ def test_what_may_not_be_another_on_going_on(tmp_path: Path) -> None:
     pl.save(pl.run(small(seed=3)), path)
     pl.save(next(state for event, state in small() if event is Event.BEFORE_FORWARD), middle)
     for call, says in (
-        (lambda: small(load_path=path, seed=4), r"seed=4, and .* has seed 3, with which it resumes"),
-        (lambda: small(pl.load(path, model=mlp()), load_path=path), "each is a place to start from"),
-        (lambda: small(load_path=middle), "BEFORE_FORWARD, in the middle of a computation"),
+        (partial(small, load_path=path, seed=4), r"seed=4, and .* has seed 3, with which it resumes"),
+        (partial(small, pl.load(path, model=mlp()), load_path=path), "each is a place to start from"),
+        (partial(small, load_path=middle), "BEFORE_FORWARD, in the middle of a computation"),
         (
-            lambda: small(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), load_path=path),
+            partial(small, nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), load_path=path),
             r"params\['0.weight'\] is \(8, 4\) float32 in the file and \(5, 4\)",
         ),
     ):

@@ -71,7 +71,7 @@ def run(seen: Any, *, workers: int = 0, persistent: bool = False, seconds: float
         if event in (Event.BATCH_END, Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL):
             seen(state.timestamp.batch, event is Event.EVAL_BEFORE_ALL)
     assert state.timestamp.batch == BATCHES
-    return state  # type: ignore[no-any-return]
+    return state
 
 
 def digest(state: pl.State) -> str:

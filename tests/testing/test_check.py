@@ -76,8 +76,7 @@ def test_a_failure_says_all_that_is_needed_on_the_smallest_plan_and_its_code_rep
         check_algorithm(wrong.adds_in_place, **only("structure", "order", "purity", "memory"))
     report = caught.value.report
     (failure,) = report.failures
-    violation = failure.violation
-    assert violation is not None
+    violation: Any = failure.violation
     assert (violation.law, violation.event) == ("purity", Event.AFTER_TRAIN_BATCH)
     assert violation.leaf == "state.grads['weight']"
     assert torch.equal(violation.given, violation.wanted * 0.5)
@@ -243,8 +242,9 @@ def test_a_law_works_alone_and_in_a_hypothesis_test_of_one_s_own() -> None:
 
 def test_which_algorithms_commute() -> None:
     options: dict[str, Any] = {"cases": testing.cases(problems="linear"), "max_examples": 3}
-    double = one("double", lambda state: state.replace(loss=state.loss * 4), Event.AFTER_LOSS)  # type: ignore[operator]
-    add = one("add", lambda state: state.replace(loss=state.loss + 1), Event.AFTER_LOSS)  # type: ignore[operator]
+    times: Callable[[Any], Any] = lambda state: state.replace(loss=state.loss * 4)  # noqa: E731
+    plus: Callable[[Any], Any] = lambda state: state.replace(loss=state.loss + 1)  # noqa: E731
+    double, add = one("double", times, Event.AFTER_LOSS), one("add", plus, Event.AFTER_LOSS)
     assert testing.commutation(halve, double, **options)
     found = testing.commutation(halve, add, **options)
     assert not found
@@ -292,7 +292,7 @@ def on_a_gpu(*_: Any, **__: Any) -> list[rank_laws.Witness]:
 def test_ranks_on_gpus_are_compared_where_each_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     monkeypatch.setattr(rank_laws, "witness", on_a_gpu)
-    monkeypatch.setattr(rank_laws, "on_ranks", lambda case, make, fit, ranks, kind: tried.append(kind) or [])
+    monkeypatch.setattr(rank_laws, "on_ranks", lambda *given: [tried.append(given[-1])][:0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert check_algorithm(A.sam, **only("world_size", max_examples=1))["world_size"].result == "passed"
     assert tried == ["replicate", "shard"]

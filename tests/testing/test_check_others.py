@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -204,8 +205,8 @@ def raises(state: pl.State) -> pl.Script:
 
 
 def yields_nothing(state: pl.State) -> pl.Script:
+    yield from ()
     return state
-    yield Event.BATCH_END, state
 
 
 def in_place(state: pl.State) -> pl.State:
@@ -297,12 +298,13 @@ def test_what_can_t_be_imported_is_left_to_the_reader() -> None:
 
 
 def test_what_is_neither_a_callback_nor_a_script_is_refused() -> None:
-    for says, check_, *given in (
+    refused: list[Any] = [
         ("give a function that makes a callback", check_callback, 3),
         ("For an algorithm, use check_algorithm", check_callback, pl.algorithms.sam()),
         ("must return a pl.Callback, a pl.Logger", check_callback, lambda: pl.callbacks.SpeedMonitor),
         ("give a function of a State that makes the generator", check_script, 3, start),
         ("give the first State", check_script, right, None),
         ("not a State", check_script, right, lambda seed: seed),
-    ):
-        check(Refusal(says, lambda check_=check_, given=given: check_(*given), pl.ArgumentTypeError, (says,)))
+    ]
+    for says, call, *given in refused:
+        check(Refusal(says, partial(call, *given), pl.ArgumentTypeError, (says,)))

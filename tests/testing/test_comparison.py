@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import torch
 
@@ -30,13 +32,13 @@ def test_zero_is_not_minus_zero() -> None:
     assert close(minus, plus, tolerance=0.0) is None
     kept, snapshot = Keeper(), Snapshot(plus)
     kept.keep(plus)
-    assert kept.changed() is snapshot.changed() is None
+    assert (kept.changed(), snapshot.changed()) == (None, None)
     plus.buffers["running_mean"].data.neg_()
     assert None not in (kept.changed(), snapshot.changed())
 
 
 def test_all_that_a_state_holds_is_compared_and_nan_is_nan() -> None:
-    noted = state(1.0)
+    noted: Any = state(1.0)
     assert Comparer().equal(noted, noted.replace())
     assert not Comparer().equal(noted, noted.replace(note=1))  # a field of a class of the user's
     assert differences({"a": None}, {}, name="tree")

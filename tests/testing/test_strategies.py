@@ -59,7 +59,7 @@ def test_a_case_runs_as_its_plan_says_and_a_state_is_one_of_its_run(case: Case, 
     position = 0 if data is None else data.draw(st.integers(0, len(pairs) - 1))
     event, wanted = pairs[position]
     found = state_at(case, position)
-    leaves = [optree.tree_leaves(state, namespace="pure_loop") for state in (found, wanted)]  # type: ignore[arg-type]
+    leaves: Any = [optree.tree_leaves(state, namespace="pure_loop") for state in (found, wanted)]  # type: ignore[arg-type]
     assert optree.tree_all(optree.tree_map(same, *leaves))
     if event in BOUNDARIES:
         assert [event for event, _ in case.run(start=found)] == going_on(events, position)
@@ -161,13 +161,14 @@ def test_batches_can_be_counted_and_split(least: int, more: int, nested: bool, d
 
 
 def test_problems_and_cases_keep_to_their_options() -> None:
-    for options, names in (
+    rows: list[Any] = [
         ({"among": attrs.evolve(PROBLEMS["linear"], name="own")}, {"own"}),
         ({"separable": True}, {"linear", "tied", "exact"}),
         ({"images": False}, set(PROBLEMS) - {"convolution"}),
         ({"among": ["mlp", "tied"]}, {"mlp", "tied"}),
-    ):
-        assert {problem.name for problem in sample(problems(**options))} == names  # type: ignore[arg-type]
+    ]
+    for options, names in rows:
+        assert {problem.name for problem in sample(problems(**options))} == names
     wanted = Case(plan=SIMPLEST, problem="convolution", optimizer="adamw", precision="amp_bf16", clip_grad=2.0, seed=0)
     chosen: dict[str, Any] = {"optimizers": ["adamw"], "precisions": ["amp_bf16"], "clip_grads": [2.0], "max_seed": 0}
     drawn = sample(cases(plans=plans(max_samples=1), problems=problems(images=True), **chosen), 20)
@@ -215,8 +216,9 @@ def test_states_and_streams_keep_to_their_options() -> None:
     assert {"ema", "early_stopping"} <= remembered
     assert {stream[0] for stream in sample(event_streams())} == {Event.INIT, Event.FIT_START}
     assert {stream[0] for stream in sample(event_streams(going_on=False))} == {Event.INIT}
-    for options in ({"order": "2021"}, {"plans": plans(orders=["2021"])}):
-        for stream in sample(event_streams(**options), 20):  # type: ignore[arg-type]
+    of_2021: list[Any] = [{"order": "2021"}, {"plans": plans(orders=["2021"])}]
+    for options in of_2021:
+        for stream in sample(event_streams(**options), 20):
             check(stream, complete=True, order="2021")
 
 
@@ -229,7 +231,7 @@ def has(*wanted: Event) -> Callable[[Plan], bool]:
 
 
 def leaves(batch: Any) -> list[Any]:
-    return optree.tree_leaves(batch, none_is_leaf=True)  # type: ignore[no-any-return]
+    return optree.tree_leaves(batch, none_is_leaf=True)
 
 
 KINDS_OF_PLANS: Predicates = {
@@ -288,7 +290,7 @@ def test_a_state_at_every_event() -> None:
 
 
 def test_the_simplest_is_found() -> None:
-    small = {"batches": (1,), "max_duration": "1ba"}
+    small: dict[str, Any] = {"batches": (1,), "max_duration": "1ba"}
     for strategy, condition, wanted in (
         (plans(min_batches=0), lambda plan: True, Plan(batches=(1,), max_duration="0ba")),
         (plans(), lambda plan: plan.evaluators, Plan(**small, evaluators={"val": EvaluatorPlan((1,))})),
@@ -340,19 +342,19 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "units holds 'iter', and iterations=False": lambda: plans(units=["iter"], iterations=False),
     "which has no iterations": lambda: plans(units=["iter"], orders=["current", "2021"]),
     "of which fit takes no fractions": lambda: plans(units=["iter", "ba"], interval_units=["dur"]),
-    "problems: among=3: pass names such as ['linear']": lambda: problems(among=3),
+    "problems: among=3: pass names such as ['linear']": lambda: problems(among=3),  # type: ignore[arg-type]
     "no problem has separable=True and images=True": lambda: problems(images=True, separable=True),
-    "(a function that makes one: call it)": lambda: cases(plans=plans),
+    "(a function that makes one: call it)": lambda: cases(plans=plans),  # type: ignore[arg-type]
     "precisions is a list, got 'fp32'; write cases(precisions=": lambda: cases(precisions="fp32"),
     "precisions=[] leaves nothing to draw from": lambda: cases(precisions=[]),
     "fp8": lambda: cases(precisions=["fp8"]),
     "clip_grads must be a finite number above 0, got 0.0": lambda: cases(clip_grads=[0.0]),
     "no whole number lies between min_value=1.2 and max_value=1.8": lambda: times(min_value=1.2, max_value=1.8),
-    "give a name such as 'linear'": lambda: algorithms(problem=3),
+    "give a name such as 'linear'": lambda: algorithms(problem=3),  # type: ignore[arg-type]
     "'label_smoothing', which can't serve": lambda: algorithms(problem="exact", among=["label_smoothing"]),
     "at='batch_ende': 'batch_ende' is not an event; did you mean": lambda: states(at="batch_ende"),
     "at=[] holds no event": lambda: states(at=[]),
-    "states: at=3: write an event such as Event.BATCH_END, or a list": lambda: states(at=3),
+    "states: at=3: write an event such as Event.BATCH_END, or a list": lambda: states(at=3),  # type: ignore[arg-type]
     "at holds Event.PREDICT_END, which no run of fit has": lambda: states(at=["predict_end"]),
     "position=21, and the last position of this run is 20": lambda: state_at(Case(plan=SIMPLEST), 21),
     "order='2021' and plans, which have an order of their own": lambda: event_streams(order="2021", plans=plans()),

@@ -54,7 +54,7 @@ def broken() -> Iterator[Any]:
             yield pytest.param(check, law, id=f"{check.__name__}-{law}", marks=[pytest.mark.slow] * costly)
 
 
-@pytest.mark.parametrize(("check", "law"), broken())
+@pytest.mark.parametrize(("check", "law"), [*broken()])
 def test_exactly_the_intended_law_catches_it(check: Callable[..., Any], law: str) -> None:
     wrong, known = KINDS[check]
     # Only the thorough tier shows that all others hold. A law that rests on no other shows that the algorithm runs; and
@@ -89,7 +89,14 @@ def write_data(tensor: torch.Tensor) -> None:
 
 
 def step_fused(tensor: torch.Tensor) -> None:
-    settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+    settings: Any = {
+        "weight_decay": 0.0,
+        "momentum": 0.0,
+        "lr": 0.1,
+        "dampening": 0.0,
+        "nesterov": False,
+        "maximize": False,
+    }
     torch._fused_sgd_([tensor], [torch.ones_like(tensor)], [], is_first_step=True, **settings)
 
 

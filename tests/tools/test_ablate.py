@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 def stopped(start: Any, algorithms: Any, until: int) -> pl.State:
     for event, state in problem.fit(start, algorithms=algorithms, strict=False, donate=False, **SETTINGS):
         if event is Event.BATCH_CHECKPOINT and state.timestamp.batch == until:
-            return state  # type: ignore[no-any-return]
+            return state
     raise AssertionError
 
 
@@ -55,7 +55,7 @@ def test_the_loss_of_training_and_the_table() -> None:
     result = pl.ablate(mlp(), points(), [label_smoothing(0.5)], steps="1ep", metric="train/loss", **SETTINGS)
     for value, algorithms in ((result.everything, [label_smoothing(0.5)]), (result.nothing, [])):
         pairs = pl.fit(mlp(), points(), algorithms=algorithms, **SETTINGS)
-        losses = [state.loss for event, state in pairs if event is Event.BATCH_END][:3]
+        losses: list[Any] = [state.loss for event, state in pairs if event is Event.BATCH_END][:3]
         assert value == float(torch.stack(losses).double().mean())
     lines = repr(result).splitlines()
     assert lines[0] == "ablate: train/loss after 1ep, from batch 0"

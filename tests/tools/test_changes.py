@@ -87,7 +87,8 @@ class Ends(pl.Callback):
 def test_streams_are_ended_where_they_part() -> None:
     ends = Ends()
     assert pl.diff(*(fit(callbacks=[ends], seed=seed) for seed in (0, 1))) is not None
-    next(looked := pl.changes(fit(callbacks=[ends])))
+    looked: Any = pl.changes(fit(callbacks=[ends]))
+    next(looked)
     looked.close()
     assert ends.ended == 3
     assert pl.diff(fit(max_duration="1ep"), fit(max_duration="2ep")) is not None
@@ -109,7 +110,7 @@ def test_what_has_no_changes_to_tell_of_is_refused() -> None:
         ("leave out donate=True", lambda: fit(**donated), tools),
         ("is compiled", lambda: fit(**compiled), tools[2:]),
         ("'params/7.weight'; there", fit, [lambda run: pl.blame(run, "params/7.weight")]),
-        ("is no text", fit, [lambda run: pl.blame(run, 7)]),
+        ("is no text", fit, [lambda run: pl.blame(run, 7)]),  # type: ignore[arg-type]
     ):
         for tool in of:
             call = lambda tool=tool, make=make: tool(make())  # noqa: E731

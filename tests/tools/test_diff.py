@@ -216,7 +216,7 @@ def test_few_states_are_read_and_one_segment_runs(tmp_path: Path, monkeypatch: p
     a = record(tmp_path / "a", keep="1ba")
     folder, net, make = record(tmp_path / "b", keep="1ba", optimizer=changed_from(29))
     read, batches = [], []
-    load = tool.load
+    load = tool.load  # type: ignore[attr-defined]
     monkeypatch.setattr(tool, "load", lambda path, **options: (read.append(path), load(path, **options))[1])
 
     def counted(state: pl.State) -> Any:

@@ -80,7 +80,7 @@ def test_losses_and_gradients_of_samples_are_those_through_the_batch(size: int |
         first = sample.row // (size or count) * (size or count)
         module = state.module()
         inputs, targets = (part[first : first + (size or count)] for part in state.batch)
-        cross_entropy(module(inputs), targets, reduction="none")[sample.row - first].backward()
+        cross_entropy(module(inputs), targets, reduction="none")[sample.row - first].backward()  # type: ignore[no-untyped-call]
         norms = [norm_of(parameter.grad) for parameter in module.parameters()]  # type: ignore[arg-type]
         assert sample.gradient_norm == pytest.approx(math.hypot(*norms), rel=1e-4, abs=1e-6)
     assert pl.inspect(state, gradients=False, **PLAIN).samples[0].gradient_norm is None
@@ -109,7 +109,7 @@ def test_the_step_is_that_of_the_run() -> None:
     net[0].requires_grad_(False)  # type: ignore[index]
     report = pl.inspect(state_at(Event.BATCH_START, 3, net=net), **PLAIN)
     assert {row.name for row in report.parameters if row.gradient and row.update} == {"2.weight", "2.bias"}
-    report = pl.inspect(state_at(Event.BATCH_START, 3).replace(frozen={"0.weight", "0.bias"}), **PLAIN)
+    report = pl.inspect(state_at(Event.BATCH_START, 3).replace(frozen=frozenset({"0.weight", "0.bias"})), **PLAIN)
     assert {row.name for row in report.parameters if row.gradient == row.update == 0} == {"0.weight", "0.bias"}
 
 
@@ -150,7 +150,10 @@ def test_a_sample_that_is_not_finite_comes_first_and_one_without_a_target_last()
     # Their mean is over nothing; of a loss that is none of torch's it is not known that they weigh nothing.
     for loss, weightless in ((cross_entropy, True), (lambda a, b: cross_entropy(a, b), False)):
         report = pl.inspect(start(nn.Linear(4, 3), (INPUTS[:6], targets), loss=loss), loss=loss, **NEEDED)
-        assert {(each.row, each.loss is None) for each in report.samples[-2:]} == {(0, weightless), (1, weightless)}
+        assert sorted((each.row, each.loss is None) for each in report.samples[-2:]) == [
+            (0, weightless),
+            (1, weightless),
+        ]
         assert all(math.isfinite(each.gradient_norm or math.nan) for each in report.samples[:4])
 
 

@@ -35,7 +35,7 @@ def by_hand(data: Any, rates: Any, optimizer: torch.optim.Optimizer, model: nn.M
         loss = cross_entropy(model(inputs), targets)
         losses.append(loss.item())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("ratio", 1.0)
         optimizer.step()
@@ -44,7 +44,8 @@ def by_hand(data: Any, rates: Any, optimizer: torch.optim.Optimizer, model: nn.M
 
 def halves(model: nn.Module) -> torch.optim.Optimizer:
     matrices, biases = ([p for p in model.parameters() if (p.ndim == 2) is matrix] for matrix in (True, False))
-    return torch.optim.SGD([{"params": matrices}, {"params": biases, "ratio": 0.5}])
+    groups: Any = [{"params": matrices}, {"params": biases, "ratio": 0.5}]
+    return torch.optim.SGD(groups)
 
 
 def parts(lr: Any, other: Any) -> pl.Optimizer:

@@ -64,7 +64,7 @@ class Run:
     device: str | None = None
 
     def arguments(self) -> tuple[Any, Any, dict[str, Any]]:
-        data = self.case.data()
+        data: Any = self.case.data()
         loader = DataLoader(data, batch_size=None, shuffle=True) if self.is_shuffled else data
         more = {"algorithms": self.algorithms, "device": self.device}
         return self.case.model(), loader, {**self.case.arguments(), **more}
