@@ -209,3 +209,17 @@ def test_the_changelog_has_this_version() -> None:
     assert pl.__version__ in re.findall(r"^## ([\w.]+)", changelog, re.MULTILINE)
     for name in re.findall(r"`pl\.(\w+)`", changelog):
         assert hasattr(pl, name), name
+
+
+def test_on_pages_for_users_of_other_libraries_the_right_side_of_the_diff_is_what_runs() -> None:
+    """And the left side does without this library."""
+    names = ["accelerate", "composer", "keras", "lightning", "loop_by_hand", "transformers_trainer"]
+    paths = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
+    assert [path.stem for path in paths] == names
+    for path in paths:
+        pattern, page = "^```{}\n(.*?)^```$", path.read_text()
+        (diff,), (program, *_) = (re.findall(pattern.format(kind), page, re.M | re.S) for kind in ("diff", "python"))
+        assert "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("-")) == program, path.stem
+        removed = [line for line in diff.splitlines() if line.startswith("-")]
+        assert removed, path.stem
+        assert not [line for line in removed if re.search(r"\bpl\.|pure_loop", line)], path.stem

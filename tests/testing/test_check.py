@@ -283,19 +283,11 @@ def test_on_processes_only_the_clock_s_own_times_may_be_others() -> None:
     assert report["rank_agreement"].result == "passed"
 
 
-def on_a_gpu(*_: Any, **__: Any) -> list[rank_laws.Witness]:
-    """What a run on a GPU is a witness of."""
+def test_ranks_on_gpus_need_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that only claims to be on a GPU is the witness of a run there."""
     with FakeTensorMode():
-        return [rank_laws.Witness(Event.FIT_END, (), {"params": {"weight": torch.empty(2, device="cuda")}})]
-
-
-def test_ranks_on_gpus_are_compared_where_each_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    monkeypatch.setattr(rank_laws, "witness", on_a_gpu)
-    monkeypatch.setattr(rank_laws, "on_ranks", lambda *given: [tried.append(given[-1])][:0])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert check_algorithm(A.sam, **only("world_size", max_examples=1))["world_size"].result == "passed"
-    assert tried == ["replicate", "shard"]
+        params = {"params": {"weight": torch.empty(2, device="cuda")}}
+    monkeypatch.setattr(rank_laws, "witness", lambda *_, **__: [rank_laws.Witness(Event.FIT_END, (), params)])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     outcome = check_algorithm(A.sam, **only("world_size", max_examples=1))["world_size"]
     assert (outcome.result, outcome.reason) == ("skipped", "each of 2 ranks needs a CUDA device, and there are 1")

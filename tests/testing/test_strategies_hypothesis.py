@@ -107,22 +107,12 @@ assert sum(type(each).__name__ == "TorchRandom" for each in RANDOMS_TO_MANAGE.va
 assert "pure_loop.testing" not in sys.modules
 assert find(st.from_type(pure_loop.Time), lambda time: True) == pure_loop.Time("0ba")
 """
-MEANWHILE = """
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "pure_loop.event":
-            import hypothesis
-sys.meta_path.insert(0, Finder())
-import pure_loop
-assert "hypothesis" in sys.modules
-"""
 FIRST = (
     'assert "_hypothesis_pure_loop" in sys.modules and not {"torch", "attrs", "optree", "pure_loop"} & set(sys.modules)'
 )
 ORDERS: dict[str, str] = {
     "hypothesis first": f"import hypothesis\n{FIRST}\n{REGISTERED}",
     "library first": f'import pure_loop\nassert "hypothesis" not in sys.modules\n{REGISTERED}',
-    "while events are imported": MEANWHILE + REGISTERED,
 }
 
 

@@ -217,7 +217,7 @@ def test_few_states_are_read_and_one_segment_runs(tmp_path: Path, monkeypatch: p
     folder, net, make = record(tmp_path / "b", keep="1ba", optimizer=changed_from(29))
     read, batches = [], []
     load = tool.load  # type: ignore[attr-defined]
-    monkeypatch.setattr(tool, "load", lambda path, **options: (read.append(path), load(path, **options))[1])
+    monkeypatch.setattr(tool, "load", lambda path, **options: [load(path, **options), read.append(path)][0])
 
     def counted(state: pl.State) -> Any:
         batches.append(state.timestamp.batch)
