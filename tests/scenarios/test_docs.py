@@ -217,8 +217,8 @@ def test_on_pages_for_users_of_other_libraries_the_right_side_of_the_diff_is_wha
     paths = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
     assert [path.stem for path in paths] == names
     for path in paths:
-        pattern, page = "^```{}\n(.*?)^```$", path.read_text()
-        (diff,), (program, *_) = (re.findall(pattern.format(kind), page, re.M | re.S) for kind in ("diff", "python"))
+        pattern, page = "(?ms)^```{}\n(.*?)^```$", path.read_text()
+        (diff,), (program, *_) = (re.findall(pattern.format(kind), page) for kind in ("diff", "python"))
         assert "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("-")) == program, path.stem
         removed = [line for line in diff.splitlines() if line.startswith("-")]
         assert removed, path.stem

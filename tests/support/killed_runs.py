@@ -85,6 +85,12 @@ def digest(state: pl.State) -> str:
     return found.hexdigest()
 
 
+DEFAULTS: dict[str, Any] = {
+    **{"kill": None, "after": 0.0, "batch": 0, "rename": 0, "saver": None},
+    **dict.fromkeys(("evaluation", "twice", "group"), False),
+}
+
+
 class Killer:
     """The process that forks, as the tests see it."""
 
@@ -99,19 +105,7 @@ class Killer:
     def __exit__(self, *_: object) -> None:
         self._process.communicate(timeout=60)
 
-    def __call__(
-        self,
-        *,
-        kill: int | None = None,
-        after: float = 0.0,
-        batch: int = 0,
-        rename: int = 0,
-        evaluation: bool = False,
-        twice: bool = False,
-        group: bool = False,
-        saver: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> dict[str, Any]:
+    def __call__(self, **order: Any) -> dict[str, Any]:
         """Run in a child, and end it.
 
         Args:
@@ -123,17 +117,17 @@ class Killer:
             twice: send the signal again at once.
             group: to its whole group, workers included, as Ctrl-C is sent; or to the process alone.
             saver: arguments of a CheckpointSaver, if there is one.
-            **options: of :func:`run`.
+            **order: other options are of :func:`run`.
 
         Returns:
             ``how``: as which exception or with which signal it ended, or "end". ``batch``: the last batch that it
             finished, in the whole run. ``state``: the digest of its last State, if it came to its end. ``stderr``: what
             it wrote there.
         """
-        order = {name: value for name, value in locals().items() if name != "self"}
+        options = {name: value for name, value in order.items() if name not in DEFAULTS}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.write(json.dumps({**DEFAULTS, **order, "options": options}) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
 
