@@ -85,10 +85,8 @@ def digest(state: pl.State) -> str:
     return found.hexdigest()
 
 
-DEFAULTS: dict[str, Any] = {
-    **{"kill": None, "after": 0.0, "batch": 0, "rename": 0, "saver": None},
-    **dict.fromkeys(("evaluation", "twice", "group"), False),
-}
+DEFAULTS: dict[str, Any] = dict.fromkeys(("after", "batch", "rename", "evaluation", "twice", "group"), 0)
+DEFAULTS |= {"kill": None, "saver": None}
 
 
 class Killer:
