@@ -100,6 +100,7 @@ FAST = ("fork", "early_stopping")
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in RUN])
 def test_an_example_runs_and_says_what_it_does(name: str, load: Any, tmp_path: Path, capsys: Output) -> None:
+    """Two of them in the fast tier; the others, of many seconds, in the slow one."""
     example, picture = RUN[name], tmp_path / "picture.png"
     pytest.importorskip(example.needs)
     assert not load(name).main([*example.options, *(["--output", str(picture)] if example.width else [])])
