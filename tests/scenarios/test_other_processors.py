@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-FILES = ["tests/tools/test_diff_lines.py", "tests/stages", "tests/metrics", "tests/optim/test_rules.py", "tests/laws"]
+FILES = ["tests/tools/test_diff.py", "tests/stages", "tests/metrics", "tests/optim/test_rules.py", "tests/laws"]
 KERNELS = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 
 

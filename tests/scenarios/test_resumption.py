@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +15,18 @@ from torch.utils.data import DataLoader, Dataset
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.order import BOUNDARIES
-from tests.support import streams as sameness
+from tests.support import problem
+from tests.support.problem import images, mlp
+from tests.support.streams import assert_same, assert_same_stream
+
+BEFORE = [Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START]
 
 
 class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Images with a random shift and noise, from torch's and Python's global generators, as users write it."""
 
-    def __init__(self, n: int) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.images = torch.randn(n, 1, 6, 6, generator=generator)
-        self.labels = torch.randint(3, (n,), generator=generator)
+    def __init__(self, samples: int) -> None:
+        ((self.images, self.labels),) = images(1, size=samples)
         self.loaded = 0
 
     def __len__(self) -> int:
@@ -34,32 +38,18 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return shifted + 0.1 * torch.randn_like(shifted), self.labels[index]
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.2)),
-        *(nn.Conv2d(4, 4, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.LazyLinear(3)),
-    )
-
-
-def model() -> nn.Module:
-    module = network()
-    module(torch.zeros(2, 1, 6, 6))
-    return module
-
-
-def everything(loader: Any, **overrides: Any) -> dict[str, Any]:
-    images = Augmented(10)
-    return {
-        "train_dataloader": loader,
-        "loss": nn.functional.cross_entropy,
-        "optimizer": pl.optim.sgd(lr=pl.schedules.cosine("1dur", peak=0.1, warmup="3ba"), momentum=0.9, nesterov=True),
-        "max_duration": "3ep",
+def stream(start: Any = "convnet", workers: int = 0, data: Any = None, **changes: Any) -> pl.Stream:
+    loader = DataLoader(data or Augmented(14), batch_size=6, shuffle=True, num_workers=workers)
+    rates = pl.schedules.cosine("1dur", peak=0.1, warmup="3ba")
+    settings: dict[str, Any] = {
+        "optimizer": pl.optim.sgd(lr=rates, momentum=0.9, nesterov=True),
         "microbatch_size": 4,
         "seed": 3,
+        "precision": "amp_fp16",
+        "strict": False,
         "evaluators": {
-            "val": pl.Evaluator(DataLoader(images, batch_size=4, shuffle=True), interval="2ba", microbatch_size=3),
-            "epoch": [(torch.ones(2, 1, 6, 6), torch.zeros(2, dtype=torch.long))],
+            "val": pl.Evaluator(DataLoader(Augmented(10), batch_size=4, shuffle=True), interval="2ba"),
+            "epoch": images(1, size=2),
         },
         "algorithms": [
             pl.algorithms.label_smoothing(0.1),
@@ -67,87 +57,101 @@ def everything(loader: Any, **overrides: Any) -> dict[str, Any]:
             pl.algorithms.sam(rho=0.05, interval=2),
             pl.algorithms.ema(half_life="4ba"),
         ],
-        **overrides,
     }
+    return problem.fit(start, loader, **settings | changes)
 
 
-def go(start: Any, *, workers: int = 0, **overrides: Any) -> sameness.Pairs:
-    loader = DataLoader(Augmented(14), batch_size=6, shuffle=True, num_workers=workers)
-    arguments = everything(loader, **overrides)
-    return list(pl.fit(start, **arguments))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "amp_fp16"])
-def test_from_every_boundary_with_everything_at_once(precision: str) -> None:
-    whole = go(model(), precision=precision)
+def test_from_boundaries_with_everything_at_once(tmp_path: Path) -> None:
+    """Each second one from a file, and one with workers that draw random numbers."""
+    whole = list(stream())
     boundaries = [index for index, (event, _) in enumerate(whole) if event in BOUNDARIES]
-    assert len(boundaries) == 2 + 3 * 3 + 9 * 2
-    for index in boundaries:
+    for number, index in enumerate(boundaries[2::5]):
         torch.manual_seed(index)
         random.seed(index)
         event, kept = whole[index]
-        again = go(kept, precision=precision)
-        sameness.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], f"from {event.name} at {index}")
-
-
-def test_with_workers_that_draw_random_numbers() -> None:
-    alone = go(model(), max_duration="2ep")
-    whole = go(model(), workers=2, max_duration="2ep")
-    sameness.assert_same_stream(whole, alone, "with workers")
-    index = next(i for i, (event, s) in enumerate(whole) if event is Event.BATCH_END and s.timestamp.batch == 4)
-    again = go(whole[index][1], workers=2, max_duration="2ep")
-    sameness.assert_same_stream(again[1:], whole[len(whole) - len(again) + 1 :], "from the middle, with workers")
-
-
-def test_what_was_seen_is_not_loaded_again() -> None:
+        path = tmp_path / f"{index}.safetensors"
+        if number % 2:
+            pl.save(kept, path)
+        again = list(stream(load_path=path) if number % 2 else stream(kept, workers=2 * (number == 2)))
+        events = [event for event, _ in again]
+        first = events.index(Event.FIT_START) + 1
+        assert events[:first] == (BEFORE if number % 2 else [Event.FIT_START])
+        rest = again[first:]
+        assert_same_stream(rest, whole[-len(rest) :], f"from {event.name} at {index}")
     data = Augmented(14)
-    loader = DataLoader(data, batch_size=6, shuffle=True)
-    arguments = everything(loader, evaluators=None)
-    kept = next(s for e, s in pl.fit(model(), **arguments) if e is Event.BATCH_END and s.timestamp.batch == 5)
-    data.loaded = 0
-    pl.run(pl.fit(kept, **arguments))
-    assert data.loaded == 2 + 14
+    kept = next(state for event, state in whole if event is Event.BATCH_END and state.timestamp.batch == 5)
+    pl.run(stream(kept, data=data, evaluators=None))
+    assert data.loaded == 2, "what was seen is not loaded again"
+    # A duration that is over begins and ends, and a longer one resumes where a shorter one ended.
+    assert [event for event, _ in stream(whole[-1][1], max_duration="1ep")] == [Event.FIT_START, Event.FIT_END]
+    assert_same(pl.run(small(pl.run(small(max_duration="4ba")))), pl.run(small()), "after 4 batches and 2 more")
 
 
-def test_a_longer_duration_resumes_where_a_shorter_one_ended() -> None:
-    constant = {"optimizer": pl.optim.adamw(lr=1e-2), "evaluators": None}
-    whole = go(model(), max_duration="7ba", **constant)
-    short = go(model(), max_duration="4ba", **constant)
-    assert short[-1][0] is Event.FIT_END
-    longer = go(short[-1][1], max_duration="7ba", **constant)
-    assert [event for event, _ in longer[:2]] == [Event.FIT_START, Event.BEFORE_DATALOADER]
-    sameness.assert_same(longer[-1][1], whole[-1][1], "after 4 batches and 3 more")
+def small(start: Any = None, **changes: Any) -> pl.Stream:
+    return problem.fit(start, **{"donate": False, **changes})
 
 
-def test_a_duration_that_is_over_yields_start_and_end() -> None:
-    last = go(model(), max_duration="2ep")[-1][1]
-    for duration in ("2ep", "1ep", "1ba", "0ba"):
-        assert [event for event, _ in go(last, max_duration=duration)] == [Event.FIT_START, Event.FIT_END]
+def test_autoresume_goes_on_from_the_newest_that_it_can_go_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, folder = tmp_path / "first.safetensors", tmp_path / "folder"
+    pl.save(small_run := pl.run(small(max_duration="1ep")), first)
+    for epoch in (1, 3):  # the newest goes before the path, or the State, of the first start
+        pairs = list(small(load_path=first, autoresume=folder, max_duration="3ep"))
+        assert next(state for event, state in pairs if event is Event.FIT_START).timestamp.epoch == epoch
+    assert next(iter(small(small_run, autoresume=folder, max_duration="3ep")))[1].timestamp.epoch == 3
+    middle = next(state for event, state in small() if event is Event.BEFORE_FORWARD)
+    pl.save(middle, folder / "debug.safetensors")
+    loaded = next(s for e, s in small(autoresume=folder, max_duration="3ep") if e is Event.AFTER_LOAD)
+    assert loaded.timestamp.epoch == 3
+    assert "debug.safetensors is passed over: it is from before_forward" in caplog.text
+    other, further = small_run.replace(seed=9), pl.run(small(seed=0, max_duration="4ep"))
+    for start, says in (
+        (other, r"seed 0, batch 9\) is not of a run that began with the State passed \(seed 9"),
+        (further, "Give each run a folder of its own"),
+    ):
+        with pytest.raises(pl.ArgumentError, match=says):
+            small(start, autoresume=folder)
 
 
-@pytest.mark.parametrize("donate", [False, "auto"])
-def test_an_epoch_cut_short_in_the_order_of_2021_is_counted(donate: Any) -> None:
-    """As any epoch is at EPOCH_END; resuming from there begins the next one, from BATCH_END the rest of this one."""
-    data = [(torch.full((2, 1), float(i)), torch.ones(2, 1)) for i in range(3)]
-    optimizer, loss = pl.optim.sgd(lr=0.01), nn.functional.mse_loss
-    settings: Any = {"loss": loss, "optimizer": optimizer, "order": "2021", "donate": donate}
+def test_what_may_not_be_another_on_going_on(tmp_path: Path) -> None:
+    path, middle = tmp_path / "x.safetensors", tmp_path / "middle.safetensors"
+    pl.save(pl.run(small(seed=3)), path)
+    pl.save(next(state for event, state in small() if event is Event.BEFORE_FORWARD), middle)
+    for call, says in (
+        (partial(small, load_path=path, seed=4), r"seed=4, and .* has seed 3, with which it resumes"),
+        (partial(small, pl.load(path, model=mlp()), load_path=path), "each is a place to start from"),
+        (partial(small, load_path=middle), "BEFORE_FORWARD, in the middle of a computation"),
+        (
+            partial(small, nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), load_path=path),
+            r"params\['0.weight'\] is \(8, 4\) float32 in the file and \(5, 4\)",
+        ),
+    ):
+        with pytest.raises(pl.PureLoopError, match=says):
+            call()
 
-    def batches(start: Any, duration: str) -> list[tuple[Event, pl.State, int, int]]:
-        stream = pl.fit(start, data, max_duration=duration, **settings)
-        return [
-            (event, state, state.timestamp.epoch, state.timestamp.batch_in_epoch)
-            for event, state in stream
-            if event in (Event.BATCH_END, Event.EPOCH_END)
-        ]
 
-    *_, last, end = short = batches(nn.Linear(1, 1), "5ba")
-    assert [(event.name, epoch, batch) for event, _, epoch, batch in short] == [
-        *(("BATCH_END", 0, 1), ("BATCH_END", 0, 2), ("BATCH_END", 0, 3), ("EPOCH_END", 1, 0)),
-        *(("BATCH_END", 1, 1), ("BATCH_END", 1, 2), ("EPOCH_END", 2, 0)),
-    ]
-    assert batches(end[1], "5ba") == []
-    (again,) = batches(last[1], "5ba")
-    assert again[2:] == (2, 0)
-    assert [event for event, *_ in batches(end[1], "6ba")] == [Event.BATCH_END, Event.EPOCH_END]
-    assert [state.batch[0][0, 0].item() for event, state, *_ in batches(end[1], "6ba")[:1]] == [0.0]
-    assert [state.batch[0][0, 0].item() for event, state, *_ in batches(last[1], "6ba")[:1]] == [2.0]
+def test_surgery_at_init_comes_before_the_numbers_and_a_fresh_state_starts_as_a_module_does(tmp_path: Path) -> None:
+    def widen(state: pl.State) -> pl.State:
+        return state.with_module(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)))
+
+    surgery = pl.Algorithm("widen", {Event.INIT: widen})
+    with pl.random.seeded(0):
+        whole = list(small(nn.Linear(4, 3), algorithms=[surgery]))
+    pl.save(next(state for event, state in whole if event is Event.BATCH_END), tmp_path / "x.safetensors")
+    again = pl.run(small(nn.Linear(4, 3), algorithms=[surgery], load_path=tmp_path / "x.safetensors"))
+    assert_same(again, whole[-1][1], "after surgery")
+    for epochs in (1, 2):
+        start = pl.State.create(nn.Linear(4, 3))
+        last = pl.run(small(start, algorithms=[surgery], autoresume=tmp_path / "run", max_duration=f"{epochs}ep"))
+        assert last.timestamp.epoch == epochs
+
+
+def test_a_step_whose_sam_loss_is_exactly_zero_is_taken() -> None:
+    """In Composer a second loss of 0.0 counts as no loss, and the step is left out."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.5)
+    loss = lambda outputs, targets: (outputs - 1.0).sum()  # noqa: E731  # 0 at 0.5 + rho, with gradient 1
+    data, sam = [(torch.ones(1, 1), torch.zeros(1, 1))], pl.algorithms.sam(rho=0.5)
+    optimizer = pl.optim.sgd(lr=0.25)
+    assert problem.run(model, data, [sam], loss=loss, optimizer=optimizer, max_duration="1ba").params["weight"] == 0.25

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -14,8 +14,7 @@ from torch.nn.functional import mse_loss
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.order import EvaluatorPlan, Plan
-from pure_loop.testing import PROBLEMS, CheckFailed, Report, check_algorithm, check_loop, laws
-from pure_loop.testing.law import Law
+from pure_loop.testing import PROBLEMS, CheckFailed, check_algorithm, check_loop, laws
 from pure_loop.testing.wrong_algorithms import WRONG_ALGORITHMS
 from pure_loop.testing.wrong_loops import WRONG_LOOPS
 from tests.conftest import THOROUGH
@@ -31,13 +30,8 @@ PLAN = Plan(
 
 def network() -> torch.nn.Module:
     """Buffers that the forward writes to, and random numbers that it draws."""
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 2, 3),
-        torch.nn.BatchNorm2d(2),
-        torch.nn.Flatten(),
-        torch.nn.Dropout(0.3),
-        torch.nn.Linear(8, 2),
-    )
+    norm, dropout = torch.nn.BatchNorm2d(2), torch.nn.Dropout(0.3)
+    return torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), norm, torch.nn.Flatten(), dropout, torch.nn.Linear(8, 2))
 
 
 NETWORK = attrs.evolve(PROBLEMS["convolution"], name="network", make_model=network)
@@ -46,42 +40,32 @@ NETWORK = attrs.evolve(PROBLEMS["convolution"], name="network", make_model=netwo
 CASES: dict[str, Any] = (
     {"max_examples": 60} if THOROUGH else {"plans": st.just(PLAN), "problems": [NETWORK, "linear"], "max_examples": 3}
 )
+KINDS: dict[Callable[..., Any], Any] = {
+    check_algorithm: (WRONG_ALGORITHMS, laws.OF_ALGORITHMS),
+    check_loop: (WRONG_LOOPS, laws.OF_LOOPS),
+}
 
 
-def failing(check: Callable[..., Report], subject: Any, *, skip: Sequence[str] = ()) -> list[str]:
-    try:
-        report = check(subject, skip=dict.fromkeys(skip, "the thorough tier tries it"), **CASES)
-    except CheckFailed as failed:
-        report = failed.report
-    return [outcome.law for outcome in report.failures] + ([report.problem] if report.problem else [])
+def broken() -> Iterator[Any]:
+    """The laws that something breaks; those that start processes, or the compiler, are tried in the slow tier."""
+    for check, (wrong, _) in KINDS.items():
+        for law in sorted(set(wrong.values())):
+            costly = law in ("world_size", "compile_equality")
+            yield pytest.param(check, law, id=f"{check.__name__}-{law}", marks=[pytest.mark.slow] * costly)
 
 
-def others(law: str, known: Sequence[Law]) -> list[str]:
-    """The laws of which only the thorough tier shows that they don't fail as well."""
-    # One that rests on no other shows that the algorithm runs; and where the order isn't tried, runs may end in errors.
-    return [] if THOROUGH else [each.name for each in known if each.name not in (law, "structure", "order")]
-
-
-def breaking(law: str, wrong: Mapping[Callable[[], Any], str]) -> list[Callable[[], Any]]:
-    return [make for make, broken in wrong.items() if broken == law]
-
-
-def names(wrong: Mapping[Callable[[], Any], str]) -> list[Any]:
-    """The laws that are broken; those that start processes, or the compiler, are tried in the slow tier."""
-    costly = ("world_size", "compile_equality")
-    return [pytest.param(law, marks=[pytest.mark.slow] * (law in costly)) for law in sorted(set(wrong.values()))]
-
-
-@pytest.mark.parametrize("law", names(WRONG_ALGORITHMS))
-def test_exactly_the_intended_law_catches_the_algorithms(law: str) -> None:
-    for make in breaking(law, WRONG_ALGORITHMS):
-        assert failing(check_algorithm, make, skip=others(law, laws.OF_ALGORITHMS)) == [law], make
-
-
-@pytest.mark.parametrize("law", names(WRONG_LOOPS))
-def test_exactly_the_intended_law_catches_the_loops(law: str) -> None:
-    for make in breaking(law, WRONG_LOOPS):
-        assert failing(check_loop, make(), skip=others(law, laws.OF_LOOPS)) == [law], make
+@pytest.mark.parametrize(("check", "law"), [*broken()])
+def test_exactly_the_intended_law_catches_it(check: Callable[..., Any], law: str) -> None:
+    wrong, known = KINDS[check]
+    # Only the thorough tier shows that all others hold. A law that rests on no other shows that the algorithm runs; and
+    # where the order isn't tried, runs may end in errors.
+    tried = [each.name for each in known if THOROUGH or each.name in (law, "structure", "order")]
+    skip = {each.name: "the thorough tier tries it" for each in known if each.name not in tried}
+    for make in [make for make, breaks in wrong.items() if breaks == law]:
+        with pytest.raises(CheckFailed) as caught:
+            check(make if check is check_algorithm else make(), skip=skip, **CASES)
+        report = caught.value.report
+        assert ([outcome.law for outcome in report.failures], report.problem) == ([law], ""), make
 
 
 # Where the algorithm is all that is on trial they follow from purity; a wrong loop shows that they can fail.
@@ -89,9 +73,8 @@ FOLLOWING = {"value", "visibility", "watch_equality", "donate_equality", "compil
 
 
 def test_every_law_catches_something() -> None:
-    assert {law.name for law in laws.OF_LOOPS} == set(WRONG_LOOPS.values())
+    assert {law.name for law in laws.OF_LOOPS} == set(WRONG_LOOPS.values()) >= FOLLOWING
     assert {law.name for law in laws.OF_ALGORITHMS} - FOLLOWING == set(WRONG_ALGORITHMS.values())
-    assert set(WRONG_LOOPS.values()) >= FOLLOWING
 
 
 # Strict mode names what wrote in place.
@@ -106,41 +89,34 @@ def write_data(tensor: torch.Tensor) -> None:
 
 
 def step_fused(tensor: torch.Tensor) -> None:
-    settings = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+    settings: Any = {
+        "weight_decay": 0.0,
+        "momentum": 0.0,
+        "lr": 0.1,
+        "dampening": 0.0,
+        "nesterov": False,
+        "maximize": False,
+    }
     torch._fused_sgd_([tensor], [torch.ones_like(tensor)], [], is_first_step=True, **settings)
 
 
-def at(wanted: Event, write: Callable[[torch.Tensor], None], leaf: str = "0.weight") -> Any:
-    def does(event: Event, state: pl.State) -> None:
-        if event is wanted:
-            write(state.params[leaf])
-
-    return does
-
-
-def by_algorithm(write: Callable[[torch.Tensor], None]) -> Any:
-    @pl.algorithm(Event.BATCH_END)
+def meddling(write: Callable[[torch.Tensor], None]) -> pl.Algorithm:
     def meddle(state: pl.State) -> pl.State:
-        at(Event.BATCH_END, write)(Event.BATCH_END, state)
+        write(state.params["0.weight"])
         return state
 
-    return fit(algorithms=[meddle])
+    return pl.Algorithm("meddle", {Event.BATCH_END: meddle})
+
+
+def does(event: Event, state: pl.State) -> None:
+    if event is Event.EPOCH_END:
+        add(state.params["0.weight"])
 
 
 def by_the_body() -> Any:
-    for pair in fit():
-        at(Event.BATCH_END, add)(*pair)
-        yield pair
-
-
-class InPlace(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x.mul_(2))
-        return out
+    for event, state in fit():
+        does(event, state)
+        yield event, state
 
 
 def in_place(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
@@ -149,35 +125,22 @@ def in_place(grads: Any, opt_state: Any, params: Any, timestamp: Any) -> Any:
     return params, opt_state
 
 
-def scaled(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-    return mse_loss(outputs, batch[1].mul_(2))
-
-
 OWN = pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=in_place, lr=lambda timestamp: 0.1)
-WORST = pl.Metric(
-    "worst",
-    init=lambda: torch.tensor(0.0),
-    update=lambda worst, outputs, batch: torch.maximum(worst, outputs.add_(1).max()),
-    compute=lambda worst: worst,
-)
 ONES = [(torch.ones(3, 4), torch.ones(3, 3))]
-TASK = pl.Task(forward=lambda model, batch: model(batch[0]), loss=scaled)
-IN_PLACE: dict[str, Callable[[], Any]] = {
-    r"algorithm 'meddle' changed state\.params\['0.weight'\].*BATCH_END": lambda: by_algorithm(add),
-    r"algorithm 'meddle' changed state\.params\['0.weight'\].*BATCH_EN": lambda: by_algorithm(write_data),
-    r"algorithm 'meddle' changed state\.params\['0.weight'\].*BATCH_E": lambda: by_algorithm(step_fused),
-    "callback does changed": lambda: fit(callbacks=[at(Event.EPOCH_END, add)]),
-    "the loop's body changed": by_the_body,
-    r"^the forward changed state\.batch\[0\]": lambda: fit(InPlace()),
-    r"^the optimizer's step changed state\.params\['0.weight'\]": lambda: fit(optimizer=OWN),
-    r"^the loss changed state\.batch\[1\]": lambda: fit(data=ONES, loss=None, task=TASK),
-    r"^a metric changed state\.outputs": lambda: fit(
-        data=ONES, loss=mse_loss, evaluators={"val": pl.Evaluator([(-ONES[0][0], ONES[0][1])], metrics=[WORST])}
-    ),
-}
+FORWARD = pl.Task(forward=lambda model, batch: model(batch[0].mul_(2)), loss=lambda out, batch: mse_loss(out, batch[1]))
+LOSS = pl.Task(forward=lambda model, batch: model(batch[0]), loss=lambda out, batch: mse_loss(out, batch[1].mul_(2)))
+BY_ALGORITHM = r"algorithm 'meddle' changed state\.params\['0.weight'\].*BATCH_END"
+IN_PLACE: list[tuple[str, Callable[[], Any]]] = [
+    *[(BY_ALGORITHM, lambda w=write: fit(algorithms=[meddling(w)])) for write in (add, write_data, step_fused)],
+    ("callback does changed", lambda: fit(callbacks=[does])),
+    ("the loop's body changed", by_the_body),
+    (r"^the forward changed state\.batch\[0\]", lambda: fit(data=ONES, loss=None, task=FORWARD)),
+    (r"^the optimizer's step changed state\.params\['0.weight'\]", lambda: fit(optimizer=OWN)),
+    (r"^the loss changed state\.batch\[1\]", lambda: fit(data=ONES, loss=None, task=LOSS)),
+]
 
 
-@pytest.mark.parametrize("says", IN_PLACE)
-def test_strict_names_what_writes_in_place(says: str) -> None:
-    with pytest.raises(pl.ImpurityError, match=says):
-        pl.run(IN_PLACE[says]())
+def test_strict_names_what_writes_in_place() -> None:
+    for says, stream in IN_PLACE:
+        with pytest.raises(pl.ImpurityError, match=says):
+            pl.run(stream())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -42,8 +41,12 @@ def back(folder: Path, when: Any, event: Any, data: Any = None, **settings: Any)
 
 
 def test_a_run_that_was_resumed_adds_to_its_journal_and_the_first_state_is_always_kept(tmp_path: Path) -> None:
-    keeping: dict[str, Any] = {"recorder": {"keep": "1ba", "keep_last": 2}}
-    whole = list(problem.fit("convnet", max_duration="3ep"))
+    keeping: dict[str, Any] = {"recorder": {"keep": "1ba", "keep_last": 2, "in_memory": 3}}
+    recorder = FlightRecorder(tmp_path / "memory", in_memory=3)
+    whole = list(problem.fit("convnet", max_duration="3ep", callbacks=[recorder]))
+    wanted = [state for event, state in whole if event is Event.BATCH_CHECKPOINT][-3:]
+    assert [state.timestamp.batch for state in recorder.states] == [7, 8, 9]
+    assert not any(differences(mine, other) for mine, other in zip(recorder.states, wanted, strict=True))
     half = record(tmp_path, max_duration="1ep", **keeping)[-1][1]
     journal = tmp_path / "journal.jsonl"
     journal.write_text(journal.read_text().removesuffix('{"ended":true}\n') + '{"batch":4,"ep')  # as a kill leaves it
@@ -52,7 +55,7 @@ def test_a_run_that_was_resumed_adds_to_its_journal_and_the_first_state_is_alway
     assert max(map(len, journal.read_text().splitlines())) < 200
     kept = sorted(path.name.removesuffix(".safetensors") for path in tmp_path.glob("*.safetensors"))
     assert kept == ["ba8", "ba9", "start-ba0", "start-ba3"]
-    for batch in (0, 2, 4, 7, 8):
+    for batch in (0, 4, 8):
         event, state = next(back(tmp_path, f"{batch}ba", "after_backward", max_duration="3ep"))
         wanted = [item for at, item in whole if at is event and item.timestamp.batch == batch]
         assert not differences(state, wanted[0], without=frozenset({"algorithm_state"}))
@@ -64,11 +67,9 @@ DAMAGED: list[tuple[bytes, str]] = [
     (b'{"batch":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "RecursionError"),
     (b"\0" * 40, "JSONDecodeError"),
     (b'{"batch":5}', "KeyError"),
-    (LINE.replace(b"5", b'"5"', 1), "a count or a time that is none"),
-    (LINE.replace(b"5", b"-5", 1), "a count or a time that is none"),
-    (LINE.replace(b"5", b"true", 1), "a count or a time that is none"),
+    *[(LINE.replace(b"5", wrong, 1), "a count or a time that is none") for wrong in (b'"5"', b"-5", b"true")],
+    (LINE.replace(b"0.1", b'"0.1"'), "a count or a time that is none"),
     (LINE.replace(b'"0x1.0p+0"', b"3"), "TypeError"),
-    (LINE.replace(b"0x1.0p+0", b"0xq"), "ValueError"),
     (b"null", "TypeError"),
 ]
 
@@ -83,7 +84,7 @@ def test_a_line_that_no_kill_has_cut_and_facts_that_are_cut_are_named(tmp_path: 
             with pytest.raises(pl.CheckpointError, match=rf"journal\.jsonl, line {number}: .*{says}"):
                 read_flight(tmp_path)
     journal.write_bytes(b"".join(lines))
-    for content in (b"", b'{"seed": 0, "mod', b"\xff{}", b"[" * 100_000, b"[]"):
+    for content in (b'{"seed": 0, "mod', b"\xff{}", b"[" * 100_000, b"[]"):
         facts.write_bytes(content)
         with pytest.raises(pl.CheckpointError, match=r"run\.json can't be read"):
             next(back(tmp_path, "2ba", "after_loss"))
@@ -93,35 +94,33 @@ def test_facts_appear_whole_and_are_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A kill while they are written leaves those that were there; a run that resumes says what it can't read."""
-    auto, facts = CheckpointSaver(tmp_path / "auto"), tmp_path / "f" / "run.json"
-    record(tmp_path / "f", max_duration="1ep", autoresume=auto)
-    before = facts.read_bytes()
+    auto, folder = CheckpointSaver(tmp_path / "auto"), tmp_path / "f"
+    record(folder, max_duration="1ep", autoresume=auto)
+    before = (folder / "run.json").read_bytes()
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(json, "dump", killed)
-        with pytest.raises(KeyboardInterrupt):
-            record(tmp_path / "f", autoresume=auto)
-    assert facts.read_bytes() == before
-    assert not list((tmp_path / "f").glob(".*"))
-    facts.write_bytes(b"[]")
+    monkeypatch.setattr(json, "dump", killed)
+    with pytest.raises(KeyboardInterrupt):
+        record(folder, autoresume=auto)
+    monkeypatch.undo()
+    assert (folder / "run.json").read_bytes() == before
+    assert not list(folder.glob(".*"))
+    (folder / "run.json").write_bytes(b"[]")
     for _ in range(2):  # the second trains nothing, and what was recorded is all there
-        record(tmp_path / "f", autoresume=auto)
-        assert list(read_flight(tmp_path / "f").lines) == list(range(1, 7))
-        assert read_flight(tmp_path / "f").has_ended
+        record(folder, autoresume=auto)
+        assert list(read_flight(folder).lines) == list(range(1, 7))
+        assert read_flight(folder).has_ended
     assert "run.json can't be read" in caplog.text
-    assert json.loads(facts.read_text())["seed"] == 0
-    # Another seed is another run.
-    other = problem.run("convnet", max_duration="1ep", seed=5)
-    for path in (tmp_path / "f").glob("*.safetensors"):
+    assert json.loads((folder / "run.json").read_text())["seed"] == 0
+    for path in folder.glob("*.safetensors"):
         path.unlink()
     with pytest.raises(pl.errors.RunExistsError, match="with seed 0; this one has 5"):
-        record(tmp_path / "f", start=other)
+        record(folder, start=problem.run("convnet", max_duration="1ep", seed=5))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4)
 @given(st.integers(0, 10_000))
 def test_a_journal_that_is_cut_anywhere_is_continued(at: int) -> None:
     """A kill cuts it anywhere; the same command resumes, and each batch is there once."""
@@ -149,11 +148,15 @@ def journal(folder: Path, losses: list[float], first: int = 1) -> Flight:
     return read_flight(folder)
 
 
-def found(flight: Flight, when: str) -> int | None:
-    try:
-        return flight.batch_of(when, inside=True)
-    except RewindError:
-        return None
+def found(flight: Flight) -> list[int | None]:
+    """The batch with the largest rise, and the outlier."""
+    batches: list[int | None] = []
+    for when in ("spike", "worst"):
+        try:
+            batches.append(flight.batch_of(when, inside=True))
+        except RewindError:
+            batches.append(None)
+    return batches
 
 
 # A loss that falls as that of the README does: its start is the highest, and high losses come early.
@@ -178,47 +181,24 @@ LOSSES: list[tuple[list[float], int | None, int | None]] = [
 
 def test_a_spike_is_the_largest_rise_and_the_worst_is_an_outlier(tmp_path: Path) -> None:
     for losses, spike, worst in LOSSES:
-        flight = journal(tmp_path, losses)
-        assert [found(flight, "spike"), found(flight, "worst")] == [spike, worst], losses
+        assert found(journal(tmp_path, losses)) == [spike, worst], losses
     # The first tenth is counted from the start of the run: the recorder was added where it resumed.
     flight = journal(tmp_path, [1.0, 1.0, 1.0, 9.0, *[1.0] * 96], first=1001)
-    assert found(flight, "spike") == found(flight, "worst") == 1003
+    assert found(flight) == [1003, 1003]
     assert flight.batch_of("spike", inside=False) == 1004
     flight = journal(tmp_path, [100.0 - number for number in range(50)])
+    looked = "Looked at were batches 5 to 49, after the first tenth of the run. Write "
     # Of batch 5 the loss is 95, those before are 100 to 96: median 98, changes of 1.
-    outlier = "no loss is an outlier: the highest is 95, -3 from the median of the 5 before it, and an outlier is"
+    outlier = "no loss is an outlier: the highest is 95, -3 from the median of the 5 before it, and an outlier is above"
     for when, says in (
-        ("spike", "no loss is above the median of those before it. Looked at were batches 5 to 49, after the first"),
-        (
-            "worst",
-            f'{outlier} above +10. Looked at were batches 5 to 49, after the first tenth of the run. Write "spike"',
-        ),
+        ("spike", f"no loss is above the median of those before it. {looked}a batch"),
+        ("worst", f'{outlier} +10. {looked}"spike"'),
     ):
         with pytest.raises(RewindError) as caught:
             flight.batch_of(when, inside=True)
         assert f"rewind: when='{when}': in the journal of {tmp_path}, {says}" in str(caught.value)
     with pytest.raises(RewindError, match="Looked at were batches 3 to"):
         journal(tmp_path, [1.0]).batch_of("worst", inside=True)
-
-
-@settings(max_examples=40)
-@given(
-    st.randoms(use_true_random=False), st.integers(50, 400), st.floats(1, 10), st.floats(0.0, 0.05), st.floats(0.2, 1)
-)
-def test_a_spike_is_found_wherever_it_is_and_a_healthy_run_has_no_worst_batch(
-    generator: random.Random, batches: int, start: float, noise: float, place: float
-) -> None:
-    """A loss that falls from ``start`` to a tenth of it, with noise in proportion; a spike of twice the loss there."""
-    healthy = [
-        start * (0.1 + 0.9 * math.exp(-5 * number / batches)) * (1 + noise * generator.uniform(-1, 1))
-        for number in range(batches)
-    ]
-    batch = min(int(place * batches), batches - 1)
-    with tempfile.TemporaryDirectory() as folder:
-        assert found(journal(Path(folder), healthy), "worst") is None
-        spoiled = [*healthy[:batch], 3 * max(healthy[max(batch - 30, 0) : batch]), *healthy[batch + 1 :]]
-        flight = journal(Path(folder), spoiled)
-        assert found(flight, "spike") == found(flight, "worst") == batch
 
 
 def test_the_worst_batch_of_a_run_and_its_picture(tmp_path: Path) -> None:
@@ -253,7 +233,7 @@ def test_the_batch_that_is_not_finite(tmp_path: Path) -> None:
         assert state.batch[0].isnan().all()
 
 
-# Another run
+# What is refused, and what isn't
 
 
 def test_what_is_another_run_is_refused_on_the_way(tmp_path: Path) -> None:
@@ -263,12 +243,12 @@ def test_what_is_another_run_is_refused_on_the_way(tmp_path: Path) -> None:
     moved, rolled = images(), images()
     moved[1] = (moved[1][0] + 1e-3, moved[1][1])
     rolled[0] = (rolled[0][0], rolled[0][1].roll(1))
+    faster: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.2)}
     # Of another rate or other code the first loss is the same, and the parameters after it are not.
     for name, data, more, says in (
         ("d", moved, {}, "batch 1 is not that of the recorded run: its loss"),
-        ("d", None, {"optimizer": pl.optim.sgd(lr=0.2)}, "batch 0 .* its parameters have"),
-        ("d", None, {"algorithms": [pl.algorithms.gradient_noise()]}, "batch 0 .* its parameters have"),
-        ("none", None, {"optimizer": pl.optim.sgd(lr=0.2)}, r"batch 1 is .*: its loss is [\d.]+, and was [\d.]+"),
+        ("d", None, faster, "batch 0 .* its parameters have"),
+        ("none", None, faster, r"batch 1 is .*: its loss is [\d.]+, and was [\d.]+"),
         # A label that a loss of a mean over labels would show, too: the digest says that it is the data.
         ("none", rolled, {}, r"batch 0 is .*: its data are other numbers"),
         ("a", None, {"algorithms": [pl.algorithms.label_smoothing(0.2)]}, r"is \[.*0\.2.*\], and was \[.*0\.1.*\]"),
@@ -281,42 +261,32 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(pl.CheckpointNotFoundError, match=r"is not the folder of a FlightRecorder"):
         back(tmp_path, "1ba", "after_loss")
     record(tmp_path)
-    refused = pl.ArgumentError, pl.ArgumentTypeError
     for when, event, more, says in (
         ("9ba", "after_loss", {}, r"beyond the end: the journal of .* has 6 batches"),
         ("6ba", "batch_start", {}, 'in a batch after the end of the run; .* is "5ba"'),
         ("highest", "batch_start", {}, '"spike", "worst" or "nonfinite"'),
         ("2ba", "init", {}, "INIT comes before anything is kept"),
-        ("2ba", "after_los", {}, r"rewind: 'after_los' is not an event; did you mean Event\.AFTER_LOSS"),
         ("2s", "after_loss", {}, "write batches or epochs"),
         ("7ep", "after_loss", {}, r"the journal ends in epoch 1"),
         ("2ba", "after_loss", {"autoresume": "x"}, "autoresume= is what the recorded folder stands for"),
-        ("2ba", "after_loss", {"occurrence": -1}, "occurrence"),
         (2.5, "after_loss", {}, r"when=2\.5 of type float"),
         ("2ba", "eval_start", {}, r"there is no EVAL_START"),
         ("2ba", "after_loss", {"occurrence": 3}, r"occurrence=3 is counted from 0.*there is one AFTER_LOSS"),
         ("nonfinite", "after_loss", {}, r"all losses in the journal .* are finite, and the run reached its end"),
     ):
-        with pytest.raises(refused, match=says):
+        with pytest.raises(pl.PureLoopError, match=says):
             next(back(tmp_path, when, event, **more))
     assert next(back(tmp_path, "2ep", "epoch_end"))[1].timestamp.epoch == 2
+    seen: list[Event] = []
+    watching: dict[str, Any] = {"watch": {"batch_end"}, "callbacks": [lambda event, state: seen.append(event)]}
+    pairs = back(tmp_path, "4ba", "after_loss", **watching)
+    assert [event for event, _ in pairs] == [Event.AFTER_LOSS, Event.BATCH_END, Event.BATCH_END]
+    assert Event.AFTER_BACKWARD in seen
     (tmp_path / "start-ba0.safetensors").unlink()
     with pytest.raises(pl.ArgumentError, match=r"no State is kept before AFTER_LOSS of batch 2; there are .* 4, 6"):
         back(tmp_path, "2ba", "after_loss")
     with pytest.raises(pl.ArgumentError, match=r"its journal is a local file"):
         FlightRecorder("memory://runs")
-
-
-def test_new_callbacks_a_watch_states_in_memory_and_sparse_batches(tmp_path: Path) -> None:
-    recorder, seen = FlightRecorder(tmp_path, in_memory=3), []
-    whole = list(problem.fit("convnet", callbacks=[recorder]))
-    wanted = [state for event, state in whole if event is Event.BATCH_CHECKPOINT][-3:]
-    assert [state.timestamp.batch for state in recorder.states] == [4, 5, 6]
-    assert not any(differences(mine, other) for mine, other in zip(recorder.states, wanted, strict=True))
-    watching: dict[str, Any] = {"watch": {"batch_end"}, "callbacks": [lambda event, state: seen.append(event)]}
-    pairs = back(tmp_path, "4ba", "after_loss", **watching)
-    assert [event for event, _ in pairs] == [Event.AFTER_LOSS, Event.BATCH_END, Event.BATCH_END]
-    assert Event.AFTER_BACKWARD in seen
     sparse = [(torch.eye(4).to_sparse(), torch.zeros(4, 1))] * 3
     task = pl.Task(forward=lambda m, batch: m(batch[0].to_dense()), loss=lambda out, batch: out.square().mean())
     record(tmp_path / "s", sparse, torch.nn.Linear(4, 1), task=task, loss=None, max_duration="1ep", strict=False)
@@ -325,16 +295,13 @@ def test_new_callbacks_a_watch_states_in_memory_and_sparse_batches(tmp_path: Pat
 
 def on_a_rank(rank: int, folder: str) -> Any:
     options: dict[str, Any] = {"parallel": "replicate", "seed": 0, "strict": False}
-    data = images(3, size=8)
-    recorded = problem.fit("convnet", data, callbacks=[FlightRecorder(folder, keep="2ba", digest="1ba")], **options)
-    wanted: Any = None
-    for event, state in recorded:
+    data, wanted = images(3, size=8), None
+    for event, state in record(Path(folder), data, recorder={"keep": "2ba"}, donate=False, **options):
         if event is Event.AFTER_TRAIN_BATCH and state.timestamp.batch == 3:
-            wanted = {name: None if grad is None else grad.clone() for name, grad in (state.grads or {}).items()}
+            wanted = state.grads
     torch.distributed.barrier()
     pairs = back(Path(folder), "3ba", "after_train_batch", data, **options)
-    _, state = next(pairs)
-    same = all(torch.equal(grad, wanted[name]) for name, grad in (state.grads or {}).items() if grad is not None)
+    same = not differences(next(pairs)[1].grads, wanted)
     pl.run(pairs)
     return same
 

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, note, reject, settings
+from hypothesis import given, note, reject
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -27,6 +27,7 @@ from pure_loop.testing.strategies import algorithms as compositions
 from pure_loop.testing.strategies import cases, plans
 from tests.support.served import required, served
 from tests.support.streams import assert_same, frozen_copy
+from tests.support.tiers import examples
 
 # What comes before anything is kept, in each call of fit.
 UNKEPT = {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD}
@@ -62,53 +63,45 @@ class Run:
     beyond: int = 0
     device: str | None = None
 
-    def data(self) -> Any:
-        batches = self.case.data()
-        return DataLoader(batches, batch_size=None, shuffle=True) if self.is_shuffled else batches
-
-    def arguments(self) -> dict[str, Any]:
-        return {**self.case.arguments(), "algorithms": self.algorithms, "device": self.device}
+    def arguments(self) -> tuple[Any, Any, dict[str, Any]]:
+        data: Any = self.case.data()
+        loader = DataLoader(data, batch_size=None, shuffle=True) if self.is_shuffled else data
+        more = {"algorithms": self.algorithms, "device": self.device}
+        return self.case.model(), loader, {**self.case.arguments(), **more}
 
     def stream(self, folder: str | None, **more: Any) -> Any:
-        callbacks = [] if folder is None else [FlightRecorder(folder, keep=self.keep, digest=self.digest)]
-        return pl.fit(self.case.model(), self.data(), callbacks=callbacks, **{**self.arguments(), **more})
+        recorders = [] if folder is None else [FlightRecorder(folder, keep=self.keep, digest=self.digest)]
+        model, data, arguments = self.arguments()
+        return pl.fit(model, data, callbacks=recorders, **arguments, **more)
 
     def record(self, folder: str) -> list[Item]:
-        """Train with a recorder, and copy each State of the run that is not lost."""
+        """Train with a recorder; gives copies of the States of the run that nothing records."""
+        # They are let go of, so that steps write in place where they may.
+        pairs = ((event, state.timestamp, frozen_copy(state)) for event, state in self.stream(None))
+        wanted = [item for item in pairs if item[0] not in UNKEPT]
         if self.resumes == "never":
-            return snapshots(self.stream(folder))
-        path = os.path.join(folder, "resumed.safetensors")
-        first = self.until_cut(None if self.resumes == "begins" else folder, path)
-        rest = snapshots(self.stream(folder, load_path=path))
-        # Where it resumed is seen only in what comes before anything is kept, and in a second FIT_START.
-        return rest if self.resumes == "begins" else first + [item for item in rest if item[0] is not Event.FIT_START]
-
-    def until_cut(self, folder: str | None, path: str) -> list[Item]:
-        """The events up to the State from which the run resumes: that after ``cut`` batches, or after the last."""
-        pairs, events, length = self.stream(folder), [], 0
-        for event, state in pairs:
-            batch = state.timestamp.batch
-            if batch > self.cut + self.beyond:
-                break
-            events.append((event, state.timestamp, frozen_copy(state)))
-            if event is Event.BATCH_CHECKPOINT and batch <= self.cut:
+            pl.run(self.stream(folder))
+            return wanted
+        path, cut = os.path.join(folder, "resumed.safetensors"), 0
+        stream = self.stream(folder if self.resumes == "appends" else None)
+        for event, state in stream:
+            if event is Event.BATCH_CHECKPOINT and state.timestamp.batch <= self.cut:
+                cut = state.timestamp.batch
                 pl.save(state, path)
-                length = len(events)
-        pairs.close()
-        return [item for item in events[:length] if item[0] not in UNKEPT]
-
-
-def snapshots(pairs: Any) -> list[Item]:
-    """Copies of the States, which are let go of, so that steps write in place where they may."""
-    return [(event, state.timestamp, frozen_copy(state)) for event, state in pairs if event not in UNKEPT]
+            if state.timestamp.batch > self.cut + self.beyond:
+                break
+        stream.close()
+        pl.run(self.stream(folder, load_path=path))
+        moments = [(event, now.batch) for event, now, _ in wanted]
+        return wanted if self.resumes == "appends" else wanted[moments.index((Event.BATCH_CHECKPOINT, cut)) + 1 :]
 
 
 def comes_back(run: Run, folder: str, recorded: list[Item], position: int, by_timestamp: bool = False) -> None:
     event, now, _ = recorded[position]
     before = [item for item in recorded[:position] if (item[0], item[1].batch) == (event, now.batch)]
+    model, data, arguments = run.arguments()
     when = now if by_timestamp else f"{now.batch}ba"
-    place = folder, when, event.value, run.case.model(), run.data()
-    pairs = pl.rewind(*place, occurrence=len(before), **run.arguments())
+    pairs = pl.rewind(folder, when, event.value, model, data, occurrence=len(before), **arguments)
     for wanted, timestamp, leaves in recorded[position : position + 1 + AFTER]:
         found, state = next(pairs)
         where = f"{event.name} of batch {now.batch}, at {found.name}"
@@ -132,10 +125,9 @@ def serving(name: str) -> st.SearchStrategy[Any]:
     needed = {key: st.just(value) for key, value in required(factory).items() if key not in settings_of(factory)}
     if name == "transform":
         needed["function"] = st.just(jitter)
+    made = built(factory, **needed)
     if name == "progressive_resizing":  # not of targets, which are labels here, and no maps
         made = st.builds(factory, initial=st.sampled_from([0.5, 0.75]), mode=st.sampled_from(["crop", "resize"]))
-    else:
-        made = built(factory, **needed)
     return st.tuples(made, st.just(as_problem(served(factory) or "mlp")))
 
 
@@ -143,11 +135,12 @@ COMPOSED = [
     st.tuples(compositions(problem=name), st.just(as_problem(name)))
     for name in ("mlp", "convolution", "tied", "transformer")
 ]
+CHOSEN = st.one_of(st.one_of(COMPOSED), st.one_of([serving(name) for name in ALGORITHMS]))
 
 
 @st.composite
-def runs(draw: st.DrawFn, chosen: st.SearchStrategy[Any]) -> Run:
-    algorithms, problem = draw(chosen)
+def runs(draw: st.DrawFn) -> Run:
+    algorithms, problem = draw(CHOSEN)
     precisions = ("fp32", "fp32", "amp_bf16", "amp_fp16")
     case = draw(cases(problems=[problem], plans=plans(max_batches=8), precisions=precisions))
     if draw(st.integers(0, 3)) == 0:
@@ -164,45 +157,28 @@ def runs(draw: st.DrawFn, chosen: st.SearchStrategy[Any]) -> Run:
     )
 
 
-def prove(number: int, pairs: int, chosen: st.SearchStrategy[Any]) -> None:
-    """So many pairs of each of so many runs come back."""
-
-    @settings(max_examples=number)
-    @given(run=runs(chosen), data=st.data())
-    def proved(run: Run, data: st.DataObject) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                recorded = run.record(folder)
-            except pl.ArgumentError:
-                reject()  # what an algorithm needs, the length of the data for example, this run does not have
-            indices = st.integers(0, len(recorded) - 1)
-            for position in data.draw(st.lists(indices, min_size=pairs, max_size=pairs)):
-                note(repr(recorded[position][:2]))
-                comes_back(run, folder, recorded, position, data.draw(st.booleans()))
-
-    proved()
-
-
-def test_events_of_random_runs_come_back() -> None:
-    prove(10, 5, st.one_of(st.one_of(COMPOSED), st.one_of([serving(name) for name in ALGORITHMS])))
-
-
-@pytest.mark.slow  # runs with each algorithm
-def test_events_of_runs_with_each_algorithm_come_back() -> None:
-    for name in sorted(ALGORITHMS):
-        prove(1, 4, serving(name))
+@examples(10, 200)
+@given(run=runs(), data=st.data())
+def test_events_of_random_runs_come_back(run: Run, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            recorded = run.record(folder)
+        except pl.ArgumentError:
+            reject()  # what an algorithm needs, the length of the data for example, this run does not have
+        for position in data.draw(st.lists(st.integers(0, len(recorded) - 1), min_size=5, max_size=5)):
+            note(repr(recorded[position][:2]))
+            comes_back(run, folder, recorded, position, data.draw(st.booleans()))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("precision", "resumes"), [("fp32", "never"), ("amp_bf16", "appends")])
-def test_events_of_a_run_on_a_gpu_come_back(precision: str, resumes: str, tmp_path: Path) -> None:
+def test_events_of_a_run_on_a_gpu_come_back(tmp_path: Path) -> None:
     evaluators = {"val": EvaluatorPlan(batches=(2,), interval="2ba")}
     plan = Plan(batches=(4, 2, 3), max_duration="2ep", microbatch_size=2, evaluators=evaluators)
-    algorithms = [pl.algorithms.ema(half_life="2ba"), pl.algorithms.sam(), pl.algorithms.gradient_noise()]
-    case = Case(plan=plan, problem="mlp", precision=precision)
-    run = Run(case, pl.compose(*algorithms), is_shuffled=True, resumes=resumes, cut=3, beyond=1, device="cuda")
+    algorithms = pl.compose(pl.algorithms.ema(half_life="2ba"), pl.algorithms.sam(), pl.algorithms.gradient_noise())
+    case = Case(plan=plan, problem="mlp", precision="amp_bf16")
+    run = Run(case, algorithms, is_shuffled=True, resumes="appends", cut=3, beyond=1, device="cuda")
     recorded = run.record(str(tmp_path))
     # On a GPU losses wait for a digest; all are in the journal where the run has ended.
-    assert len([line for line in (tmp_path / "journal.jsonl").read_text().splitlines() if "batch" in line]) >= 6
+    assert (tmp_path / "journal.jsonl").read_text().count('"batch"') >= 6
     for position in range(0, len(recorded), 5):
         comes_back(run, str(tmp_path), recorded, position)
