@@ -180,13 +180,17 @@ def test_whole_states_have_both_also_compiled(compiled: bool, tmp_path: Path) ->
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:
-    def program(rank: int) -> None:
+    def program(rank: int) -> list[float]:
+        losses = []
         for kind in ("replicate", "shard"):
-            end = tmp_path / f"{kind}.safetensors"
-            callbacks = [CheckpointSaver(tmp_path / kind, **BEST), ExportForInferenceCallback(end, "safetensors")]
+            export = ExportForInferenceCallback(tmp_path / f"{kind}.safetensors", "safetensors")
+            callbacks = [CheckpointSaver(tmp_path / kind, **BEST), export]
             state = pl.run(stream([ema(half_life="3ba")], callbacks=callbacks, parallel=kind))
-            assert loss_of(plain(end)) == float(state.metrics["val"]["loss"])
+            losses.append(float(state.metrics["val"]["loss"]))
+        return losses
 
-    pool().run(program)
-    for kind in ("replicate", "shard"):
+    # One rank writes the file, which the others may not find before it is there.
+    losses, _ = pool().run(program)
+    for kind, loss in zip(("replicate", "shard"), losses, strict=True):
+        assert loss_of(plain(tmp_path / f"{kind}.safetensors")) == loss
         assert_scores(tmp_path / kind)
