@@ -198,21 +198,18 @@ def test_pieces_are_views() -> None:
 
 
 def test_what_is_counted_where_there_is_little_to_count() -> None:
-    assert num_samples(torch.zeros(3, 2)) == 3
+    for batch, n in (
+        (torch.zeros(3, 2), 3),
+        (np.zeros((4, 2)), 4),
+        ((["a", "b", "c"], "whole"), 3),
+        ([3, 4, 5], 3),
+        ({"id": [3, 4, 5], "size": (7, 7)}, 3),
+        ({"id": [3, 4, 5], "text": ["a", "b"]}, 2),
+    ):
+        assert num_samples(batch) == n
     assert [len(piece) for piece in split(torch.zeros(3, 2), 2)] == [2, 1]
-    assert num_samples(np.zeros((4, 2))) == 4
-    assert num_samples((["a", "b", "c"], "whole")) == 3
     assert split({"text": ("a", "b", "c")}, 2) == [{"text": ("a", "b")}, {"text": ("c",)}]
-    assert num_samples([3, 4, 5]) == num_samples({"id": [3, 4, 5], "size": (7, 7)}) == 3
     assert split([3, 4, 5], 2) == [[3, 4], [5]]
-    assert num_samples({"id": [3, 4, 5], "text": ["a", "b"]}) == 2
-
-
-def test_what_belongs_to_the_whole_batch_goes_into_every_piece() -> None:
-    whole = {"name": "abc", "size": (4, 4), "classes": ["cat", "dog"], "none": None, "scale": torch.tensor(2.0)}
-    whole |= {"shape": torch.Size((4, 4, 4)), "weights": [1.0, 2.0], "nested": {"height": 3, "width": 3}}
-    for piece in split({"x": torch.zeros(3), **whole}, 1):
-        assert {key: piece[key] for key in whole} == whole
 
 
 X = torch.zeros(2, 3)
