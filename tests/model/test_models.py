@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import pure_loop as pl
 from pure_loop import Event
 from tests.support.holding import DATA, WAYS, assert_holds, by_hand, data, ends, fit, last, made, mse
+from tests.support.problem import noise
 
 
 class By(nn.Module):
@@ -177,7 +178,8 @@ def two_dtypes() -> nn.Module:
 
 
 def waves() -> nn.Module:
-    weight = nn.Parameter(torch.complex(*torch.randn(2, 4, 2)))
+    parts = [torch.randn(4, 2, generator=noise(seed)) for seed in (1, 2)]
+    weight = nn.Parameter(torch.complex(*parts))
     return By(lambda m, x: m.o((x.cfloat() @ m.w).abs()), w=weight, o=nn.Linear(2, 2))
 
 
@@ -188,6 +190,7 @@ ADAMW = (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), pl.optim.adamw(lr=
 MOMENTUM = (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True), pl.optim.sgd(lr=1e-2, momentum=0.9))
 HALF = (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True), MOMENTUM[1])
 
+WAVES = (lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True), ADAMW[1])
 SPARSE = (lambda p: torch.optim.SparseAdam(p, lr=0.1), pl.optim.from_torch(torch.optim.SparseAdam, lr=0.1))
 # A model, its data, and its optimizer where that isn't one of the first two.
 MODELS: dict[str, tuple[Any, ...]] = {
@@ -208,7 +211,7 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "odd shapes": (odd_shapes, DATA),
     "two dtypes": (two_dtypes, DATA),
     "bfloat16": (lambda: around(nn.Linear(4, 4)).bfloat16(), [(x.bfloat16(), y.bfloat16()) for x, y in DATA], HALF),
-    "complex": (waves, DATA, HALF),
+    "complex": (waves, DATA, WAVES),
     "sparse": (lambda: By(lambda m, x: m.e(x).mean(1), e=nn.Embedding(7, 2, sparse=True)), TOKENS, SPARSE),
 }
 
