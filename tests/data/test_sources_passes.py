@@ -17,20 +17,8 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.data.dataloaders import source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
-from tests.support import problem
-from tests.support.loaders import (
-    CountingStream,
-    Items,
-    Made,
-    N,
-    RandomBatches,
-    SizedStream,
-    Stream,
-    Wrapper,
-    loader,
-    order_of,
-    table,
-)
+from tests.support import loaders, problem
+from tests.support.loaders import CountingStream, Items, Stream, Wrapper, loader, order_of
 from tests.support.tiers import examples
 
 
@@ -236,7 +224,7 @@ NO_LOADERS: list[tuple[Any, str]] = [
     ("text", "str is no dataloader"),
     ({"a": 1}, "dict is no dataloader"),
     ({1, 2}, "set is no dataloader"),
-    (table(3), r"TensorDataset is a dataset.*DataLoader\(dataset, batch_size=\.\.\.\)"),
+    (loaders.table(3), r"TensorDataset is a dataset.*DataLoader\(dataset, batch_size=\.\.\.\)"),
 ]
 
 
@@ -254,15 +242,15 @@ def test_what_is_no_dataloader_and_what_is_empty() -> None:
 
 
 def test_lengths() -> None:
-    sized = loader(SizedStream())
+    sized = loader(loaders.SizedStream())
     for each, whole, cut in (
         ([1, 2, 3], 3, 2),
         ([1], 1, 1),
         (loader(), 4, 2),
         (loader(drop_last=True), 3, 2),
-        (Made(), N, 2),
+        (loaders.Made(), loaders.N, 2),
         (sized, 4, 2),
-        (loader(batch_sampler=RandomBatches(), size=1), None, 2),
+        (loader(batch_sampler=loaders.RandomBatches(), size=1), None, 2),
         (DataLoader(Stream()), None, 2),
         (Wrapper([]), None, 2),
         (iter([1]), None, 2),

@@ -16,18 +16,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from pure_loop.data.dataloaders import source
 from pure_loop.data.workers import _Reseeding
-from tests.support.loaders import (
-    DRAWN,
-    Items,
-    Stream,
-    Together,
-    loader,
-    noisy_collate,
-    same,
-    scramble,
-    snapshot,
-    table,
-)
+from tests.support import loaders
+from tests.support.loaders import Items, Stream, Together, loader, same, snapshot
 
 BEFORE: set[threading.Thread] = set()
 
@@ -51,10 +41,10 @@ def alive() -> tuple[int, int]:
 
 
 KINDS: list[Callable[..., Any]] = [
-    lambda **k: loader(Items(7), 2, sampler=[*range(7)], collate_fn=noisy_collate, in_order=not k, **k),
-    lambda **k: loader(Together(), 2, sampler=DRAWN["lazy"](), **k),
+    lambda **k: loader(Items(7), 2, sampler=[*range(7)], collate_fn=loaders.noisy_collate, in_order=not k, **k),
+    lambda **k: loader(Together(), 2, sampler=loaders.DRAWN["lazy"](), **k),
     lambda **k: loader(Items(5), None, shuffle=True, **k),
-    lambda **k: loader(table(7), 2, shuffle=True, **k),
+    lambda **k: loader(loaders.table(7), 2, shuffle=True, **k),
 ]
 
 
@@ -92,11 +82,11 @@ def test_workers_load_nothing_in_vain() -> None:
 
 def test_workers_of_a_stream() -> None:
     data = source(loader(Stream(), 2, num_workers=2), seed=0, stream="train")
-    scramble(1)
+    loaders.scramble(1)
     before = snapshot()
     whole = list(data.epoch(1))
     assert snapshot() == before
-    scramble(2)
+    loaders.scramble(2)
     assert sorted(int(row) for batch in whole for row in batch) == list(range(11))
     assert same(list(data.epoch(1, start=2)), whole[2:])
     assert not same(list(data.epoch(0)), whole)

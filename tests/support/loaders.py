@@ -32,7 +32,6 @@ from torch.utils.data import (
     default_collate,
     get_worker_info,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 N = 11  # so that two orders are equal once in 40 million
 SIZE = 3
@@ -181,18 +180,6 @@ class AtTheEnd(Counted):
         self.held += 1
 
 
-class Consumed(Order):
-    """Goes on where it was, as samplers do that know how many samples were seen."""
-
-    consumed = 0
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(N):
-            epoch, position = divmod(self.consumed, N)
-            self.consumed += 1
-            yield order_of(epoch)[position]
-
-
 class Itself(Order):
     """Its own iterator, which begins anew at each ``iter``."""
 
@@ -260,21 +247,16 @@ class KnowingAndCounting(Knowing):
         return iter(order_of(10 * self.epoch + self.passes))
 
 
-class CountingBatches:
-    """A batch sampler that counts, around a sampler."""
+class CountingBatches(BatchSampler):
+    """Shifts its batches by one more in each pass."""
 
-    def __init__(self, sampler: Any) -> None:
-        self.sampler, self.passes = sampler, 0
-
-    def __len__(self) -> int:
-        return -(-N // SIZE)
+    passes = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices = list(self.sampler)
-        shift = self.passes % N
+        batches = list(super().__iter__())
+        shift = self.passes % len(batches)
         self.passes += 1
-        indices = indices[shift:] + indices[:shift]
-        yield from (indices[i : i + SIZE] for i in range(0, N, SIZE))
+        yield from batches[shift:] + batches[:shift]
 
 
 class RandomBatches:
@@ -389,12 +371,11 @@ COUNTING: dict[str, Make] = {
     # arrays of datasets may be large: they are shared
     **{f"stream, {kind}": lambda kind=kind: loader(CountingStream(kind)) for kind in COUNTERS.keys() - {"array"}},  # type: ignore[misc]
     "at the end": lambda: loader(batch_sampler=BatchSampler(AtTheEnd(), SIZE, drop_last=False), size=1),
-    "consumed": lambda: loader(sampler=Consumed()),
     "its own iterator": lambda: loader(size=None, sampler=Itself()),
     "slots": lambda: loader(sampler=Slots()),
     "in place": lambda: loader(sampler=Shuffling()),
     "set_epoch and a counter": lambda: loader(sampler=KnowingAndCounting()),
-    "batch sampler": lambda: loader(batch_sampler=CountingBatches(Counted()), size=1),
+    "batch sampler": lambda: loader(batch_sampler=CountingBatches(Counted(), SIZE, drop_last=False), size=1),
     "drop last": lambda: loader(sampler=Counted("dict"), drop_last=True),
     "stream that counts at its end": CountingStreamAtTheEnd,
     "own loader, counting sampler": lambda: BySampler(Counted("ring")),
@@ -402,7 +383,6 @@ COUNTING: dict[str, Make] = {
     "own iterator": Itself,
     "generator of a stream": lambda: loader(OfGenerator(lambda each: each, lambda held: held)),
     "generator in a tuple": lambda: OfGenerator(lambda each: (1, [each]), lambda held: held[1][0]),
-    "generator in a mapping": lambda: OfGenerator(lambda each: {"a": {"b": each}}, lambda held: held["a"]["b"]),
 }
 LOADERS: dict[str, Make] = {
     "shuffle": lambda: loader(shuffle=True),
@@ -426,7 +406,6 @@ LOADERS: dict[str, Make] = {
     "numbers": lambda: loader(range(N), sampler=Drawn(lazily)),
     **{f"sampler, {kind}": lambda make=make: loader(sampler=make()) for kind, make in DRAWN.items()},  # type: ignore[misc]
     "sampler with epochs": lambda: loader(sampler=Knowing()),
-    "distributed sampler": lambda: loader(sampler=DistributedSampler(table(), 1, 0)),
     "a list": lambda: list(torch.arange(float(N)).split(SIZE)),
     "made": Made,
     "own loader, random sampler": lambda: BySampler(RandomSampler(range(N))),
@@ -510,19 +489,12 @@ class Factory:
         return iter(self.make())
 
 
-class Holder:
-    """No iterable, and has a method that gives one."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def make(self) -> Any:
-        return self.loader
-
-
 @attrs.define
 class Record:
     loader: Any
+
+    def make(self) -> Any:
+        return self.loader
 
 
 Pair = namedtuple("Pair", ["name", "loader"])
@@ -540,12 +512,12 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "nested": lambda each: Wrapper({"a": [("b", {"c": each})]}, lambda held: held["a"][0][1]["c"]),
     "namespace": lambda each: Wrapper(SimpleNamespace(a=each), lambda held: held.a),
     "record": lambda each: Wrapper(Record(each), lambda held: held.loader),
-    "plain object": lambda each: Wrapper(Holder(each), lambda held: held.make()),
+    "plain object": lambda each: Wrapper(SimpleNamespace(make=lambda: each), lambda held: held.make()),
     "bare stream": Stream,
     "stream": lambda each: DataLoader(Stream(each), batch_size=None),
     "lambda": lambda each: Factory(lambda: iter(each)),
     "partial": lambda each: Factory(functools.partial(lambda held: (batch for batch in held), each)),
-    "method": lambda each: Factory(Holder(each).make),
+    "method": lambda each: Factory(Record(each).make),
 }
 
 
