@@ -50,12 +50,11 @@ class Unknown:
         self.inputs = inputs
 
 
-_pytree.register(
-    Record,
-    lambda r: ((r.image, r.label), None, ("image", "label")),
-    lambda _, children: Record(*children),
-    attributes=True,
-)
+def flat(record: Record) -> Any:
+    return (record.image, record.label), None, ("image", "label")
+
+
+_pytree.register(Record, flat, lambda _, children: Record(*children), attributes=True)
 torch_pytree.register_pytree_node(Known, lambda k: ([k.inputs], None), lambda children, _: Known(*children))
 
 

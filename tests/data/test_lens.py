@@ -44,9 +44,8 @@ def test_a_tensor_is_its_own_inputs() -> None:
         part_of(batch, 1, "f", "target_key")
 
 
-WITHOUT: list[tuple[Any, Any]] = [
-    *(({"x": 1}, "y"), ({"x": 1}, "items"), ((1,), 1), ((1,), "count"), (Data(1, 2), "z"), (torch.ones(2), "shape"))
-]
+X: Any = {"x": 1}
+WITHOUT = ((X, "y"), (X, "items"), ((1,), 1), ((1,), "count"), (Data(1, 2), "z"), (torch.ones(2), "shape"))
 
 
 def test_what_is_no_part_and_no_lens() -> None:

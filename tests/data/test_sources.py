@@ -136,34 +136,27 @@ def cut(given: Any, limit: int | None) -> int | None:
     return limit if limit is None or length is None else min(limit, length)
 
 
+kinds, EVERY = st.sampled_from(sorted(LOADERS | COUNTING)), LOADERS | COUNTING
 around = st.lists(st.sampled_from(sorted(loaders.WRAPPERS)), max_size=3)
 
 
 @examples(60, 2000)
-@given(
-    st.sampled_from(sorted(LOADERS | COUNTING)),
-    around,
-    st.none() | st.sampled_from([2, 3, 7]),
-    st.integers(1, 4),
-    st.integers(0, N),
-)
+@given(kinds, around, st.none() | st.sampled_from([2, 3, 7]), st.integers(1, 4), st.integers(0, N))
 @example("shuffle", ["wrapper"], 2, 3, 1)
 @example("bare stream with epochs", [], None, 3, 1)
 @example("own loader, random sampler", [], None, 3, 1)
-def test_over_everything_that_can_be_a_dataloader(
-    kind: str, around: list[str], limit: int | None, epochs: int, point: int
-) -> None:
+def test_over_everything_that_can_be_a_dataloader(kind: str, around: Any, limit: Any, epochs: int, point: int) -> None:
     """Two epochs differ and two seeds differ where they do by hand, resumption equals, no sample comes twice.
 
     In wrappers of wrappers, in containers and records, in functions; whole epochs and such that are cut.
     """
-    make = functools.partial(surrounded, (LOADERS | COUNTING)[kind], around)
+    make = functools.partial(surrounded, EVERY[kind], around)
     check(make, cut(make(), limit), epochs, point, counts=kind in COUNTING)
 
 
 def test_each_kind_by_itself() -> None:
     """Epoch k of what counts its passes is pass k, in whatever it counts."""
-    for kind, make in (LOADERS | COUNTING).items():
+    for kind, make in EVERY.items():
         check(make, epochs=2, counts=kind in COUNTING)
 
 
@@ -174,9 +167,7 @@ IN_WORKERS: dict[str, Callable[..., Any]] = {
     "stream, own sampler": lambda **options: loader(loaders.Stream(loaders.DRAWN["global python"]()), **options),
     "stream with epochs": lambda **options: loader(loaders.StreamWithEpochs(RandomSampler(range(N))), **options),
     "stream of a sampler with epochs": lambda **options: loader(loaders.Stream(loaders.Knowing()), **options),
-    "stream of a stream": lambda **options: loader(
-        loaders.Stream(loaders.StreamWithEpochs(RandomSampler(range(N)))), **options
-    ),
+    "stream of a stream": lambda **options: loader(loaders.Stream(LOADERS["bare stream with epochs"]()), **options),
     "counting stream": lambda **options: loader(loaders.CountingStream(), **options),
     "counting at its end": lambda **options: loader(loaders.CountingStreamAtTheEnd(), **options),
 }
@@ -188,11 +179,7 @@ def test_over_everything_in_workers(persistent: bool) -> None:
     """By itself and in a wrapper, with one worker or two."""
     options: dict[str, Any] = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
     cases: list[tuple[str, list[str]]] = [(kind, []) for kind in IN_WORKERS]
-    cases += [
-        ("shuffle", ["wrapper"]),
-        ("stream, random sampler", ["set_epoch", "list"]),
-        ("counting stream", ["lambda"]),
-    ]
+    cases += [("shuffle", ["wrapper"]), ("stream, own sampler", ["set_epoch", "list"]), ("counting stream", ["lambda"])]
     for number, (kind, around) in enumerate(cases):
         workers = 1 if "counting" in kind or around else 1 + number % 2
         make = functools.partial(IN_WORKERS[kind], num_workers=workers, **options)
@@ -201,11 +188,8 @@ def test_over_everything_in_workers(persistent: bool) -> None:
 
 def test_two_workers_have_two_orders() -> None:
     """As by hand: each worker's copy of a sampler draws by itself, so that the same samples don't come in pairs."""
-    for stream, stays in (
-        (loaders.Stream(RandomSampler(range(N))), True),
-        (loaders.StreamWithEpochs(RandomSampler(range(N))), False),
-    ):
-        given = loader(stream, size=None, num_workers=2, persistent_workers=stays)
+    for kind, stays in ((loaders.Stream, True), (loaders.StreamWithEpochs, False)):
+        given = loader(kind(RandomSampler(range(N))), size=None, num_workers=2, persistent_workers=stays)
         with closing(source(given, seed=0, stream="train")) as data:
             order = samples(list(data.epoch(0)))
         assert sorted(order) == sorted([*range(N)] * 2)
@@ -236,9 +220,7 @@ class LacksReplay(Private[Any]):
         (LacksReplay, COUNTING["number"], r"\(1, 1\)"),
     ],
 )
-def test_a_wrong_source_breaks_the_law(
-    wrong: type[Any], make: Make, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_source_breaks_the_law(wrong: Any, make: Make, message: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("pure_loop.data.source.Private", wrong)
     with pytest.raises(AssertionError, match=message):
         check(lambda: surrounded(make, ["wrapper"]))
@@ -253,7 +235,7 @@ def epoch_of(given: Any, epoch: int = 0, start: int = 0, stream: str = "train") 
 
 def test_what_was_seen_is_not_loaded_again() -> None:
     for kind in ("shuffle", "in place", "getitems", "batches by index", "random batches", "collate", "samples"):
-        given = (LOADERS | COUNTING)[kind]()
+        given = EVERY[kind]()
         rest = epoch_of(given, 1, 2)
         loaded = len(rest) if kind in ("batches by index", "samples") else sum(len(tree_leaves(b)[0]) for b in rest)
         assert given.dataset.loads == loaded, kind
@@ -341,12 +323,9 @@ def test_streams_that_change_nothing_are_not_gone_through_again() -> None:
             self.passes += 1
             yield from (each + 10 * self.epoch for each in super().__iter__())
 
-    for stream, wanted in (
-        (loaders.Stream(loaders.Drawn(draws)), [1, 2, 3]),
-        (Knows(loaders.Drawn(draws)), [21, 22, 23]),
-    ):
+    for kind, wanted in ((loaders.Stream, [1, 2, 3]), (Knows, [21, 22, 23])):
         drawn.clear()
-        assert samples(epoch_of(loader(stream, size=None), 2, 1)) == wanted
+        assert samples(epoch_of(loader(kind(loaders.Drawn(draws)), size=None), 2, 1)) == wanted
         assert drawn[-4:] == [0, 1, 2, 3]
         assert set(drawn[:-4]) <= {0}
         assert len(drawn) <= 7
@@ -379,7 +358,7 @@ def test_what_is_changed_in_a_sampler_holds_from_the_next_epoch_on() -> None:
 def test_a_run_resumes_from_each_state() -> None:
     """Over a counter that no epoch is told; with the sampler that was used, and with a new one."""
     task = pl.Task(
-        forward=lambda model, batch: model(batch.float()[:, None]), loss=lambda outputs, batch: outputs.square().mean()
+        forward=lambda model, batch: model(batch.float()[:, None]), loss=lambda outputs, batch: outputs.mean()
     )
     used = loader(sampler=Counted())
 

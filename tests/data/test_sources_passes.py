@@ -29,9 +29,8 @@ class Endless:
         self.size, self.of = size, of
 
     def __iter__(self) -> Iterator[Any]:
-        numbers = (
-            index for number in itertools.count() for index in (range(self.of) if self.of > 7 else order_of(number, 7))
-        )
+        passes = (range(self.of) if self.of > 7 else order_of(number, 7) for number in itertools.count())
+        numbers = itertools.chain.from_iterable(passes)
         return numbers if self.size is None else iter(lambda: [next(numbers) for _ in range(self.size)], None)  # type: ignore[arg-type]
 
 

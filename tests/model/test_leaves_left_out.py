@@ -41,10 +41,8 @@ def test_complex_parameters_are_trained_and_averaged_as_pairs_of_real_ones() -> 
         *(A.gradient_clipping("norm", 0.1), A.gradient_clipping("value", 0.05), A.gradient_clipping("adaptive", 0.01)),
         *(A.sam(rho=0.05), A.ema(smoothing=0.75, buffers="phase")),
     ):
-        plain, pairs = (
-            pl.run(fit(made(Waves, each), DOUBLE, [algorithm], strict=True, max_duration="1ep"))
-            for each in (False, True)
-        )
+        options: dict[str, Any] = {"strict": True, "max_duration": "1ep"}
+        plain, pairs = (pl.run(fit(made(Waves, each), DOUBLE, [algorithm], **options)) for each in (False, True))
         shown, wanted = (averaged(state) if "ema" in repr(algorithm) else state for state in (plain, pairs))
         for state, other in ((plain, pairs), (shown, wanted)):
             assert state.params["weight"].is_complex()

@@ -38,11 +38,8 @@ def doubled() -> nn.Module:
 
 
 def norms() -> nn.Module:
-    return nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(4, 4)),
-        parametrizations.orthogonal(nn.Linear(4, 4)),
-        nn.BatchNorm1d(4),
-    )
+    made = [each(nn.Linear(4, 4)) for each in (parametrizations.weight_norm, parametrizations.orthogonal)]
+    return nn.Sequential(*made, nn.BatchNorm1d(4))
 
 
 def remove(module: Any) -> None:

@@ -57,10 +57,7 @@ SHARING: list[tuple[Callable[[Any], object], tuple[str, str]]] = [
     (two_of(SIX, lambda t: t[:, :3], lambda t: t[:, 2:]), ("first", "second")),
     (two_of(INTS, lambda t: t, lambda t: t.view(torch.float32)[1:]), ("first", "second")),
     (two_of(torch.zeros(1), lambda t: t, lambda t: t.expand(4).as_strided((1,), (1,))), ("first", "second")),
-    (
-        buffers(first=lambda m: torch.from_numpy(ARRAY), second=lambda m: torch.from_numpy(ARRAY[1:])),
-        ("first", "second"),
-    ),
+    (buffers(first=lambda m: torch.from_numpy(ARRAY), b2=lambda m: torch.from_numpy(ARRAY[1:])), ("first", "b2")),
     (lambda m: (m.register_buffer("base", torch.zeros(4)), setattr(m, "heads", {"h": m.base[:2]})), ("base", "heads")),
 ]
 
@@ -122,10 +119,7 @@ MADE: list[tuple[Callable[[Any, Tensor], object], str]] = [
     (lambda m, y: m.add_module("heads", norms()), "as 'heads'"),
     (lambda m, y: delattr(m, "layer"), "removed the submodule 'layer'"),
     (lambda m, y: setattr(m, "one", m.two), "buffer 'one' and buffer 'two' in the same memory"),
-    (
-        lambda m, y: setattr(m, "one", m.layer.bias.detach()),
-        "parameter 'layer.bias' and buffer 'one' in the same memory",
-    ),
+    (lambda m, y: setattr(m, "one", m.layer.bias.detach()), "parameter 'layer.bias' and buffer 'one' in the same"),
     (lambda m, y: m._buffers.update(one=3), "set buffer 'one' to 3"),
 ]
 

@@ -185,10 +185,7 @@ def test_memory_of_another_model_and_parameters_that_a_rule_does_not_take() -> N
     parts = partition({"a": adamw(), "b": sgd()}, label=lambda name, tensor: "c" if name == "p1" else "a")
     waves, meta = named([torch.ones(2, 2, dtype=torch.complex64)]), torch.ones(3, device="meta")
     wrong = lambda: adamw(amsgrad=True).update(params, adamw().init(params), params, Timestamp())  # noqa: E731
-    refused(
-        ResumeError,
-        (wrong, "or this one with other options"),
-    )
+    refused(ResumeError, (wrong, "or this one with other options"))
     refused(
         ArgumentError,
         (lambda: kernels.match_layout(meta, torch.ones(3), "it"), "it has device meta, its parameter has d"),
@@ -263,10 +260,7 @@ def test_copies_of_other_parameters_are_refused() -> None:
 
 COUNTING: list[tuple[Optimizer, tuple[str, ...]]] = [
     (adamw(lr=0.1), ()),
-    (
-        partition({"adam": adam(0.1), "sgd": sgd()}, lambda name, tensor: "adam" if tensor.ndim == 2 else "sgd"),
-        ("adam",),
-    ),
+    (partition({"adam": adam(0.1), "sgd": sgd()}, lambda _, p: "adam" if p.ndim == 2 else "sgd"), ("adam",)),
     (master_weights(adam(lr=0.1)), ("inner",)),
 ]
 STEPS: list[tuple[Callable[[Tensor], Any], str]] = [
@@ -325,15 +319,14 @@ def loaded(optimizer: Optimizer, given: Any, model: nn.Module | None = None) -> 
     return ours.load_state_dict(pl.State.create(model or problem.mlp()), optimizer, given)
 
 
-def hand(
-    cls: Any, model: nn.Module | None = None, change: Callable[[Any], Any] = lambda made: None, **options: Any
-) -> Any:
+def hand(cls: Any, model: nn.Module | None = None, change: Any = None, **options: Any) -> Any:
     """A state dict of torch's after one step, changed in place."""
     module = model or problem.mlp()
     made = cls(module.parameters(), **options)
     optimizing.by_hand(module, [made], problem.points(1))
     result = made.state_dict()
-    change(result)
+    if change is not None:
+        change(result)
     return result
 
 
@@ -378,7 +371,7 @@ def test_what_is_no_state_dict_of_the_optimizer() -> None:
         (lambda: loaded(grad, of_rms), "holds ['square_avg', 'step'] ", "another class than Adagrad"),
         (
             lambda: loaded(adamw(), hand(torchs.AdamW, shapes)),
-            "(7, 4) torch.float32 as exp_avg of parameter '0.weight'",
+            "(7, 4) torch.float32 as exp_avg of parameter",
         ),
         (lambda: loaded(adamw(), turned), "in another order. Name them"),
         (lambda: loaded(adamw(), hand(torchs.AdamW, nn.Linear(4, 3))), "has 2 parameters, and 4 are trained"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -129,10 +128,8 @@ def tensors_of(tree: Any) -> dict[Any, Tensor]:
 def test_matrices_and_sparse_gradients() -> None:
     start, *steps = [tensors(i, torch.float32, [(4, 6), (6, 3)]) for i in range(4)]
     assert_equal(ours(from_torch(torch.optim.Muon), start, steps), theirs(torch.optim.Muon, start, steps))
-    sparse = [
-        [(grad * (torch.arange(len(grad)) != i).unsqueeze(1)).to_sparse(1) for grad in grads]
-        for i, grads in enumerate(steps)
-    ]
+    rows = [torch.arange(6).unsqueeze(1) != i for i in range(3)]
+    sparse = [[(g * row[: len(g)]).to_sparse(1) for g in grads] for row, grads in zip(rows, steps, strict=True)]
     mine = from_torch(torch.optim.SparseAdam, lr=0.1)
     assert_equal(ours(mine, start, sparse), theirs(lambda p: torch.optim.SparseAdam(p, lr=0.1), start, sparse))
 
@@ -147,23 +144,6 @@ def test_a_class_that_writes_to_gradients_with_other_kernels_copies(monkeypatch:
     monkeypatch.setattr(Writes, "__module__", "torch.optim.writes")
     assert from_torch(Writes).overwrite is None
     assert from_torch(Writes, foreach=False).overwrite is not None
-
-
-def test_runs_in_other_threads_leave_nothing_behind() -> None:
-    options: dict[str, Any] = {
-        "script": ((1, 9, "attribute", "tensor in place"), (2, 9, "group", "list")),
-        "alias": True,
-    }
-    start, steps = tensors(3, torch.float64), batches(3, torch.float64, 5)
-    mine = from_torch(Scripted, **options)
-    results = ours(mine, start, steps)
-    assert_equal(results, theirs(lambda p: Scripted(p, **options), start, steps))
-    threads = [threading.Thread(target=ours, args=(mine, tensors(i, torch.float64), steps)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    assert_same(ours(mine, start, steps), results)
-    for thread in threads:
-        thread.join()
 
 
 class RateIsATensor(torch.optim.SGD):
@@ -219,19 +199,15 @@ def check(parts: list[Part], point: int, where: Sequence[int] = (), **options: A
     """Training is the classes by hand, and so it is from a State, from a file of it, and by autoresume."""
     module = problem.mlp()
     labels = dict(zip(dict(module.named_parameters()), where or [0] * 4, strict=True))
-    groups = [
-        [p for name, p in module.named_parameters() if labels[name] % len(parts) == number]
-        for number in range(len(parts))
-    ]
+    named_params, count = list(module.named_parameters()), len(parts)
+    groups = [[p for name, p in named_params if labels[name] % count == number] for number in range(count)]
     used = [(cls(group, **given), lr) for group, (cls, given, lr) in zip(groups, parts, strict=True) if group]
     (*_, wanted) = by_hand(module, [hand for hand, _ in used], DATA, [lr for _, lr in used])
 
     def make() -> Optimizer:
-        made = {
-            str(number): from_torch(cls, **given, **({} if lr is None else {"lr": lr}))
-            for number, (cls, given, lr) in enumerate(parts)
-        }
-        label = lambda name, tensor: str(labels[name] % len(parts))  # noqa: E731
+        options = [{**given, **({} if lr is None else {"lr": lr})} for _, given, lr in parts]
+        made = {str(n): from_torch(parts[n][0], **options[n]) for n in range(count)}
+        label = lambda name, tensor: str(labels[name] % count)  # noqa: E731
         return partition(made, label) if len(parts) > 1 else made["0"]
 
     kept = ends(None, make(), **options)
@@ -291,9 +267,8 @@ def test_classes_resume() -> None:
 
 
 step = st.integers(1, BATCHES)
-writes = st.lists(
-    st.tuples(step, step, st.sampled_from(scripted.PLACES), st.sampled_from(sorted(scripted.KINDS))), max_size=4
-)
+kinds = st.sampled_from(sorted(scripted.KINDS))
+writes = st.lists(st.tuples(step, step, st.sampled_from(scripted.PLACES), kinds), max_size=4)
 dense = sorted({cls.__name__ for cls, _ in CLASSES})
 
 

@@ -46,25 +46,16 @@ def test_a_factor_that_comes_in_a_compiled_run() -> None:
     problem.close(pl.run(fit(compile=True)).params, pl.run(fit()).params)
 
 
+def refuse(says: str, error: type[Exception] = AlgorithmStructureError, **options: Any) -> None:
+    check(Refusal(says, lambda: fit(**options), error, (says,), at_once=False))
+
+
 def test_a_factor_that_would_not_be_the_recorded_one() -> None:
     stays = lambda grads, opt_state, params, timestamp: (params, opt_state)  # noqa: E731
     own = pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=stays, lr=lambda timestamp: 0.1)
-    structure, tensor = AlgorithmStructureError, "torch.tensor(0.5, dtype=torch.float64)"
-    for call, error, says in (
-        *(
-            (
-                lambda event=event: fit(HALF, event, evaluators=DATA[:1]),
-                structure,
-                f"at {event.name} changed lr_scale, ",
-            )
-            for event in (Event.BATCH_END, Event.AFTER_TRAIN_BATCH, Event.BEFORE_TRAIN_BATCH, Event.EVAL_END)
-        ),
-        *((lambda value=value: fit(value), structure, tensor) for value in (0.5, torch.ones(2), torch.tensor(1))),
-        (
-            lambda: fit(optimizer=own),
-            ArgumentError,
-            "optimizer 'own' doesn't take it: read",
-        ),
-        (lambda: fit(-HALF), ArgumentError, "lr_scale=-0.5 makes it"),
-    ):
-        check(Refusal(says, call, error, (says,), at_once=False))
+    for event in (Event.BATCH_END, Event.AFTER_TRAIN_BATCH, Event.BEFORE_TRAIN_BATCH, Event.EVAL_END):
+        refuse(f"at {event.name} changed lr_scale, ", event=event, evaluators=DATA[:1])
+    for value in (0.5, torch.ones(2), torch.tensor(1)):
+        refuse("torch.tensor(0.5, dtype=torch.float64)", value=value)
+    refuse("optimizer 'own' doesn't take it: read", ArgumentError, optimizer=own)
+    refuse("lr_scale=-0.5 makes it", ArgumentError, value=-HALF)

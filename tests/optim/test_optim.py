@@ -125,10 +125,8 @@ class Case:
 rates = st.sampled_from([1e-3, 0.1, 0.7, linear(0.5, 0.1, "4ba"), lambda timestamp: 0.1 / (1 + timestamp.batch)])
 flags = st.booleans()
 decays = st.sampled_from([0.0, 0.01, 0.3, linear(0.0, 0.5, "4ba")])
-betas = st.tuples(
-    st.sampled_from([0.0, 0.5, 0.9, linear(0.9, 0.4, "4ba")]),
-    st.sampled_from([0.0, 0.9, 0.999, linear(0.5, 0.9, "4ba")]),
-)
+firsts = st.sampled_from([0.0, 0.5, 0.9, linear(0.9, 0.4, "4ba")])
+betas = st.tuples(firsts, st.sampled_from([0.0, 0.9, 0.999, linear(0.5, 0.9, "4ba")]))
 common: dict[str, Any] = {"lr": rates, "weight_decay": decays, "maximize": flags}
 adams = {**common, "betas": betas, "eps": st.sampled_from([1e-8, 1e-3]), "amsgrad": flags}
 lions = {**common, "betas": betas, "independent_decay": flags}
@@ -140,22 +138,14 @@ sgds = st.one_of(
 )
 muons = {"lr": rates, "weight_decay": decays, "independent_decay": flags, "nesterov": flags, "momentum": momenta}
 muons["adjust_lr"] = st.sampled_from(["original", "match_rms_adamw"])
-THEIRS: dict[str, tuple[Any, st.SearchStrategy[dict[str, Any]]]] = {
-    "adam": (lambda p, **options: torch.optim.Adam(p, **options, fused=True), st.fixed_dictionaries(adams)),
-    "adamw": (
-        lambda p, **options: torch.optim.AdamW(p, **options, fused=True),
-        st.fixed_dictionaries({**adams, "independent_decay": flags}),
-    ),
+lambs = {**lions, "eps": st.sampled_from([1e-6, 1e-3]), "bias_correction": flags}
+THEIRS: dict[str, tuple[Any, Any]] = {
+    "adam": (lambda p, **options: torch.optim.Adam(p, **options, fused=True), adams),
+    "adamw": (lambda p, **options: torch.optim.AdamW(p, **options, fused=True), {**adams, "independent_decay": flags}),
     "sgd": (torch_sgd, sgds),
-    "muon": (
-        lambda p, adjust_lr, **options: torch.optim.Muon(p, **options, adjust_lr_fn=adjust_lr),
-        st.fixed_dictionaries(muons),
-    ),
-    "lion": (lambda p, **options: Formula(p, lion_direction, **options), st.fixed_dictionaries(lions)),
-    "lamb": (
-        lambda p, **options: Formula(p, lamb_direction, **options),
-        st.fixed_dictionaries({**lions, "eps": st.sampled_from([1e-6, 1e-3]), "bias_correction": flags}),
-    ),
+    "muon": (lambda p, adjust_lr, **options: torch.optim.Muon(p, **options, adjust_lr_fn=adjust_lr), muons),
+    "lion": (lambda p, **options: Formula(p, lion_direction, **options), lions),
+    "lamb": (lambda p, **options: Formula(p, lamb_direction, **options), lambs),
 }
 
 
@@ -176,7 +166,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     if name not in THEIRS:  # a new one, whose formula is in a test of its own
         return Case(RULES[name](0.1), lambda start: lambda gradient, batch: None, frozenset())
     theirs, options = THEIRS[name]
-    drawn = draw(options)
+    drawn = draw(st.fixed_dictionaries(options) if isinstance(options, dict) else options)
     from_0 = callable(drawn.get("momentum")) and drawn["momentum"](Timestamp()) == 0
     exact = {torch.float32, torch.float64} if name not in ("lion", "lamb") and not from_0 else set()
     if exact and name != "muon" and not drawn.get("independent_decay"):

@@ -139,18 +139,10 @@ class Mixed(nn.Module):
 @pytest.mark.usefixtures("interpreted")
 def test_a_compiled_step_rounds_no_number_to_the_dtype_of_another_parameter() -> None:
     data = [(torch.randn(6, 3, generator=noise()), torch.randn(6, 1, generator=noise(1)))]
-    model = Mixed()
+    model, settings = Mixed(), {"loss": nn.functional.mse_loss, "max_duration": "1ba", "strict": False}
     for name in ("sgd", "lamb"):
         compiled, eager = [
-            problem.run(
-                model,
-                data,
-                optimizer=MADE[name](0.3),
-                loss=nn.functional.mse_loss,
-                max_duration="1ba",
-                strict=False,
-                **options,
-            )
+            problem.run(model, data, optimizer=MADE[name](0.3), **settings, **options)
             for options in ({"compile": True, "watch": {Event.BATCH_END}}, {})
         ]
         for parameter in ("wide.weight", "wide.bias"):

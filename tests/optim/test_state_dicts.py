@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,14 +27,7 @@ def fitted(start: Any, optimizer: pl.optim.Optimizer, data: Data) -> pl.State:
     return problem.run(start, data, optimizer=optimizer, max_duration=f"{len(data)}ba", strict=False)
 
 
-def check(
-    optimizer: pl.optim.Optimizer,
-    make: Callable[[nn.Module], list[torch.optim.Optimizer]],
-    data: Data,
-    point: int,
-    module: nn.Module,
-    tolerance: float = 0.0,
-) -> pl.State:
+def check(optimizer: Any, make: Any, data: Data, point: int, module: nn.Module, tolerance: float = 0.0) -> pl.State:
     """From a point on a run is the loop by hand that it continues, and the reverse. Gives the State that was loaded.
 
     ``make`` has torch's optimizers, with another rate: a state dict brings its options.
@@ -70,16 +62,13 @@ def ours(name: str, cls: Any, **options: Any) -> Rule:
     return getattr(pl.optim, name)(**options), cls, {**options, "fused": True}
 
 
+RMS: Any = "match_rms_adamw"
 OURS: dict[str, Rule] = {
     "amsgrad": ours("adamw", torch.optim.AdamW, lr=0.02, amsgrad=True, betas=(0.8, 0.95)),
     "adam": ours("adam", torch.optim.Adam, lr=0.02, weight_decay=0.1, maximize=True),
     "sgd": ours("sgd", torch.optim.SGD, lr=0.1),
     "momentum": ours("sgd", torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "muon": (
-        muon(0.02, adjust_lr="match_rms_adamw"),
-        torch.optim.Muon,
-        {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"},
-    ),
+    "muon": (muon(0.02, adjust_lr=RMS), torch.optim.Muon, {"lr": 0.02, "adjust_lr_fn": RMS}),
 }
 OF_TORCH = ("AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adafactor", "Adadelta", "Adamax", "ASGD", "Rprop")
 CLASSES = [*(getattr(torch.optim, name) for name in OF_TORCH), torch.optim.Muon, Grows]
@@ -133,20 +122,14 @@ def test_parts_are_groups_in_their_order_or_several_state_dicts() -> None:
         hand = lambda module: [torch.optim.AdamW(groups(module), lr=0.01, fused=True)]  # noqa: E731
         state = check(optimizer, hand, DATA, 7, branches())
         assert [group["lr"] for group in to_state_dict(state, optimizer)["param_groups"]] == [0.02, 0.01]
-    several = partition(
-        {"matrices": muon(lr=0.02), "rest": adamw(lr=0.01)},
-        label=lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest",
-    )
-    check(
-        several,
-        lambda module: [
-            torch.optim.Muon([p for p in module.parameters() if p.ndim == 2], lr=0.02),
-            torch.optim.AdamW([p for p in module.parameters() if p.ndim < 2], lr=0.01, fused=True),
-        ],
-        DATA,
-        10,
-        branches(),
-    )
+    parts = {"matrices": muon(lr=0.02), "rest": adamw(lr=0.01)}
+    several = partition(parts, label=lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest")
+
+    def hands(module: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices, rest = ([p for p in module.parameters() if (p.ndim == 2) == each] for each in (True, False))
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, fused=True)]
+
+    check(several, hands, DATA, 10, branches())
 
 
 @pytest.mark.parametrize("every", [False, True])

@@ -14,22 +14,7 @@ from pure_loop import Event
 from pure_loop.random import seeded
 from tests.support import problem
 
-__all__ = [
-    "DATA",
-    "LR",
-    "SGD",
-    "STEPS",
-    "WAYS",
-    "assert_holds",
-    "by_hand",
-    "data",
-    "ends",
-    "fit",
-    "last",
-    "made",
-    "mse",
-]
-
+__all__ = ["DATA", "LR", "WAYS", "assert_holds", "by_hand", "data", "ends", "fit", "last", "made", "mse"]
 STEPS, LR = 6, 0.01
 WAYS: list[dict[str, Any]] = [
     *({}, {"watch": {Event.BATCH_END}}, {"donate": False}, {"strict": True}, {"microbatch_size": 8})
@@ -44,10 +29,8 @@ def SGD(params: Any) -> torch.optim.Optimizer:
 
 def data(*shape: int) -> list[Any]:
     """Three batches of eight samples, so that a mean over them rounds as it does by hand, with two numbers each."""
-    return [
-        (torch.randn(8, *shape, generator=problem.noise(i)), torch.randn(8, 2, generator=problem.noise(i + 10)))
-        for i in range(3)
-    ]
+    draw = lambda seed, *sizes: torch.randn(8, *sizes, generator=problem.noise(seed))  # noqa: E731
+    return [(draw(i, *shape), draw(i + 10, 2)) for i in range(3)]
 
 
 DATA = data(4)

@@ -395,9 +395,7 @@ LOADERS: dict[str, Make] = {
     "list of indices": lambda: loader(sampler=[*range(N), 0]),
     "getitems": lambda: loader(Together(), shuffle=True),
     "collate": lambda: loader(shuffle=True, collate_fn=noisy_collate),
-    "batch sampler of torch's": lambda: loader(
-        batch_sampler=BatchSampler(RandomSampler(range(N)), SIZE, False), size=1
-    ),
+    "batches of torch's": lambda: loader(batch_sampler=BatchSampler(RandomSampler(range(N)), SIZE, False), size=1),
     "batches by index": lambda: loader(size=None, sampler=BatchSampler(Drawn(lazily), SIZE, False)),
     "random batches": lambda: loader(batch_sampler=RandomBatches(), size=1),
     "table": lambda: loader(table(), shuffle=True),
