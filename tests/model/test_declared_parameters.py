@@ -15,7 +15,7 @@ import pure_loop as pl
 from pure_loop import Event
 from tests.support.holding import DATA, WAYS, ends, fit, last, made, mse
 from tests.support.problem import close
-from tests.support.worlds import KINDS, pool
+from tests.support.worlds import pool
 
 
 class Named(nn.Parameter):
@@ -60,12 +60,8 @@ def label(name: str, tensor: Tensor) -> str:
     return "no_decay" if getattr(tensor, "_no_weight_decay", False) else "decay"
 
 
-OPTIONS: dict[str, dict[str, float]] = {
-    "decay": {"lr": 0.1, "weight_decay": 0.5},
-    "no_decay": {"lr": 0.1},
-    "named": {"lr": 0.01, "momentum": 0.9},
-}
-OPTIMIZER = pl.optim.partition({name: pl.optim.sgd(**options) for name, options in OPTIONS.items()}, label=label)
+OPTIONS: dict[str, Any] = {"decay": {"weight_decay": 0.5}, "no_decay": {}, "named": {"momentum": 0.9}}
+OPTIMIZER = pl.optim.partition({name: pl.optim.sgd(0.1, **options) for name, options in OPTIONS.items()}, label=label)
 NESTED = pl.optim.partition({"all": OPTIMIZER}, label=lambda name, tensor: "all")
 
 
@@ -158,15 +154,13 @@ def test_surgery_at_init_may_declare_them_and_so_may_who_calls_an_optimizer() ->
     assert list(whole.init(params)["no_decay"]["exp_avg"]) == ["b"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_ranks(kind: str) -> None:
+def test_on_ranks() -> None:
     """Where parameters are sharded, the forward has those of torch's fully_shard."""
-    cls = Net if kind == "replicate" else Marked
 
     def program(rank: int) -> dict[str, Tensor]:
-        module: Any = run(made(cls), parallel=kind).module()
-        assert module.bias._no_weight_decay if cls is Marked else not assert_declared(module)  # type: ignore[func-returns-value]
+        module: Any = run(made(Marked), parallel="shard").module()
+        assert module.bias._no_weight_decay
         return {name: param.detach() for name, param in module.named_parameters()}
 
-    for params in pool(kind=kind).run(program):
-        close(params, by_hand(cls), 1e-5)
+    for params in pool(kind="shard").run(program):
+        close(params, by_hand(Marked), 1e-5)

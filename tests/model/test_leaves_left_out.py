@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop.algorithms.ema import averaged, moving_average
 from pure_loop.gradients import clip_by_value
-from tests.support.holding import DATA, LR, ends, fit, made, mse
+from tests.support.holding import DATA, ends, fit, made
 from tests.support.problem import close
 
 A = pl.algorithms
@@ -52,23 +52,6 @@ def test_complex_parameters_are_trained_and_averaged_as_pairs_of_real_ones() -> 
     assert not torch.equal(shown.params["weight"], plain.params["weight"])
     phase = 0.421875 + sum(0.25 * 0.75 ** (3 - turns) * 1j**turns for turns in (1, 2, 3))
     torch.testing.assert_close(shown.buffers["phase"], torch.full((2,), phase, dtype=torch.complex128))
-
-
-def test_adaptive_sharpness_weighs_complex_elements_by_their_size() -> None:
-    model, (x, y) = made(Waves, False), DOUBLE[0]
-    params = [each.detach().clone() for each in model.parameters()]
-
-    def gradient(at: list[Tensor]) -> list[Tensor]:
-        leaves = [each.requires_grad_() for each in at]
-        loss = mse((x.to(leaves[0].dtype) @ leaves[0]).abs() + leaves[1], y)
-        return list(torch.autograd.grad(loss, leaves))
-
-    found = gradient([each.clone() for each in params])
-    norm = torch.cat([(g * p.abs()).abs().flatten() for g, p in zip(found, params, strict=True)]).norm()
-    moved = gradient([p + 0.5 / norm * g * p.abs().square() for g, p in zip(found, params, strict=True)])
-    state = pl.run(fit(model, DOUBLE, [A.sam(rho=0.5, adaptive=True)], max_duration="1ba"))
-    wanted = [p - LR * g for p, g in zip(params, moved, strict=True)]
-    close(dict(state.params), dict(zip(("weight", "bias"), wanted, strict=True)))
 
 
 def test_infinite_parts_become_nan_and_narrow_tensors_are_averaged_in_float32() -> None:

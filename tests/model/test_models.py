@@ -125,21 +125,6 @@ def branching() -> nn.Module:
     return By(lambda m, x: m.ls[int(x.sum() > 0) + int(x[0, 0] > 0)](x), ls=layers, never=nn.Linear(4, 2))
 
 
-class Forwarding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 2)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-
 def odd_shapes() -> nn.Module:
     """Strided, viewing, scalar and empty parameters, by themselves, in a list and in a dict."""
     turned, halves = nn.Parameter(torch.ones(2, 4).t()), torch.ones(8, 2)
@@ -175,7 +160,6 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "assigned buffers": (lambda: By(running_mean, o=nn.Linear(4, 2), mean=torch.zeros(2), count=torch.tensor(0)), DATA),
     "one storage": (one_storage, DATA),
     "branching on data": (branching, DATA),
-    "__getattr__": (Forwarding, DATA),
     "odd shapes": (odd_shapes, DATA),
     "bfloat16": (lambda: around(nn.Linear(4, 4)).bfloat16(), [(x.bfloat16(), y.bfloat16()) for x, y in DATA], HALF),
     "complex": (waves, DATA, WAVES),

@@ -94,16 +94,11 @@ def test_a_model_in_eval_mode_is_put_into_train_mode() -> None:
         assert all(modes(state.module()))
 
 
-def test_an_overridden_train_keeps_working() -> None:
-    """Alone; and with a submodule in eval mode besides."""
-    for freeze, norms in ((lambda model: None, [0, 6, 6]), (lambda model: model[3].eval(), [0, 6, 0])):
-        model = net(Keeps)
-        freeze(model)
-        assert tracked(pl.run(fit(model))) == norms
-
-
-def test_a_layer_that_is_in_two_places_keeps_its_mode() -> None:
-    """A layer in train mode, in a block in eval mode and outside of it."""
+def test_an_overridden_train_and_a_layer_in_two_places_keep_their_modes() -> None:
+    """With a submodule in eval mode besides; a layer in train mode, in a block in eval mode and outside of it."""
+    model = net(Keeps)
+    model[3].eval()
+    assert tracked(pl.run(fit(model))) == [0, 6, 0]
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(norm, nn.Sequential(nn.Linear(4, 4), norm), nn.Linear(4, 2))
     model[1].eval()

@@ -48,11 +48,6 @@ def remove(module: Any) -> None:
             parametrize.remove_parametrizations(each, name)
 
 
-def hook(module: Any) -> None:
-    module[0].register_forward_hook(lambda *_: torch.zeros(5, 4))
-    module[0].register_forward_pre_hook(lambda *_: (torch.zeros(5, 4),))
-
-
 def cut_weights(module: Any) -> None:
     remove(module)
     prune.l1_unstructured(module[0], "weight", amount=0.5)
@@ -64,17 +59,13 @@ def overwrite(module: Any) -> None:
             tensor.zero_()
 
 
-def replace(module: Any) -> None:
-    module[0] = nn.Identity()
-    module.forward = lambda x: x
-
-
 CHANGES: list[Callable[[Any], object]] = [
     remove,
     lambda m: parametrize.remove_parametrizations(m[0], "weight", leave_parametrized=True),
     lambda m: setattr(type(m[0]), "forward", lambda self, x: torch.zeros(len(x), 4)),
     lambda m: parametrize.register_parametrization(m[0], "weight", Doubled()),
-    *(hook, cut_weights, overwrite, replace),
+    lambda m: m[0].register_forward_pre_hook(lambda *_: (torch.zeros(5, 4),)),
+    *(cut_weights, overwrite),
 ]
 
 

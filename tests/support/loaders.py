@@ -17,21 +17,8 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 N = 11  # so that two orders are equal once in 40 million
 SIZE = 3
@@ -44,7 +31,7 @@ def noise() -> float:
 
 
 def noisy_collate(samples: list[Any]) -> Any:
-    return [default_collate(samples), torch.tensor(noise())]
+    return [data.default_collate(samples), torch.tensor(noise())]
 
 
 def order_of(number: int, n: int = N) -> list[int]:
@@ -52,7 +39,7 @@ def order_of(number: int, n: int = N) -> list[int]:
     return torch.randperm(n, generator=torch.Generator().manual_seed(number)).tolist()
 
 
-class Items(Dataset[Any]):
+class Items(data.Dataset[Any]):
     """Each sample is noisy, and each loading is counted."""
 
     def __init__(self, n: int = N, broken: int | None = None) -> None:
@@ -74,19 +61,19 @@ class Together(Items):
         return [self[index] for index in indices]
 
 
-def loader(data: Any = None, size: int | None = SIZE, **options: Any) -> DataLoader[Any]:
+def loader(dataset: Any = None, size: int | None = SIZE, **options: Any) -> DataLoader[Any]:
     """Of noisy samples, or of this dataset."""
-    return DataLoader(Items() if data is None else data, **{"batch_size": size, **options})
+    return DataLoader(Items() if dataset is None else dataset, **{"batch_size": size, **options})
 
 
-def table(n: int = N) -> TensorDataset:
-    return TensorDataset(torch.arange(float(n)))
+def table(n: int = N) -> data.TensorDataset:
+    return data.TensorDataset(torch.arange(float(n)))
 
 
 # Samplers
 
 
-class Order(Sampler[int]):
+class Order(data.Sampler[int]):
     n = N
 
     def __len__(self) -> int:
@@ -109,7 +96,7 @@ def lazily(_: None) -> Iterator[int]:
         yield left.pop(random.choice([int(np.random.randint(len(left))), int(torch.randint(len(left), ()))]))
 
 
-DRAWN: dict[str, Callable[[], Sampler[int]]] = {
+DRAWN: dict[str, Callable[[], data.Sampler[int]]] = {
     "lazy": lambda: Drawn(lazily),
     "global python": lambda: Drawn(lambda _: random.sample(range(N), N)),
     "global numpy": lambda: Drawn(lambda _: np.random.permutation(N)),
@@ -198,7 +185,7 @@ class Itself(Order):
 
 
 class Slots:
-    """No Sampler, and without a ``__dict__``."""
+    """No data.Sampler, and without a ``__dict__``."""
 
     __slots__ = ("passes",)
 
@@ -260,7 +247,7 @@ class CountingBatches(BatchSampler):
 
 
 class RandomBatches:
-    """A batch sampler that is no Sampler, of batches of random sizes."""
+    """A batch sampler that is no data.Sampler, of batches of random sizes."""
 
     def __iter__(self) -> Iterator[list[int]]:
         left = [int(i) for i in np.random.permutation(N)]
@@ -280,7 +267,7 @@ class Stream(IterableDataset[Any]):
         self.inner = inner
 
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
+        info = data.get_worker_info()
         part = range(0 if info is None else info.id, N, 1 if info is None else info.num_workers)
         for each in part if self.inner is None else self.inner:
             yield torch.tensor(each + noise(), dtype=torch.float64) if isinstance(each, int) else each
@@ -324,10 +311,6 @@ class OfGenerator(IterableDataset[Any]):
         order = torch.randperm(N, generator=self.find(self.held)).tolist()
         self.files.append(self.files.pop(order[0]))
         yield from [torch.tensor(float(self.files[index])) for index in order]
-
-
-class OfGeneratorWithEpochs(OfGenerator):
-    set_epoch, epoch = StreamWithEpochs.set_epoch, 0  # type: ignore[assignment]
 
 
 class BySampler:
@@ -390,8 +373,8 @@ LOADERS: dict[str, Make] = {
     "shuffle, drop last": lambda: loader(shuffle=True, drop_last=True),
     "shuffle, own generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(3)),
     "samples": lambda: loader(size=None, shuffle=True),
-    "weighted": lambda: loader(sampler=WeightedRandomSampler([1.0] * N, N, replacement=False)),
-    "subset random": lambda: loader(sampler=SubsetRandomSampler(range(0, N, 2))),
+    "weighted": lambda: loader(sampler=data.WeightedRandomSampler([1.0] * N, N, replacement=False)),
+    "subset random": lambda: loader(sampler=data.SubsetRandomSampler(range(0, N, 2))),
     "list of indices": lambda: loader(sampler=[*range(N), 0]),
     "getitems": lambda: loader(Together(), shuffle=True),
     "collate": lambda: loader(shuffle=True, collate_fn=noisy_collate),
@@ -400,7 +383,7 @@ LOADERS: dict[str, Make] = {
     "random batches": lambda: loader(batch_sampler=RandomBatches(), size=1),
     "table": lambda: loader(table(), shuffle=True),
     "table, collate": lambda: loader(table(), shuffle=True, collate_fn=noisy_collate),
-    "tables": lambda: loader(ConcatDataset([table(4), Subset(table(), range(4, N))]), shuffle=True),
+    "tables": lambda: loader(data.ConcatDataset([table(4), data.Subset(table(), range(4, N))]), shuffle=True),
     "numbers": lambda: loader(range(N), sampler=Drawn(lazily)),
     **{f"sampler, {kind}": lambda make=make: loader(sampler=make()) for kind, make in DRAWN.items()},  # type: ignore[misc]
     "sampler with epochs": lambda: loader(sampler=Knowing()),
@@ -415,7 +398,6 @@ LOADERS: dict[str, Make] = {
     "stream with epochs": lambda: loader(StreamWithEpochs(RandomSampler(range(N)))),
     "bare stream with epochs": lambda: StreamWithEpochs(DRAWN["torch"]()),
     "bare stream with epochs, counting": lambda: StreamWithEpochs(CountingStream()),
-    "stream with epochs, own generator": lambda: loader(OfGeneratorWithEpochs(lambda each: each, lambda held: held)),
 }
 
 
