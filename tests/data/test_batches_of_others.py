@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import pure_loop as pl
-from pure_loop import Event
 from pure_loop.data.batch import to_device
 from pure_loop.data.samples import num_samples, split
 from pure_loop.errors import DataError
@@ -93,59 +92,46 @@ def graphs() -> Any:
     return Batch.from_data_list(made)
 
 
-def of_sequences(model: nn.Module, batch: Any) -> Tensor:
-    sequences = [nn.functional.pad(each[:, 0], (0, 3 - len(each))) for each in unpack_sequence(batch["points"])]
-    return model(torch.stack(sequences))  # type: ignore[no-any-return]
-
-
-def of_graphs(model: nn.Module, batch: Any) -> Tensor:
-    # The mean over the nodes of each graph.
-    total = torch.zeros(batch.num_graphs, 3).index_add(0, batch.batch, batch.x)
-    return model(total / batch.batch.bincount()[:, None])  # type: ignore[no-any-return]
-
-
 def of_points(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.points)  # type: ignore[no-any-return]
 
 
-def weighed(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch["points"]) * torch.tensor(batch["weights"])[:, None]  # type: ignore[no-any-return]
-
-
-Kind = tuple[Callable[[], Any], Callable[[nn.Module, Any], Tensor], Callable[[Any], Tensor]]
-# A batch, the forward, and its targets.
+Kind = tuple[Callable[[], Any], Callable[[Any], list[Any]], Callable[[Any], Tensor]]
+# A batch, what each of its samples has, and its targets.
 KINDS: dict[str, Kind] = {
-    "dataclass": (lambda: Record(POINTS, TARGETS), of_points, lambda batch: batch.targets),
-    "sized": (lambda: Sized(POINTS, TARGETS), of_points, lambda batch: batch.targets),
-    "numbers": (lambda: {"points": POINTS, "weights": WEIGHTS}, weighed, lambda batch: batch["points"].sum(1, True)),
-    "PackedSequence": (packed, of_sequences, lambda batch: batch["targets"]),
-    "TensorDict": (tensordict, lambda model, batch: model(batch["points"]), lambda batch: batch["nested", "targets"]),
-    "graphs": (graphs, of_graphs, lambda batch: batch.y),
+    "dataclass": (lambda: Record(POINTS, TARGETS), lambda batch: list(batch.points), lambda batch: batch.targets),
+    "sized": (lambda: Sized(POINTS, TARGETS), lambda batch: list(batch.points), lambda batch: batch.targets),
+    "numbers": (lambda: {"y": TARGETS, "weights": WEIGHTS}, lambda batch: batch["weights"], lambda batch: batch["y"]),
+    "PackedSequence": (packed, lambda batch: unpack_sequence(batch["points"]), lambda batch: batch["targets"]),
+    "TensorDict": (tensordict, lambda batch: list(batch["points"]), lambda batch: batch["nested", "targets"]),
+    "graphs": (graphs, lambda batch: [graph.x for graph in batch.to_data_list()], lambda batch: batch.y),
 }
 # The package of graphs takes seconds to be imported.
 NEEDED = {"TensorDict": [needs("tensordict")], "graphs": [needs("torch_geometric"), pytest.mark.slow]}
 
 
-def train(batch: Any, task: Any, **options: Any) -> tuple[pl.State, list[Any]]:
-    """Two batches, as by hand; the last State, and the microbatches."""
+def train(batch: Any, task: Any, **options: Any) -> pl.State:
+    """Two batches, as by hand; the last State."""
     model = nn.Linear(3, 1)
-    stream = pl.fit(model, [batch] * 2, task=task, optimizer=pl.optim.sgd(lr=LR), max_duration="1ep", **options)
-    pairs = list(stream)
+    state = pl.run(pl.fit(model, [batch] * 2, task=task, optimizer=pl.optim.sgd(lr=LR), max_duration="1ep", **options))
     by_task = lambda module, batch, _: task.loss(task.forward(module, batch), batch).backward()  # noqa: E731
-    close(pairs[-1][1].params, by_hand(model, [(batch, batch)] * 2, by_task, epochs=1), 1e-4)
-    return pairs[-1][1], [state.microbatch for event, state in pairs if event is Event.BEFORE_FORWARD]
+    close(state.params, by_hand(model, [(batch, batch)] * 2, by_task, epochs=1), 1e-4)
+    return state
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDED.get(kind, [])) for kind in KINDS])
-def test_it_trains_as_by_hand_with_any_microbatch_size_and_is_moved_as_a_copy(kind: str) -> None:
-    make, forward, targets = KINDS[kind]
+def test_it_is_counted_cut_and_moved_as_a_copy(kind: str) -> None:
+    make, samples, targets = KINDS[kind]
     batch = make()
-    task: Any = pl.Task(forward=forward, loss=lambda outputs, batch: mse(outputs, targets(batch)))
-    for size, sizes in ((None, [5]), (1, [1] * 5), (2, [2, 2, 1]), (3, [3, 2])):
-        state, pieces = train(batch, task, microbatch_size=size, strict=size != 1)
-        assert state.timestamp.sample == 2 * SAMPLES
-        assert [len(targets(piece)) for piece in pieces] == 2 * sizes
     assert num_samples(batch) == SAMPLES
+    for size, sizes in ((5, [5]), (1, [1] * 5), (2, [2, 2, 1]), (3, [3, 2])):
+        pieces = split(batch, size)
+        assert [len(targets(piece)) for piece in pieces] == [num_samples(piece) for piece in pieces] == sizes
+        assert torch.equal(torch.cat([targets(piece) for piece in pieces]), TARGETS)
+        found = [sample for piece in pieces for sample in samples(piece)]
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, samples(batch), strict=True)
+        )
     moved = to_device(batch, "meta")
     assert targets(moved).device.type == "meta"
     assert targets(batch).device.type == "cpu"
@@ -156,10 +142,8 @@ def test_it_trains_as_by_hand_with_any_microbatch_size_and_is_moved_as_a_copy(ki
         assert moved["points"].batch_sizes.is_cpu
         assert to_device(batch, "cpu")["points"].data is batch["points"].data
     if kind == "graphs":  # they keep what they follow
-        followed = type(batch).from_data_list(batch.to_data_list(), follow_batch=["y"])
-        (first, second) = split(followed, 3)
+        (first, second) = split(type(batch).from_data_list(batch.to_data_list(), follow_batch=["y"]), 3)
         assert (first.num_graphs, second.num_graphs) == (3, 2)
-        assert torch.equal(first.x, batch.x[: len(first.x)])
         assert first.y_batch.tolist() == [0, 1, 2]
         assert second.ptr.tolist() == [0, 3, 5]
 
@@ -186,7 +170,7 @@ def test_objects_are_moved_by_their_own_to_and_counted_as_the_task_says() -> Non
     with pytest.raises(DataError, match=rf"can't count.*{says}"):
         train(batch, plain)
     counted = attrs.evolve(plain, samples=lambda batch: len(batch.points))
-    assert train(batch, counted)[0].timestamp.sample == 2 * SAMPLES
+    assert train(batch, counted).timestamp.sample == 2 * SAMPLES
     with pytest.raises(DataError, match=rf"can't (count|split).*{says}"):
         train(batch, counted, microbatch_size=1)
 
@@ -195,3 +179,6 @@ def test_objects_are_moved_by_their_own_to_and_counted_as_the_task_says() -> Non
         return [MovesItself(batch.points[i : i + size], batch.targets[i : i + size]) for i in places]
 
     train(batch, attrs.evolve(counted, split=cut), microbatch_size=2)
+    for size in (None, 1, 2, 3):
+        record = Record(POINTS, TARGETS)
+        assert train(record, plain, microbatch_size=size, strict=size != 1).timestamp.sample == 2 * SAMPLES

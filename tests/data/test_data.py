@@ -257,20 +257,11 @@ def test_what_cannot_be_counted_or_split_is_named() -> None:
         split((torch.zeros(2),), 0)
 
 
+IDS = torch.zeros(2, 5, dtype=torch.int64)
 TOKENS: list[tuple[Any, int]] = [
-    ({"input_ids": torch.zeros(2, 5, dtype=torch.int64), "labels": torch.zeros(2, 5)}, 10),
-    (UserDict(input_ids=torch.zeros(2, 5, dtype=torch.int32)), 10),
-    ({"input_ids": np.zeros((2, 3), dtype=np.int64)}, 6),
-    ({"image": torch.zeros(2, 5, dtype=torch.int64)}, 0),
-    ((torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2)), 10),
-    ([torch.zeros(2, 5, 3, dtype=torch.int32)], 30),
-    (torch.zeros(2, 5, dtype=torch.int64), 10),
-    ((torch.zeros(2, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)), 0),
-    ((torch.zeros(2, 5), torch.zeros(2, 5, dtype=torch.int64)), 0),
-    ((torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2)), 0),
-    ((torch.zeros(2, 3, dtype=torch.bool),), 0),
-    ((), 0),
-    (None, 0),
+    *(({"input_ids": IDS, "labels": IDS.float()}, 10), (UserDict(input_ids=IDS.int()), 10), (IDS, 10)),
+    *(({"input_ids": IDS.numpy()}, 10), ({"image": IDS}, 0), ((IDS, torch.zeros(2)), 10), ([IDS[..., None].int()], 10)),
+    *(((IDS[:, 0], IDS), 0), ((IDS.float(), IDS), 0), ((IDS.byte(), 0), 0), ((IDS.bool(),), 0), ((), 0), (None, 0)),
 ]
 
 

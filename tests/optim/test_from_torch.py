@@ -158,19 +158,11 @@ class RateIsATensor(torch.optim.SGD):
         super().step()
 
 
-class NoRate(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr_: float = 1.0) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        pass
-
-
 def test_it_has_the_rate_of_the_class() -> None:
     assert from_torch(torch.optim.RMSprop).lr(Timestamp()) == 1e-2
     assert from_torch(torch.optim.SGD, lr=0.3).lr(Timestamp()) == 0.3
     assert from_torch(torch.optim.SGD, lr=schedules.linear(1, 0, "2ba")).lr(Timestamp(batch=1)) == 0.5
-    assert math.isnan(from_torch(NoRate).lr(Timestamp()))
+    assert math.isnan(from_torch(Late).lr(Timestamp()))
     start, steps, lr = tensors(3, torch.float32), batches(3, torch.float32, 5), schedules.linear(0.5, 0.1, "3ba")
     expected = theirs(lambda p: torch.optim.SGD(p, lr=0.1), start, steps, lr)
     for (params, _), other in zip(ours(from_torch(RateIsATensor, lr=lr), start, steps), expected, strict=True):
