@@ -54,12 +54,6 @@ def recurrent() -> nn.Module:
     return By(lambda m, x: m.o(m.r(x)[0][:, -1]), r=layer, o=nn.Linear(8, 2))
 
 
-def transformer() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return By(lambda m, x: m.o(m.a(x).mean(1)), a=encoder, o=nn.Linear(4, 2))
-
-
 def parametrized() -> nn.Module:
     return around(
         parametrizations.weight_norm(nn.Linear(4, 4)),
@@ -152,7 +146,6 @@ SPARSE = (lambda p: torch.optim.SparseAdam(p, lr=0.1), pl.optim.from_torch(torch
 # A model, its data, and its optimizer where that isn't one of the first two.
 MODELS: dict[str, tuple[Any, ...]] = {
     "LSTM": (recurrent, data(5, 4)),
-    "transformer": (transformer, data(5, 4)),
     "convolutions, channels last": (conv, IMAGES),
     "parametrizations": (parametrized, DATA),
     "pruned": (pruned, DATA),

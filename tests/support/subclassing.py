@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
@@ -54,10 +55,6 @@ def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, Wrapped) else value
 
 
-class Named(Tensor):
-    """A subclass with a storage of its own and torch's own __torch_function__."""
-
-
 class _Wrap(torch.autograd.Function):
     """Makes a tensor Wrapped, in a graph."""
 
@@ -70,34 +67,23 @@ class _Wrap(torch.autograd.Function):
         return _inner(gradient)
 
 
-def _fake(tensor: Tensor) -> Tensor:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode().from_tensor(tensor)
-
-
 def _made_in_inference_mode(tensor: Tensor) -> Tensor:
     with torch.inference_mode():
         return tensor.clone()
 
 
-def _nested(tensor: Tensor) -> Tensor:
-    rows = list(tensor.detach()) if tensor.ndim else [tensor.detach()]
-    return torch.nested.nested_tensor(rows)  # type: ignore[no-any-return]
-
-
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda tensor: tensor,
     "wrapper": lambda tensor: _Wrap.apply(tensor) if tensor.requires_grad else Wrapped(tensor),  # type: ignore[no-untyped-call]
-    "subclass": lambda tensor: tensor.as_subclass(Named),
+    "subclass": lambda tensor: tensor.as_subclass(type("Named", (Tensor,), {})),
     "parameter": lambda tensor: nn.Parameter(tensor) if tensor.is_leaf else tensor,
     "sparse": Tensor.to_sparse,
     "csr": lambda tensor: tensor.to_sparse_csr() if tensor.ndim == 2 else tensor,
     "mkldnn": Tensor.to_mkldnn,
     "quantised": lambda tensor: torch.quantize_per_tensor(tensor.detach(), 0.5, 0, torch.qint8),
     "meta": lambda tensor: tensor.to("meta"),
-    "fake": _fake,
-    "nested": _nested,
+    "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
+    "nested": lambda tensor: torch.nested.nested_tensor(list(tensor.detach()) if tensor.ndim else [tensor.detach()]),
     "inference": _made_in_inference_mode,
     "negated view": lambda tensor: torch._neg_view(-tensor),
     "conjugated": lambda tensor: tensor.to(torch.complex64).conj().real,
