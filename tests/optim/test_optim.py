@@ -6,6 +6,7 @@ the order of names, gradients that are missing, schedules, and devices without f
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -149,8 +150,31 @@ THEIRS: dict[str, tuple[Any, Any]] = {
 }
 
 
+CLASSES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.Adam, {"foreach": True, "weight_decay": 0.1}),
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3}),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.5, "lr_decay": 0.1}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.NAdam, {"momentum_decay": 0.1}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.ASGD, {"t0": 1, "lambd": 0.1}),
+    (torch.optim.Rprop, {}),
+    # Of the others Adafactor divides by the number of elements, and Muon takes matrices: see test_from_torch.py.
+]
+
+
 @st.composite
-def cases(draw: st.DrawFn, name: str) -> Case:
+def cases(draw: st.DrawFn, name: Any) -> Case:
+    if not isinstance(name, str):
+        (cls, options), rate = name, draw(rates)
+        made = lambda params, lr: cls(params, lr=lr, **options)  # noqa: E731
+        exact = frozenset({torch.float32, torch.float64})
+        return Case(from_torch(cls, **options, lr=rate), lambda start: Reference(made, {"lr": rate}, start).step, exact)
     if name == "partition":
         one, other = draw(cases("adamw")), draw(cases("sgd"))
         made = partition({"a": one.optimizer, "b": other.optimizer}, label=lambda name, tensor: "ab"[tensor.ndim > 1])
@@ -306,17 +330,20 @@ def without_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(torch, "_foreach_clone", raising=False)  # which is new
 
 
-@pytest.mark.parametrize("name", [*sorted(RULES), "partition", "master_weights"])
+@pytest.mark.parametrize("name", [*sorted(RULES), "partition", "master_weights", "from_torch"])
 @examples(40, 1500)
 @given(data=st.data(), seed=st.integers(0, 9), plain=st.sampled_from([False, False, True]))
 def test_it_is_its_reference(name: str, data: st.DataObject, seed: int, plain: bool) -> None:
-    shapes, dtypes = (MATRICES, DTYPES) if name == "muon" else (SHAPES, [*DTYPES, torch.complex64])
-    dtypes = DTYPES if name == "lamb" else dtypes  # a norm of half of the real numbers
-    case, params = data.draw(cases(name)), data.draw(lists_of(shapes, dtypes))
-    with pytest.MonkeyPatch.context() as patch:
-        if plain:
-            without_kernels(patch)
-        check(attrs.evolve(case, exact=frozenset()) if plain else case, params, seed)
+    # Lamb takes a norm of half of the real numbers.
+    dtypes = DTYPES if name in ("lamb", "muon", "from_torch") else [*DTYPES, torch.complex64]
+    params = data.draw(lists_of(MATRICES if name == "muon" else SHAPES, dtypes))
+    several = st.lists(st.sampled_from(CLASSES), min_size=4, max_size=4) if name == "from_torch" else st.just([name])
+    for each in data.draw(several):
+        case = data.draw(cases(each))
+        with pytest.MonkeyPatch.context() as patch:
+            if plain:
+                without_kernels(patch)
+            check(attrs.evolve(case, exact=frozenset()) if plain else case, params, seed)
 
 
 # Where it runs
@@ -363,6 +390,73 @@ def test_a_kernel_is_given_contiguous_real_tensors_of_one_dtype_as_they_are() ->
     for tensor in (torch.ones(3, 2), torch.ones(3, 2).t(), strided, double, meta, negated, None):
         assert not kernels.are_alike([one, other], [tensor, given[1]])
         assert not kernels.are_alike([other, one], [given[1], tensor])
+
+
+# Classes of torch's
+
+
+def references(cls: Any, start: list[Tensor], steps: list[Any], rate: Any = 0.1) -> list[Tensor]:
+    ends = [Reference(cls, {"lr": rate}, tensor) for tensor in start]
+    for batch, grads in enumerate(steps):
+        values = [reference.step(grad, batch) for reference, grad in zip(ends, grads, strict=True)]
+    return values
+
+
+def test_matrices_and_sparse_gradients() -> None:
+    start, *steps = [tensors(i, torch.float32, [(4, 6), (6, 3)]) for i in range(4)]
+    nesterov: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
+    others: list[Any] = [(torch.optim.Muon, {}), (torch.optim.Adafactor, {}), (torch.optim.SGD, nesterov)]
+    for cls, options in (*others, (torch.optim.SGD, {**nesterov, "fused": True})):
+        mine = from_torch(cls, lr=0.1, **options)
+        assert (mine.overwrite is None) == (
+            "fused" not in options and cls is not torch.optim.Muon
+        )  # writes to gradients
+        make = lambda params, lr: cls(params, lr=lr, **options)  # noqa: E731
+        assert_same(list(ours(mine, start, steps)[-1][0].values()), references(make, start, steps))
+    rows = [torch.arange(6).unsqueeze(1) != i for i in range(3)]
+    sparse = [[(g * row[: len(g)]).to_sparse(1) for g in grads] for row, grads in zip(rows, steps, strict=True)]
+    params = [nn.Parameter(tensor.clone()) for tensor in start]
+    hand = torch.optim.SparseAdam(params, lr=0.1)
+    for grads in sparse:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        hand.step()
+    found = ours(from_torch(torch.optim.SparseAdam, lr=0.1), start, sparse)[-1][0]
+    assert_same(list(found.values()), [param.detach() for param in params])
+
+
+def test_whether_nonfinite_gradients_show_is_as_it_says() -> None:
+    for cls, options in (*CLASSES, (torch.optim.Adafactor, {})):
+        optimizer = from_torch(cls, **options)
+        assert optimizer.spreads_nonfinite == (cls not in (torch.optim.Rprop, torch.optim.Adafactor))
+        for batch in range(4) if optimizer.spreads_nonfinite else ():
+            for wrong in (math.nan, math.inf, -math.inf):
+                steps = batches(7, torch.float32, batch + 1)
+                for grad in steps[batch][:-1]:
+                    grad.view(-1)[-1] = wrong
+                params, _ = ours(optimizer, tensors(3, torch.float32)[:-1], [step[:-1] for step in steps])[-1]
+                assert not any(tensor.isfinite().all() for tensor in params.values()), batch
+
+
+class RateIsATensor(torch.optim.SGD):
+    """As torchao's classes have it, it takes no number in its place."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["lr"] = torch.tensor(lr)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert isinstance(self.param_groups[0]["lr"], Tensor)
+        super().step()
+
+
+def test_it_has_the_rate_of_the_class() -> None:
+    assert from_torch(torch.optim.RMSprop).lr(Timestamp()) == 1e-2
+    assert from_torch(torch.optim.SGD, lr=0.3).lr(Timestamp()) == 0.3
+    assert from_torch(torch.optim.SGD, lr=linear(1, 0, "2ba")).lr(Timestamp(batch=1)) == 0.5
+    start, steps, lr = tensors(3, torch.float32), batches(3, torch.float32, 5), linear(0.5, 0.1, "3ba")
+    found = ours(from_torch(RateIsATensor, lr=lr), start, steps)[-1][0]
+    torch.testing.assert_close(list(found.values()), references(torch.optim.SGD, start, steps, lr))
 
 
 # Properties of one rule
