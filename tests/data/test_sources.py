@@ -140,6 +140,12 @@ kinds, EVERY = st.sampled_from(sorted(LOADERS | COUNTING)), LOADERS | COUNTING
 around = st.lists(st.sampled_from(sorted(loaders.WRAPPERS)), max_size=3)
 
 
+def test_each_kind_by_itself() -> None:
+    """Epoch k of what counts its passes is pass k, in whatever it counts."""
+    for kind, make in EVERY.items():
+        check(make, epochs=2, counts=kind in COUNTING)
+
+
 @examples(60, 2000)
 @given(kinds, around, st.none() | st.sampled_from([2, 3, 7]), st.integers(1, 4), st.integers(0, N))
 @example("shuffle", ["wrapper"], 2, 3, 1)
@@ -152,12 +158,6 @@ def test_over_everything_that_can_be_a_dataloader(kind: str, around: Any, limit:
     """
     make = functools.partial(surrounded, EVERY[kind], around)
     check(make, cut(make(), limit), epochs, point, counts=kind in COUNTING)
-
-
-def test_each_kind_by_itself() -> None:
-    """Epoch k of what counts its passes is pass k, in whatever it counts."""
-    for kind, make in EVERY.items():
-        check(make, epochs=2, counts=kind in COUNTING)
 
 
 IN_WORKERS: dict[str, Callable[..., Any]] = {
