@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import pure_loop as pl
-from pure_loop import Event
 from pure_loop.data.batch import to_device
 from pure_loop.data.samples import num_samples, split
 from pure_loop.errors import DataError
 from tests.support.extras import needs
-from tests.support.problem import noise
+from tests.support.problem import LR, by_hand, close, noise
 
 SAMPLES = 5
 POINTS = torch.randn(SAMPLES, 3, generator=noise())
@@ -39,36 +38,34 @@ class Record:
         self.made += 1
 
 
-class Sized:
-    """As a TensorDict: it has the size of its batch, and is cut by slices."""
-
-    def __init__(self, points: Tensor, targets: Tensor) -> None:
-        self.points, self.targets, self.batch_size = points, targets, points.shape[:1]
-
-    def __getitem__(self, some: slice) -> Sized:
-        return Sized(self.points[some], self.targets[some])
-
-    def __iter__(self) -> Any:
-        raise AssertionError("not iterated over")
-
-    def to(self, device: Any) -> Sized:
-        return Sized(self.points.to(device), self.targets.to(device))
-
-
 class MovesItself:
     """As a batch of graphs: its tensors are moved in place, and it can't be counted."""
 
     def __init__(self, points: Tensor, targets: Tensor) -> None:
         self.points, self.targets = points, targets
 
-    def to(self, device: Any) -> MovesItself:
+    def to(self, device: Any) -> Any:
         self.points, self.targets = self.points.to(device), self.targets.to(device)
         return self
 
 
 class MovesOnly(MovesItself):
-    def to(self, device: Any) -> None:  # type: ignore[override]
+    def to(self, device: Any) -> None:
         super().to(device)
+
+
+class Sized(MovesItself):
+    """As a TensorDict: it has the size of its batch, and is cut by slices."""
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return self.points.shape[:1]
+
+    def __getitem__(self, some: slice) -> Sized:
+        return Sized(self.points[some], self.targets[some])
+
+    def __iter__(self) -> Any:
+        raise AssertionError("not iterated over")
 
 
 def packed() -> Any:
@@ -87,92 +84,54 @@ def graphs() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which it calls when it is imported
         from torch_geometric.data import Batch, Data
-    made = []
-    for place, (point, target) in enumerate(zip(POINTS, TARGETS, strict=True)):
-        nodes = 2 + place % 2
-        edges = torch.tensor([[0, 1], [1, 0]])
-        made.append(Data(x=point.expand(nodes, 3), edge_index=edges, y=target[None]))
-    return Batch.from_data_list(made)
-
-
-def of_sequences(model: nn.Module, batch: Any) -> Tensor:
-    padded = [
-        nn.functional.pad(sequence[:, 0], (0, 3 - len(sequence))) for sequence in unpack_sequence(batch["points"])
+    edges = torch.tensor([[0, 1], [1, 0]])
+    made = [
+        Data(x=point.expand(2 + place % 2, 3), edge_index=edges, y=target[None])
+        for place, (point, target) in enumerate(zip(POINTS, TARGETS, strict=True))
     ]
-    return model(torch.stack(padded))  # type: ignore[no-any-return]
-
-
-def of_graphs(model: nn.Module, batch: Any) -> Tensor:
-    # The mean over the nodes of each graph.
-    total = torch.zeros(batch.num_graphs, 3).index_add(0, batch.batch, batch.x)
-    return model(total / batch.batch.bincount()[:, None])  # type: ignore[no-any-return]
+    return Batch.from_data_list(made)
 
 
 def of_points(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.points)  # type: ignore[no-any-return]
 
 
-# A batch, the forward, and its targets.
-KINDS: dict[str, tuple[Callable[[], Any], Callable[[nn.Module, Any], Tensor], Callable[[Any], Tensor]]] = {
-    "dataclass": (lambda: Record(POINTS, TARGETS), of_points, lambda batch: batch.targets),
-    "sized": (lambda: Sized(POINTS, TARGETS), of_points, lambda batch: batch.targets),
-    "list of numbers": (  # rows that are weighed by them
-        lambda: {"points": POINTS, "weights": WEIGHTS},
-        lambda model, batch: model(batch["points"]) * torch.tensor(batch["weights"])[:, None],
-        lambda batch: batch["points"].sum(dim=1, keepdim=True),
-    ),
-    "PackedSequence": (packed, of_sequences, lambda batch: batch["targets"]),
-    "TensorDict": (
-        tensordict,
-        lambda model, batch: model(batch["points"]),
-        lambda batch: batch["nested", "targets"],
-    ),
-    "graphs": (graphs, of_graphs, lambda batch: batch.y),
+Kind = tuple[Callable[[], Any], Callable[[Any], list[Any]], Callable[[Any], Tensor]]
+# A batch, what each of its samples has, and its targets.
+KINDS: dict[str, Kind] = {
+    "dataclass": (lambda: Record(POINTS, TARGETS), lambda batch: list(batch.points), lambda batch: batch.targets),
+    "sized": (lambda: Sized(POINTS, TARGETS), lambda batch: list(batch.points), lambda batch: batch.targets),
+    "numbers": (lambda: {"y": TARGETS, "weights": WEIGHTS}, lambda batch: batch["weights"], lambda batch: batch["y"]),
+    "PackedSequence": (packed, lambda batch: unpack_sequence(batch["points"]), lambda batch: batch["targets"]),
+    "TensorDict": (tensordict, lambda batch: list(batch["points"]), lambda batch: batch["nested", "targets"]),
+    "graphs": (graphs, lambda batch: [graph.x for graph in batch.to_data_list()], lambda batch: batch.y),
 }
 # The package of graphs takes seconds to be imported.
 NEEDED = {"TensorDict": [needs("tensordict")], "graphs": [needs("torch_geometric"), pytest.mark.slow]}
 
 
-def train(batch: Any, task: Any, model: Any = None, **options: Any) -> tuple[pl.State, list[Any]]:
-    """Two batches; the last State, and the microbatches."""
-    model = nn.Linear(3, 1) if model is None else model
-    stream = pl.fit(model, [batch] * 2, task=task, optimizer=pl.optim.sgd(lr=0.01), max_duration="1ep", **options)
-    pairs = list(stream)
-    return pairs[-1][1], [state.microbatch for event, state in pairs if event is Event.BEFORE_FORWARD]
-
-
-def by_hand(batch: Any, task: Any, model: nn.Module) -> dict[str, Tensor]:
-    params = {name: value.detach() for name, value in model.named_parameters()}
-    for _ in range(2):
-        leaves = {name: value.requires_grad_() for name, value in params.items()}
-        outputs = torch.func.functional_call(_Task(model, task), {f"model.{n}": v for n, v in leaves.items()}, (batch,))
-        grads = torch.autograd.grad(task.loss(outputs, batch), list(leaves.values()))
-        pairs = zip(leaves.items(), grads, strict=True)
-        params = {name: (value - 0.01 * grad).detach() for (name, value), grad in pairs}
-    return params
-
-
-class _Task(nn.Module):
-    def __init__(self, model: nn.Module, task: Any) -> None:
-        super().__init__()
-        self.model, self.task = model, task
-
-    def forward(self, batch: Any) -> Tensor:
-        return self.task.forward(self.model, batch)  # type: ignore[no-any-return]
+def train(batch: Any, task: Any, **options: Any) -> pl.State:
+    """Two batches, as by hand; the last State."""
+    model = nn.Linear(3, 1)
+    state = pl.run(pl.fit(model, [batch] * 2, task=task, optimizer=pl.optim.sgd(lr=LR), max_duration="1ep", **options))
+    by_task = lambda module, batch, _: task.loss(task.forward(module, batch), batch).backward()  # noqa: E731
+    close(state.params, by_hand(model, [(batch, batch)] * 2, by_task, epochs=1), 1e-4)
+    return state
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDED.get(kind, [])) for kind in KINDS])
-def test_it_trains_as_by_hand_with_any_microbatch_size_and_is_moved_as_a_copy(kind: str) -> None:
-    make, forward, targets = KINDS[kind]
-    batch, model = make(), nn.Linear(3, 1)
-    task: Any = pl.Task(forward=forward, loss=lambda outputs, batch: mse(outputs, targets(batch)))
-    expected = by_hand(batch, task, model)
-    for size, sizes in ((None, [5]), (1, [1] * 5), (2, [2, 2, 1]), (3, [3, 2])):
-        state, pieces = train(batch, task, model, microbatch_size=size, strict=size != 1)
-        assert state.timestamp.sample == 2 * SAMPLES
-        assert [len(targets(piece)) for piece in pieces] == 2 * sizes
-        torch.testing.assert_close(dict(state.params), expected, rtol=1e-4, atol=1e-5)
+def test_it_is_counted_cut_and_moved_as_a_copy(kind: str) -> None:
+    make, samples, targets = KINDS[kind]
+    batch = make()
     assert num_samples(batch) == SAMPLES
+    for size, sizes in ((5, [5]), (1, [1] * 5), (2, [2, 2, 1]), (3, [3, 2])):
+        pieces = split(batch, size)
+        assert [len(targets(piece)) for piece in pieces] == [num_samples(piece) for piece in pieces] == sizes
+        assert torch.equal(torch.cat([targets(piece) for piece in pieces]), TARGETS)
+        found = [sample for piece in pieces for sample in samples(piece)]
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, samples(batch), strict=True)
+        )
     moved = to_device(batch, "meta")
     assert targets(moved).device.type == "meta"
     assert targets(batch).device.type == "cpu"
@@ -182,16 +141,19 @@ def test_it_trains_as_by_hand_with_any_microbatch_size_and_is_moved_as_a_copy(ki
     if kind == "PackedSequence":
         assert moved["points"].batch_sizes.is_cpu
         assert to_device(batch, "cpu")["points"].data is batch["points"].data
+    if kind == "graphs":  # they keep what they follow
+        (first, second) = split(type(batch).from_data_list(batch.to_data_list(), follow_batch=["y"]), 3)
+        assert (first.num_graphs, second.num_graphs) == (3, 2)
+        assert first.y_batch.tolist() == [0, 1, 2]
+        assert second.ptr.tolist() == [0, 3, 5]
 
 
-@pytest.mark.parametrize("enforce_sorted", [True, False])
-def test_packed_sequences_are_cut_in_their_order(enforce_sorted: bool) -> None:
-    lengths = (4, 3, 3, 1) if enforce_sorted else (1, 3, 4, 3)
-    sequences = [torch.full((length, 2), float(i)) for i, length in enumerate(lengths)]
-    pieces = split((pack_sequence(sequences, enforce_sorted=enforce_sorted), torch.arange(4)), 3)
-    assert [piece[1].tolist() for piece in pieces] == [[0, 1, 2], [3]]
-    got = [sequence for piece in pieces for sequence in unpack_sequence(piece[0])]
-    assert all(map(torch.equal, got, sequences))
+def test_packed_sequences_are_cut_in_their_order() -> None:
+    for lengths, enforce_sorted in (((4, 3, 3, 1), True), ((1, 3, 4, 3), False)):
+        sequences = [torch.full((length, 2), float(i)) for i, length in enumerate(lengths)]
+        pieces = split((pack_sequence(sequences, enforce_sorted=enforce_sorted), torch.arange(4)), 3)
+        assert [piece[1].tolist() for piece in pieces] == [[0, 1, 2], [3]]
+        assert all(map(torch.equal, [each for piece in pieces for each in unpack_sequence(piece[0])], sequences))
 
 
 def test_objects_are_moved_by_their_own_to_and_counted_as_the_task_says() -> None:
@@ -204,29 +166,19 @@ def test_objects_are_moved_by_their_own_to_and_counted_as_the_task_says() -> Non
         assert mine.points.is_cpu
     plain = pl.Task(forward=of_points, loss=lambda outputs, batch: mse(outputs, batch.targets))
     says = r"MovesItself.*task=pl.Task\(samples=.*split="
+    batch = MovesItself(POINTS, TARGETS)
     with pytest.raises(DataError, match=rf"can't count.*{says}"):
-        train(MovesItself(POINTS, TARGETS), plain)
+        train(batch, plain)
     counted = attrs.evolve(plain, samples=lambda batch: len(batch.points))
-    assert train(MovesItself(POINTS, TARGETS), counted)[0].timestamp.sample == 2 * SAMPLES
+    assert train(batch, counted).timestamp.sample == 2 * SAMPLES
     with pytest.raises(DataError, match=rf"can't (count|split).*{says}"):
-        train(MovesItself(POINTS, TARGETS), counted, microbatch_size=1)
+        train(batch, counted, microbatch_size=1)
 
     def cut(batch: Any, size: int) -> list[Any]:
         places = range(0, len(batch.points), size)
         return [MovesItself(batch.points[i : i + size], batch.targets[i : i + size]) for i in places]
 
-    model, batch, task = nn.Linear(3, 1), MovesItself(POINTS, TARGETS), attrs.evolve(counted, split=cut)
-    state, _ = train(batch, task, model, microbatch_size=2)
-    torch.testing.assert_close(dict(state.params), by_hand(batch, task, model))
-
-
-@needs("torch_geometric")
-@pytest.mark.slow  # the package takes seconds to be imported
-def test_graphs_keep_what_they_follow() -> None:
-    whole = graphs()
-    followed = type(whole).from_data_list(whole.to_data_list(), follow_batch=["y"])
-    (first, second) = split(followed, 3)
-    assert (first.num_graphs, second.num_graphs) == (3, 2)
-    assert torch.equal(first.x, whole.x[: len(first.x)])
-    assert first.y_batch.tolist() == [0, 1, 2]
-    assert second.ptr.tolist() == [0, 3, 5]
+    train(batch, attrs.evolve(counted, split=cut), microbatch_size=2)
+    for size in (None, 1, 2, 3):
+        record = Record(POINTS, TARGETS)
+        assert train(record, plain, microbatch_size=size, strict=size != 1).timestamp.sample == 2 * SAMPLES

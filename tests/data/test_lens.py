@@ -15,35 +15,13 @@ import pure_loop as pl
 from pure_loop.lens import part_of, with_part
 
 Named = namedtuple("Named", ["x", "y"])
-
-
-@dataclasses.dataclass
-class Data:
-    x: int
-    y: int
-
-
-@attrs.frozen
-class Record:
-    x: int
-    y: int
-
-
+Data = dataclasses.make_dataclass("Data", ["x", "y"])
+Record = attrs.make_class("Record", ["x", "y"], frozen=True)
 FLIPPED = pl.Lens(lambda batch: batch[1][0], lambda batch, value: (batch[0], [value, *batch[1][1:]]))
-
 BATCHES: list[tuple[Any, Any]] = [
-    ((1, 2), 0),
-    ([1, 2], 0),
-    ((2, 1), -1),
-    ({"x": 1, "y": 2}, "x"),
-    (UserDict(x=1, y=2), "x"),
-    (pl.FrozenDict(x=1, y=2), "x"),
-    (Named(1, 2), "x"),
-    (Named(1, 2), 0),
-    (Data(1, 2), "x"),
-    (Record(1, 2), "x"),
-    (SimpleNamespace(x=1, y=2), "x"),
-    ((2, [1, 3]), FLIPPED),
+    *(((1, 2), 0), ([1, 2], 0), ((2, 1), -1), ({"x": 1, "y": 2}, "x"), (UserDict(x=1, y=2), "x")),
+    *((pl.FrozenDict(x=1, y=2), "x"), (Named(1, 2), "x"), (Named(1, 2), 0), (Data(1, 2), "x"), (Record(1, 2), "x")),
+    *((SimpleNamespace(x=1, y=2), "x"), ((2, [1, 3]), FLIPPED)),
 ]
 
 
@@ -59,27 +37,21 @@ def test_a_part_and_another_batch_with_it() -> None:
 
 
 def test_a_tensor_is_its_own_inputs() -> None:
-    batch = torch.ones(3, 2)
+    batch, other = torch.ones(3, 2), torch.zeros(3, 2)
     assert part_of(batch, 0, "f", "input_key") is batch
-    other = torch.zeros(3, 2)
     assert with_part(batch, 0, other) is other
     with pytest.raises(pl.DataError, match=r"a batch is a Tensor and has no batch\[1\]"):
         part_of(batch, 1, "f", "target_key")
 
 
-WITHOUT: list[tuple[Any, Any]] = [
-    *(({"x": 1}, "y"), ({"x": 1}, "items"), ((1,), 1), ((1,), "count"), (Data(1, 2), "z"), (torch.ones(2), "shape"))
-]
+X: Any = {"x": 1}
+WITHOUT = ((X, "y"), (X, "items"), ((1,), 1), ((1,), "count"), (Data(1, 2), "z"), (torch.ones(2), "shape"))
 
 
-def test_a_batch_without_the_part() -> None:
+def test_what_is_no_part_and_no_lens() -> None:
+    says = r'^mixup: a batch is a .* and has no batch.*mixup\(target_key="labels"\)'
     for batch, key in WITHOUT:
-        with pytest.raises(
-            pl.DataError, match=r'^mixup: a batch is a .* and has no batch.*mixup\(target_key="labels"\)'
-        ):
+        with pytest.raises(pl.DataError, match=says):
             part_of(batch, key, "mixup", "target_key")
-
-
-def test_a_lens_is_two_functions() -> None:
     with pytest.raises(pl.ArgumentTypeError, match="Lens: put=3 is not a function"):
         pl.Lens(len, 3)  # type: ignore[arg-type]

@@ -1,309 +1,378 @@
-"""Where batches come from: the same ones for the same epoch and position, whatever happens around them."""
+"""Over everything that can be a dataloader: batches are those of the seed, the epoch and the position.
+
+What is right is asked of a loop by hand over a new object: whether two of its epochs differ, whether it depends on the
+global generators, and which samples an epoch has.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    RandomSampler,
-    Sampler,
-    Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import RandomSampler, Sampler, Subset, TensorDataset
 
+import pure_loop as pl
+from pure_loop import Event
+from pure_loop.data.copies import Private
 from pure_loop.data.dataloaders import source
 from pure_loop.data.group import Share
-from tests.support.loaders import (
-    Again,
-    Augmented,
-    Custom,
-    CustomBatches,
-    Made,
-    SizedStream,
-    Stream,
-    Together,
-    noise,
-    noisy_collate,
-    same,
-    scramble,
-    snapshot,
-    table,
-)
+from tests.support import loaders
+from tests.support.loaders import COUNTING, LOADERS, Counted, Make, N, loader, order_of, same, snapshot, surrounded
 from tests.support.tiers import examples
 
 
-class Eager:
-    """Draws when it is asked for an iterator."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([int(i) for i in np.random.permutation(self.n)])
+def samples(batches: list[Any]) -> list[int]:
+    """The samples in their order, and other numbers that batches have."""
+    return [int(value) for leaf in tree_leaves(batches) for value in torch.as_tensor(leaf).double().reshape(-1)]
 
 
-class Doubling(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            yield batch, torch.rand(2)
+def parts_of(value: Any) -> list[Any]:
+    """What is reachable from a loader by attributes, in containers and in functions."""
+    found: list[Any] = []
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if any(value is each for each in found) or isinstance(value, type | torch.Tensor):
+            continue
+        found.append(value)
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value
+        elif isinstance(value, functools.partial):
+            pending += value.args
+        elif callable(value):
+            pending += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+            pending.append(getattr(value, "__self__", None))
+        elif isinstance(value, loaders.Record):
+            pending.append(value.loader)
+        else:
+            pending += getattr(value, "__dict__", {}).values()
+    return found
 
 
-Make = Callable[[int, int], Any]
-
-BY_INDEX: dict[str, Make] = {
-    "sequential": lambda n, b: DataLoader(Augmented(n), batch_size=b),
-    "shuffle": lambda n, b: DataLoader(Augmented(n), batch_size=b, shuffle=True),
-    "drop last": lambda n, b: DataLoader(Augmented(n + b), batch_size=b, shuffle=True, drop_last=True),
-    "their generator": lambda n, b: DataLoader(Augmented(n), b, shuffle=True, generator=torch.Generator()),
-    "with replacement": lambda n, b: DataLoader(Augmented(n), b, sampler=RandomSampler(range(n), True, n + 3)),
-    "weighted": lambda n, b: DataLoader(Augmented(n), b, sampler=WeightedRandomSampler([1.0] * n, n)),
-    "subset random": lambda n, b: DataLoader(Augmented(n), b, sampler=SubsetRandomSampler(range(0, n, 2))),
-    "lazy": lambda n, b: DataLoader(Augmented(n), batch_size=b, sampler=Custom(n, "lazy")),
-    "in place": lambda n, b: DataLoader(Augmented(n), batch_size=b, sampler=Custom(n, "in place")),
-    "own generators": lambda n, b: DataLoader(Augmented(n), batch_size=b, sampler=Custom(n, "own")),
-    "set_epoch": lambda n, b: DataLoader(Augmented(n), batch_size=b, sampler=Custom(n, "set_epoch")),
-    "list of indices": lambda n, b: DataLoader(Augmented(n), batch_size=b, sampler=[*range(n), 0]),  # type: ignore[arg-type]
-    "batch sampler": lambda n, b: DataLoader(
-        Augmented(n), batch_sampler=BatchSampler(RandomSampler(range(n)), b, False)
-    ),
-    "custom batches": lambda n, b: DataLoader(Augmented(n), batch_sampler=CustomBatches(n)),
-    "no batches": lambda n, b: DataLoader(Augmented(n), batch_size=None, shuffle=True),
-    "batches by index": lambda n, b: DataLoader(
-        Augmented(n), batch_size=None, sampler=BatchSampler(Custom(n, "lazy"), b, False)
-    ),
-    "getitems": lambda n, b: DataLoader(Together(n), batch_size=b, shuffle=True),
-    "noisy collate": lambda n, b: DataLoader(Augmented(n), batch_size=b, shuffle=True, collate_fn=noisy_collate),
-}
-OTHERS: dict[str, Make] = {
-    "list": lambda n, b: [torch.full((b,), float(i)) for i in range(n)],
-    "tuple": lambda n, b: tuple(torch.full((b,), float(i)) for i in range(n)),
-    "made": lambda n, b: Made(n),
-    "table": lambda n, b: DataLoader(table(n), batch_size=b, shuffle=True),
-    "table, noisy collate": lambda n, b: DataLoader(table(n), batch_size=b, shuffle=True, collate_fn=noisy_collate),
-    "subset of a table": lambda n, b: DataLoader(Subset(table(n + 2), range(1, n + 1)), batch_size=b, shuffle=True),
-    "tables": lambda n, b: DataLoader(ConcatDataset([table(n), table(2)]), batch_size=b, shuffle=True),
-    "numbers": lambda n, b: DataLoader(range(n), batch_size=b, sampler=Custom(n, "lazy")),  # type: ignore[arg-type]
-    "eager": lambda n, b: DataLoader(range(n), batch_size=None, sampler=Eager(n)),  # type: ignore[arg-type]
-    "stream": lambda n, b: DataLoader(Stream(n), batch_size=b),
-    "sized stream": lambda n, b: DataLoader(SizedStream(n), batch_size=b, drop_last=n % b > 0 and n > b),
-    "stream without batches": lambda n, b: DataLoader(Stream(n), batch_size=None, generator=torch.Generator()),
-    "bare stream": lambda n, b: Stream(n),
-    "again": lambda n, b: Again(n),
-    "loader of its own kind": lambda n, b: Doubling(Augmented(n), batch_size=b, sampler=Custom(n, "own")),
-}
-KINDS = BY_INDEX | OTHERS
-
-kinds = st.sampled_from(sorted(KINDS))
-seeds = st.integers(0, 2**32 - 1)
+def by_hand(make: Make, seed: int, epochs: int) -> list[list[int]]:
+    """Passes over a new object, which is told the epoch where a part of it has a ``set_epoch``."""
+    given = make()
+    parts = [part for part in parts_of(given) if callable(getattr(part, "set_epoch", None))]
+    loaders.scramble(seed)
+    result = []
+    for epoch in range(epochs):
+        for part in parts:
+            part.set_epoch(epoch)
+        result.append(samples(list(given)))
+    return result
 
 
-def visible(value: Any, depth: int = 0) -> Any:
-    """What a user can see of a loader, its sampler, its dataset and their generators."""
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state())
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [visible(each, depth + 1) for each in value]
-    if hasattr(value, "__dict__") and depth < 4:
-        return {k: (id(v), visible(v, depth + 1)) for k, v in vars(value).items() if k != "loads"}
-    return repr(value)
-
-
-UNSIZED = ("custom batches", "stream", "stream without batches", "bare stream", "again")
-
-
-@examples(80, 800)
-@given(
-    kind=kinds,
-    n=st.integers(1, 9),
-    size=st.integers(1, 4),
-    epoch=st.integers(0, 2),
-    start=st.integers(0, 10),
-    limit=st.none() | st.integers(1, 6),
-    scrambled=st.tuples(seeds, seeds),
-    other=kinds | st.none(),
-)
-def test_batches_are_those_of_the_seed_and_the_epoch(
-    kind: str, n: int, size: int, epoch: int, start: int, limit: int | None, scrambled: tuple[int, int], other: Any
-) -> None:
-    """Whatever global generators are, which stay as they were, as do the user's objects; and whatever was iterated
-    before, in between, or beside it."""
-    # Without a length of its own, `limit` divides what a loader gives into epochs: see test_sources_passes.py.
-    limit = None if kind in UNSIZED else limit
-    loader = KINDS[kind](n, size)
-    shown = visible(loader)
-
-    def made(loader: Any, stream: str = "train", limit: int | None = limit) -> Any:
-        return source(loader, seed=3, stream=stream, batches_per_epoch=limit)
-
-    data = made(loader)
-    scramble(scrambled[0])
-    before = snapshot()
-    for number in range(epoch + 1):
-        whole = []
-        for batch in data.epoch(number):
+def by_source(make: Make, seed: int, epochs: int, limit: int | None = None) -> list[list[Any]]:
+    """The batches of epochs: global generators may be anything, and stay so; by hand the object is as a new one."""
+    given, seen, result = make(), 0, []
+    with closing(source(given, seed=seed, stream="train", batches_per_epoch=limit)) as data:
+        for epoch in range(epochs):
+            loaders.scramble(epoch)
+            before, batches = snapshot(), []
+            for batch in data.epoch(epoch, 0, seen):
+                assert snapshot() == before
+                batches.append(batch)
+                loaders.scramble(len(batches))
+                before = snapshot()
             assert snapshot() == before
-            whole.append(batch)
-    assert snapshot() == before
-    assert whole
-    assert data.length == (None if kind in UNSIZED else len(whole))
-    assert limit is None or len(whole) <= limit
-    assert same(list(made(KINDS[kind](n, size), limit=None).epoch(epoch))[: len(whole)], whole)
-    scramble(scrambled[1])
-    again = []
-    for batch in made(KINDS[kind](n, size)).epoch(epoch):
-        again.append(batch)
-        random.random(), np.random.rand(), torch.rand(1)  # what the training loop does meanwhile
-    assert same(again, whole)
-    # Going on loads nothing that was seen.
-    before = snapshot()
-    if kind in BY_INDEX:
-        loader.dataset.loads = 0
-    assert same(list(data.epoch(epoch, start=start)), whole[start:])
-    if kind in BY_INDEX:
-        assert loader.dataset.loads == len(_names(whole[start:]))
-    # Another source in turn, over this object or another one.
-    beside = made(loader if other is None else KINDS[other](n, size), stream="val", limit=None)
-    alone = list(beside.epoch(1))
-    running, turns = [data.epoch(epoch), beside.epoch(1), data.epoch(epoch)], [[], [], []]  # type: ignore[var-annotated]
-    for _ in range(max(len(whole), len(alone)) + 1):
-        for turn, batches in zip(turns, running, strict=True):
-            turn.extend(batch for batch in [next(batches, None)] if batch is not None)
-    assert same(turns, [whole, alone, whole])
-    stopped = data.epoch(epoch + 1)
-    for _ in range(start):
-        next(stopped, None)
-    stopped.close()
-    data.close()
-    assert snapshot() == before
-    assert visible(loader) == shown
+            result.append(batches)
+            seen += len(batches)
+        assert data.loader_length in (None, seen // epochs) or limit
+    assert by_hand(lambda: given, 0, 1) == by_hand(make, 0, 1), "the object was changed"
+    return result
 
 
-def order(kind: str, n: int) -> list[int]:
-    return [
-        int(i) for i in source(DataLoader(range(n), None, sampler=Custom(n, kind)), seed=0, stream="train").epoch(0)
-    ]  # type: ignore[arg-type]
+def distinct(*orders: list[int]) -> bool:
+    return all(one != other for one, other in itertools.combinations(orders, 2))
 
 
-@settings(max_examples=25)
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 8), st.sampled_from(["in place", "lazy", "own"]), seeds)
-def test_an_error_in_the_dataset_passes_and_leaves_the_state(
-    n: int, size: int, broken: int, sampler: str, scrambled: int
+def check(
+    make: Make, limit: Any = None, epochs: int = 3, point: int = 1, counts: bool = False, workers: bool = False
 ) -> None:
-    loader = DataLoader(Augmented(n, broken), batch_size=size, sampler=Custom(n, sampler))
-    scramble(scrambled)
-    before = snapshot()
-    got: list[Any] = []
-    with pytest.raises(LookupError, match=f"sample {broken}") if broken in order(sampler, n) else nullcontext():
-        got.extend(source(loader, seed=0, stream="train").epoch(0))
-    assert f"name {broken}" not in _names(got)
-    assert snapshot() == before
+    """The law. ``make`` gives an object that was never iterated over; it resumes at a point of each epoch."""
+    hand, other_hand = by_hand(make, 0, epochs), by_hand(make, 1, epochs)
+    batches, others = (by_source(make, seed, epochs, limit) for seed in (0, 1))
+    orders, other_orders = [list(map(samples, each)) for each in (batches, others)]
+    if counts and limit is None:
+        assert orders == hand, "epoch k is not pass k"
+    if len(orders[0]) >= 6:  # of fewer samples two orders may be equal
+        if distinct(*hand):
+            assert distinct(*orders), "one order for ever"
+        if distinct(hand[0], other_hand[0]):
+            assert distinct(orders[0], other_orders[0]), "one order for every seed"
+            assert epochs == 1 or distinct(orders[1], other_orders[1])
+    if limit is None:
+        wanted, got, other = [list(map(Counter, each)) for each in (hand, orders, other_hand)]
+        if wanted == other and all(each == wanted[0] for each in wanted):
+            assert got == wanted, "other samples than by hand"
+        else:  # drop_last leaves out other ones in each epoch
+            assert [sorted(each.values()) for each in got] == [sorted(each.values()) for each in wanted]
+        if not workers and hand == other_hand and not distinct(*hand):  # workers that stay don't hear set_epoch
+            assert orders == hand, "what is deterministic by itself is as by hand"
+    assert same(by_source(make, 0, epochs, limit), batches), "another run with the same seed differs"
+    sizes = list(itertools.accumulate(map(len, batches), initial=0))
+    for epoch, expected in enumerate(batches):
+        start = point % len(expected)
+        with closing(source(make(), seed=0, stream="train", batches_per_epoch=limit)) as resumed:
+            assert same(list(resumed.epoch(epoch, start, sizes[epoch] + start)), expected[start:]), (epoch, start)
+            if epoch + 1 < epochs:
+                assert same(list(resumed.epoch(epoch + 1, 0, sizes[epoch + 1])), batches[epoch + 1]), epoch
 
 
-def test_an_error_in_a_sampler_comes_after_what_it_gave_before() -> None:
-    class Failing(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            yield from range(5)
-            noise()
-            raise LookupError("sampler")
-
-    before = snapshot()
-    got: list[Any] = []
-    batches = source(DataLoader(Augmented(9), batch_size=2, sampler=Failing()), seed=0, stream="train").epoch(0)
-    with pytest.raises(LookupError, match="sampler"):
-        got.extend(batches)
-    assert len(got) == 2
-    assert snapshot() == before
+def cut(given: Any, limit: int | None) -> int | None:
+    """A limit for each epoch, not above the length of what has one."""
+    length = source(given, seed=0, stream="train").loader_length
+    return limit if limit is None or length is None else min(limit, length)
 
 
-def _names(batch: Any) -> list[str]:
-    if isinstance(batch, str):
-        return [batch]
-    return [] if isinstance(batch, torch.Tensor) else [name for each in batch for name in _names(each)]
+kinds, EVERY = st.sampled_from(sorted(LOADERS | COUNTING)), LOADERS | COUNTING
+around = st.lists(st.sampled_from(sorted(loaders.WRAPPERS)), max_size=3)
+
+
+def test_each_kind_by_itself() -> None:
+    """Epoch k of what counts its passes is pass k, in whatever it counts."""
+    for kind, make in EVERY.items():
+        check(make, epochs=2, counts=kind in COUNTING)
+
+
+@examples(60, 2000)
+@given(kinds, around, st.none() | st.sampled_from([2, 3, 7]), st.integers(1, 4), st.integers(0, N))
+@example("shuffle", ["wrapper"], 2, 3, 1)
+@example("bare stream with epochs", [], None, 3, 1)
+@example("own loader, random sampler", [], None, 3, 1)
+def test_over_everything_that_can_be_a_dataloader(kind: str, around: Any, limit: Any, epochs: int, point: int) -> None:
+    """Two epochs differ and two seeds differ where they do by hand, resumption equals, no sample comes twice.
+
+    In wrappers of wrappers, in containers and records, in functions; whole epochs and such that are cut.
+    """
+    make = functools.partial(surrounded, EVERY[kind], around)
+    check(make, cut(make(), limit), epochs, point, counts=kind in COUNTING)
+
+
+IN_WORKERS: dict[str, Callable[..., Any]] = {
+    "shuffle": lambda **options: loader(shuffle=True, **options),
+    "own sampler": lambda **options: loader(sampler=loaders.DRAWN["numpy"](), **options),
+    "stream, random sampler": lambda **options: loader(loaders.Stream(RandomSampler(range(N))), **options),
+    "stream, own sampler": lambda **options: loader(loaders.Stream(loaders.DRAWN["global python"]()), **options),
+    "stream with epochs": lambda **options: loader(loaders.StreamWithEpochs(RandomSampler(range(N))), **options),
+    "stream of a sampler with epochs": lambda **options: loader(loaders.Stream(loaders.Knowing()), **options),
+    "stream of a stream": lambda **options: loader(loaders.Stream(LOADERS["bare stream with epochs"]()), **options),
+    "counting stream": lambda **options: loader(loaders.CountingStream(), **options),
+    "counting at its end": lambda **options: loader(loaders.CountingStreamAtTheEnd(), **options),
+}
+
+
+@pytest.mark.slow  # processes
+@pytest.mark.parametrize("persistent", [False, True])
+def test_over_everything_in_workers(persistent: bool) -> None:
+    """By itself and in a wrapper, with one worker or two."""
+    options: dict[str, Any] = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
+    cases: list[tuple[str, list[str]]] = [(kind, []) for kind in IN_WORKERS]
+    cases += [("shuffle", ["wrapper"]), ("stream, own sampler", ["set_epoch", "list"]), ("counting stream", ["lambda"])]
+    for number, (kind, around) in enumerate(cases):
+        workers = 1 if "counting" in kind or around else 1 + number % 2
+        make = functools.partial(IN_WORKERS[kind], num_workers=workers, **options)
+        check(functools.partial(surrounded, make, around), epochs=2, workers=True)
+        gc.collect()  # a loader that was gone through by hand has its workers until it is collected
+
+
+def test_two_workers_have_two_orders() -> None:
+    """As by hand: each worker's copy of a sampler draws by itself, so that the same samples don't come in pairs."""
+    for kind, stays in ((loaders.Stream, True), (loaders.StreamWithEpochs, False)):
+        given = loader(kind(RandomSampler(range(N))), size=None, num_workers=2, persistent_workers=stays)
+        with closing(source(given, seed=0, stream="train")) as data:
+            order = samples(list(data.epoch(0)))
+        assert sorted(order) == sorted([*range(N)] * 2)
+        assert order[::2] != order[1::2]
+
+
+class LacksPass(Private[Any]):
+    def begin(self, seed: int, epoch: int) -> Any:
+        return super().begin(0, epoch)
+
+
+class LacksRun(Private[Any]):
+    def begin(self, seed: int, epoch: int) -> Any:
+        return super().begin(epoch, epoch)
+
+
+class LacksReplay(Private[Any]):
+    """Passes are taken for independent of those before."""
+
+    independent = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "make", "message"),
+    [
+        (LacksPass, LOADERS["table"], "one order for ever"),
+        (LacksRun, LOADERS["table"], "one order for every seed"),
+        (LacksReplay, COUNTING["number"], r"\(1, 1\)"),
+    ],
+)
+def test_a_wrong_source_breaks_the_law(wrong: Any, make: Make, message: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pure_loop.data.source.Private", wrong)
+    with pytest.raises(AssertionError, match=message):
+        check(lambda: surrounded(make, ["wrapper"]))
+
+
+# What is peculiar to one kind
+
+
+def epoch_of(given: Any, epoch: int = 0, start: int = 0, stream: str = "train") -> list[Any]:
+    return list(source(given, seed=0, stream=stream).epoch(epoch, start))
+
+
+def test_what_was_seen_is_not_loaded_again() -> None:
+    for kind in ("shuffle", "in place", "getitems", "batches by index", "random batches", "collate", "samples"):
+        given = EVERY[kind]()
+        rest = epoch_of(given, 1, 2)
+        loaded = len(rest) if kind in ("batches by index", "samples") else sum(len(tree_leaves(b)[0]) for b in rest)
+        assert given.dataset.loads == loaded, kind
+
+
+def test_streams_differ_and_sources_in_turn_are_as_alone() -> None:
+    given, other = LOADERS["shuffle"](), LOADERS["own loader, own sampler"]()
+    alone = [epoch_of(given), epoch_of(other, 1, stream="val"), epoch_of(given)]
+    assert not same(alone[0], epoch_of(given, stream="val"))
+    data = source(given, seed=0, stream="train")
+    turns = zip(data.epoch(0), source(other, seed=0, stream="val").epoch(1), data.epoch(0), strict=True)
+    assert same([list(batches) for batches in zip(*turns, strict=True)], alone)
 
 
 def test_long_orders_are_skipped_across_blocks() -> None:
-    data = source(DataLoader(Augmented(140), batch_size=1, sampler=Custom(140, "lazy")), seed=0, stream="train")
-    whole = list(data.epoch(0))
+    sampler = loaders.Drawn(lambda _: (random.randrange(9) for _ in range(140)))
+    sampler.n = 140
+    given = loader(range(140), size=1, sampler=sampler)
+    whole = epoch_of(given)
     assert len(whole) == 140
-    assert _names(whole[:64]) != _names(whole[64:128])
+    assert not same(whole[:64], whole[64:128])
     for start in (1, 63, 64, 65, 128, 139):
-        assert same(list(data.epoch(0, start=start)), whole[start:])
+        assert same(epoch_of(given, start=start), whole[start:])
 
 
-def test_epochs_and_streams_and_seeds_differ() -> None:
-    for kind in sorted(KINDS.keys() - {"list", "tuple", "list of indices"}):
-        loader = KINDS[kind](40, 3)
-        runs = [
-            list(source(loader, seed=seed, stream=stream).epoch(epoch))
-            for seed, stream, epoch in [(0, "train", 0), (0, "train", 1), (0, "val", 0), (1, "train", 0)]
-        ]
-        assert not any(same(a, b) for i, a in enumerate(runs) for b in runs[:i]), kind
-        batches = [batch for run in runs for batch in run]
-        if kind != "eager":  # whose batches are single indices, which come again
-            assert not any(same(a, b) for i, a in enumerate(batches) for b in batches[:i]), kind
+def test_an_error_passes_and_leaves_the_generators() -> None:
+    """In a dataset; and in a sampler after what it gave before."""
+
+    class Failing(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(5)
+            loaders.noise()
+            raise LookupError("sampler")
+
+    for sampler in (*loaders.DRAWN.values(), Failing):
+        broken = None if sampler is Failing else 4
+        before, got = snapshot(), list[Any]()
+        batches = source(loader(loaders.Items(broken=broken), 2, sampler=sampler()), seed=0, stream="train").epoch(0)
+        with pytest.raises(LookupError, match="sampler" if sampler is Failing else "sample 4"):
+            got.extend(batches)
+        assert samples(got) == [0, 1, 2, 3] if sampler is Failing else 4 not in samples(got)
+        assert snapshot() == before
 
 
-def test_set_epoch_reaches_copies_of_samplers_and_streams() -> None:
-    sampler, stream = Custom(20, "set_epoch"), Stream(2)
-    for epoch in (0, 3):
-        order = torch.randperm(20, generator=torch.Generator().manual_seed(epoch)).tolist()
-        drawn = source(DataLoader(range(20), batch_size=20, sampler=sampler), seed=0, stream="a").epoch(epoch)  # type: ignore[arg-type]
-        assert next(drawn).tolist() == order
-        for loader in (stream, DataLoader(stream, batch_size=None)):
-            assert [x[1].item() for x in source(loader, seed=0, stream="a").epoch(epoch)] == [epoch, epoch]
-    assert sampler.epoch == stream.epoch == 0
-
-
-@settings(max_examples=25)
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 9), seeds)
-def test_a_tables_rows_are_what_its_loader_gives(n: int, size: int, stop: int, seed: int) -> None:
-    for dataset in (table(n), Subset(table(n), torch.arange(n))):  # type: ignore[arg-type]
-        loader = DataLoader(dataset, batch_size=size, sampler=[*range(n), -1])  # type: ignore[arg-type, list-item]
-        got, expected = list(source(loader, seed=seed, stream="train").epoch(stop)), list(loader)
+def test_a_tables_rows_are_what_its_loader_gives() -> None:
+    image = torch.arange(5 * 12.0).reshape(5, 3, 2, 2).to(memory_format=torch.channels_last)
+    whole = TensorDataset(image, torch.arange(5))
+    for dataset in (whole, Subset(whole, torch.arange(5))):  # type: ignore[arg-type]
+        given = loader(dataset, 2, sampler=[*range(5), -1])
+        got, expected = epoch_of(given), list(given)
         assert same(got, expected)
         for mine, theirs in zip(got, expected, strict=True):
             assert [x.stride() for x in mine] == [x.stride() for x in theirs]
-            assert mine[0].untyped_storage().data_ptr() != table(n).tensors[0].untyped_storage().data_ptr()
+            assert mine[0].untyped_storage().data_ptr() != image.untyped_storage().data_ptr()
 
 
 def test_a_batch_is_let_go_of_when_the_next_one_is_asked_for() -> None:
-    class Loader:
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return (torch.full((2,), float(i)) for i in range(4))
-
-    batches = source(Loader(), seed=0, stream="train").epoch(0)
+    given = surrounded(lambda: [None], ["lambda"])
+    given.make = lambda: (torch.full((2,), float(i)) for i in range(4))
+    batches = source(given, seed=0, stream="train").epoch(0)
     seen = [weakref.ref(next(batches)), weakref.ref(next(batches)), weakref.ref(next(batches))]
     assert [each() for each in seen[:2]] == [None, None]
 
 
 def test_a_part_of_a_batch_that_ends_an_iteration_ends_no_epoch() -> None:
-    def split(batch: Any, size: int) -> list[Any]:
-        return [next(iter(()))]
-
-    share = Share(0, 2, len, split)
+    share = Share(0, 2, len, lambda batch, size: [next(iter(()))])
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(source([torch.zeros(4)] * 3, seed=0, stream="train", share=share).epoch(0))
+
+
+def test_streams_that_change_nothing_are_not_gone_through_again() -> None:
+    """Going on in epoch 2 draws what was seen of epoch 2, and of the epochs before it no more than a first batch.
+
+    That shows of a stream that changes its attributes whether ``set_epoch`` says what a pass is.
+    """
+    drawn: list[int] = []
+
+    def draws(_: Any) -> Iterator[int]:
+        return (drawn.append(i) or i for i in range(4))  # type: ignore[func-returns-value]
+
+    class Knows(loaders.StreamWithEpochs):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.passes += 1
+            yield from (each + 10 * self.epoch for each in super().__iter__())
+
+    for kind, wanted in ((loaders.Stream, [1, 2, 3]), (Knows, [21, 22, 23])):
+        drawn.clear()
+        assert samples(epoch_of(loader(kind(loaders.Drawn(draws)), size=None), 2, 1)) == wanted
+        assert drawn[-4:] == [0, 1, 2, 3]
+        assert set(drawn[:-4]) <= {0}
+        assert len(drawn) <= 7
+
+
+def test_what_is_changed_in_a_sampler_holds_from_the_next_epoch_on() -> None:
+    """As by hand: attributes set, lists and arrays written to; what is not changed is counted further."""
+
+    class Outer(Sampler[int]):
+        def __init__(self) -> None:
+            self.inner, self.weights, self.extra = Counted(n=4), [0, 0], list[int]()
+
+        def __iter__(self) -> Iterator[int]:
+            yield from self.inner
+            yield from [0] * self.weights[0] if self.extra else []
+
+    sampler = Outer()
+    data = source(loader(size=4, sampler=sampler), seed=0, stream="train")
+    for _ in range(3):  # evaluations all see the first pass
+        assert samples(list(data.epoch(0))) == order_of(0, 4)
+    sampler.inner.n = 3
+    assert samples([next(data.epoch(1))]) == order_of(1, 3)
+    list(data.epoch(0)), list(data.epoch(1))
+    sampler.weights[0] = 1
+    sampler.extra = [1]
+    assert samples([next(data.epoch(2))]) == [*order_of(2, 3), 0]
+    assert sampler.inner.held == 0
+
+
+def test_a_run_resumes_from_each_state() -> None:
+    """Over a counter that no epoch is told; with the sampler that was used, and with a new one."""
+    task = pl.Task(
+        forward=lambda model, batch: model(batch.float()[:, None]), loss=lambda outputs, batch: outputs.mean()
+    )
+    used = loader(sampler=Counted())
+
+    def run(start: Any, data: Any) -> list[pl.State]:
+        stream = pl.fit(start, data, task=task, optimizer=pl.optim.sgd(lr=1e-4), max_duration="2ep", seed=3)
+        return [state for event, state in stream if event is Event.BATCH_END]
+
+    states = run(torch.nn.Linear(1, 1), used)
+    assert samples([state.batch for state in states]) == order_of(0) + order_of(1)
+    for number, state in enumerate(states[:-1]):
+        rest = run(state, used if number % 2 else loader(sampler=Counted()))
+        assert same([each.batch for each in rest], [each.batch for each in states[number + 1 :]])
+        assert torch.equal(rest[-1].params["weight"], states[-1].params["weight"])

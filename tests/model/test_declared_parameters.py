@@ -13,12 +13,9 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.random import seeded
-from tests.support.problem import close, noise
-from tests.support.worlds import KINDS, pool
-
-mse = nn.functional.mse_loss
-DATA = [(torch.randn(4, 3, generator=noise(i)), torch.randn(4, 2, generator=noise(i + 9))) for i in range(4)]
+from tests.support.holding import DATA, WAYS, ends, fit, last, made, mse
+from tests.support.problem import close
+from tests.support.worlds import pool
 
 
 class Named(nn.Parameter):
@@ -41,25 +38,20 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
         self.gain, self.plain = Named("gain", 4), nn.Parameter(torch.ones(4))
         self.first.bias._no_weight_decay = self.last.bias._no_weight_decay = True  # type: ignore[attr-defined]
         self.plain.options = {"scale": 0.5}  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         hidden = torch.tanh(self.first(x)) * self.gain.doubled() + self.plain * self.plain.options["scale"]
         return self.last(hidden)
 
 
 class Marked(nn.Linear):
     def __init__(self) -> None:
-        super().__init__(3, 2)
+        super().__init__(4, 2)
         self.bias._no_weight_decay = True  # type: ignore[attr-defined]
-
-
-def made(cls: Any = Net) -> Any:
-    with seeded(0):
-        return cls()
 
 
 def label(name: str, tensor: Tensor) -> str:
@@ -68,69 +60,43 @@ def label(name: str, tensor: Tensor) -> str:
     return "no_decay" if getattr(tensor, "_no_weight_decay", False) else "decay"
 
 
-def optimizer(nested: bool = False) -> pl.optim.Optimizer:
-    parts = {
-        "decay": pl.optim.sgd(lr=0.1, weight_decay=0.5),
-        "no_decay": pl.optim.sgd(lr=0.1),
-        "named": pl.optim.sgd(lr=0.01, momentum=0.9),
-    }
-    whole = pl.optim.partition(parts, label=label)
-    return pl.optim.partition({"all": whole}, label=lambda name, tensor: "all") if nested else whole
+OPTIONS: dict[str, Any] = {"decay": {"weight_decay": 0.5}, "no_decay": {}, "named": {"momentum": 0.9}}
+OPTIMIZER = pl.optim.partition({name: pl.optim.sgd(0.1, **options) for name, options in OPTIONS.items()}, label=label)
+NESTED = pl.optim.partition({"all": OPTIMIZER}, label=lambda name, tensor: "all")
+
+
+def run(start: Any, **options: Any) -> pl.State:
+    return pl.run(fit(start, **{"optimizer": OPTIMIZER, **options}))
 
 
 def by_hand(cls: Any = Net) -> dict[str, Tensor]:
-    module = made(cls)
-    groups: dict[str, list[Tensor]] = {"decay": [], "no_decay": [], "named": []}
-    for name, param in module.named_parameters():
-        groups[label(name, param)].append(param)
-    reference = torch.optim.SGD(
-        [
-            {"params": groups["decay"], "weight_decay": 0.5},
-            {"params": groups["no_decay"]},
-            {"params": groups["named"], "lr": 0.01, "momentum": 0.9},
-        ],
-        lr=0.1,
-    )
-    for inputs, targets in DATA:
-        reference.zero_grad()
-        mse(module(inputs), targets).backward()
-        reference.step()
+    def groups(params: list[Any]) -> torch.optim.Optimizer:
+        parts = {name: [param for param in params if label("", param) == name] for name in OPTIONS}
+        return torch.optim.SGD([{"params": part, **OPTIONS[name]} for name, part in parts.items()], lr=0.1)
+
+    module = last(made(cls), optimizer=groups)
     return {name: param.detach() for name, param in module.named_parameters()}
-
-
-def fit(start: Any, nested: bool = False, **options: Any) -> Any:
-    settings: dict[str, Any] = {"loss": mse, "optimizer": optimizer(nested), "max_duration": "1ep"}
-    return pl.fit(start, DATA, **settings | options)
-
-
-WAYS: list[dict[str, Any]] = [
-    *({}, {"strict": True}, {"donate": False}, {"donate": True, "watch": {Event.BATCH_END}}),
-    *({"microbatch_size": 2}, {"nested": True}),
-]
 
 
 def test_labels_see_attributes_and_classes(tmp_path: Path) -> None:
     """Biases marked by ``_no_weight_decay`` and parameters of a subclass; also where training resumes."""
     expected = by_hand()
-    for way in WAYS:
-        close(pl.run(fit(made(), **way)).params, expected, 1e-5)
-    kept = [state for event, state in fit(made()) if event is Event.BATCH_END][1]
+    for way in (*WAYS, {"microbatch_size": 2}, {"optimizer": NESTED}):
+        close(run(made(Net), **way).params, expected, 1e-5)
+    kept = ends(made(Net), optimizer=OPTIMIZER)[1]
     path = tmp_path / "x.safetensors"
     pl.save(kept, path)
-    loaded = pl.load(path, model=made())
-    assert type(loaded.module().gain) is Named
     for start, options in (
-        *((kept, {}), (pickle.loads(pickle.dumps(kept)), {}), (loaded, {})),
-        *((made(), {"load_path": path}), (made(), {"autoresume": tmp_path})),
+        *((kept, {}), (pickle.loads(pickle.dumps(kept)), {}), (pl.load(path, model=made(Net)), {})),
+        *((made(Net), {"load_path": path}), (made(Net), {"autoresume": tmp_path})),
     ):
-        close(pl.run(fit(start, **options)).params, expected, 1e-5)
+        close(run(start, **options).params, expected, 1e-5)
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_labels_in_graphs() -> None:
     for watch in (None, {Event.BATCH_END}):
-        state = pl.run(fit(made(Marked), watch=watch, compile=True))
-        close(state.params, by_hand(Marked), 1e-5)
+        close(run(made(Marked), watch=watch, compile=True).params, by_hand(Marked), 1e-5)
 
 
 def assert_declared(module: Any) -> None:
@@ -142,12 +108,12 @@ def assert_declared(module: Any) -> None:
 
 
 def test_modules_have_them_each_its_own() -> None:
-    model = made()
+    model = made(Net)
     state = pl.State.create(model)
     for each in (
-        *(state, pl.run(fit(made())), copy.deepcopy(state), pickle.loads(pickle.dumps(state))),
-        *(pl.State.create(made(), device="cpu"), state.with_module(state.module())),
-        pl.run(pl.evaluate(made(), DATA, loss=mse)),
+        *(state, run(made(Net)), copy.deepcopy(state), pickle.loads(pickle.dumps(state))),
+        *(pl.State.create(made(Net), device="cpu"), state.with_module(state.module())),
+        pl.run(pl.evaluate(made(Net), DATA, loss=mse)),
     ):
         assert_declared(each.module())
         assert_declared(each.module(training=False))
@@ -159,11 +125,11 @@ def test_modules_have_them_each_its_own() -> None:
 
 
 def test_frozen_and_tied_parameters_and_those_that_attributes_refer_to() -> None:
-    model = made()
+    model = made(Net)
     model.gain.requires_grad_(False)
     model.tied = model.plain
     model.plain.partner = model.gain
-    state = pl.run(fit(model))
+    state = run(model)
     module: Any = state.module()
     assert type(module.gain) is type(module.plain.partner) is Named
     assert module.plain.partner is not model.gain
@@ -181,25 +147,20 @@ def test_surgery_at_init_may_declare_them_and_so_may_who_calls_an_optimizer() ->
 
     parts = {"decay": pl.optim.adamw(lr=0.1), "no_decay": pl.optim.adamw(lr=0.1, weight_decay=0.0)}
     whole = pl.optim.partition(parts, label=label)
-    state = pl.run(fit(nn.Linear(3, 2), optimizer=whole, algorithms=[mark]))
+    state = run(nn.Linear(4, 2), optimizer=whole, algorithms=[mark])
     assert list(state.opt_state["no_decay"]["exp_avg"]) == ["bias"]
     params = pl.FrozenDict(a=torch.ones(2), b=torch.ones(3))
     params["b"]._no_weight_decay = True  # type: ignore[attr-defined]
     assert list(whole.init(params)["no_decay"]["exp_avg"]) == ["b"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_ranks(kind: str) -> None:
+def test_on_ranks() -> None:
     """Where parameters are sharded, the forward has those of torch's fully_shard."""
-    cls = Net if kind == "replicate" else Marked
 
     def program(rank: int) -> dict[str, Tensor]:
-        module: Any = pl.run(fit(made(cls), parallel=kind)).module()
-        if cls is Net:
-            assert_declared(module)
-        else:
-            assert module.bias._no_weight_decay
+        module: Any = run(made(Marked), parallel="shard").module()
+        assert module.bias._no_weight_decay
         return {name: param.detach() for name, param in module.named_parameters()}
 
-    for params in pool(kind=kind).run(program):
-        close(params, by_hand(cls), 1e-5)
+    for params in pool(kind="shard").run(program):
+        close(params, by_hand(Marked), 1e-5)

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import pure_loop as pl
 from pure_loop import FrozenDict
 from pure_loop.model.mirrored import mirror
 from tests.support import problem
-from tests.support.problem import noise
+from tests.support.holding import DATA, fit, made
 
-X = torch.randn(5, 4, generator=noise())
+X = DATA[0][0]
 
 
 class Doubled(nn.Module):
@@ -39,22 +38,14 @@ def doubled() -> nn.Module:
 
 
 def norms() -> nn.Module:
-    return nn.Sequential(
-        parametrizations.weight_norm(nn.Linear(4, 4)),
-        parametrizations.orthogonal(nn.Linear(4, 4)),
-        nn.BatchNorm1d(4),
-    )
+    made = [each(nn.Linear(4, 4)) for each in (parametrizations.weight_norm, parametrizations.orthogonal)]
+    return nn.Sequential(*made, nn.BatchNorm1d(4))
 
 
 def remove(module: Any) -> None:
     for each in list(module.modules()):
         for name in list(getattr(each, "parametrizations", {})):
             parametrize.remove_parametrizations(each, name)
-
-
-def hook(module: Any) -> None:
-    module[0].register_forward_hook(lambda *_: torch.zeros(5, 4))
-    module[0].register_forward_pre_hook(lambda *_: (torch.zeros(5, 4),))
 
 
 def cut_weights(module: Any) -> None:
@@ -68,55 +59,41 @@ def overwrite(module: Any) -> None:
             tensor.zero_()
 
 
-def replace(module: Any) -> None:
-    module[0] = nn.Identity()
-    module.forward = lambda x: x
+CHANGES: list[Callable[[Any], object]] = [
+    remove,
+    lambda m: parametrize.remove_parametrizations(m[0], "weight", leave_parametrized=True),
+    lambda m: setattr(type(m[0]), "forward", lambda self, x: torch.zeros(len(x), 4)),
+    lambda m: parametrize.register_parametrization(m[0], "weight", Doubled()),
+    lambda m: m[0].register_forward_pre_hook(lambda *_: (torch.zeros(5, 4),)),
+    *(cut_weights, overwrite),
+]
 
 
-CHANGES: dict[str, Callable[[Any], object]] = {
-    "parametrizations removed": remove,
-    "one removed": lambda m: parametrize.remove_parametrizations(m[0], "weight", leave_parametrized=True),
-    "class changed": lambda m: setattr(type(m[0]), "forward", lambda self, x: torch.zeros(len(x), 4)),
-    "parametrized again": lambda m: parametrize.register_parametrization(m[0], "weight", Doubled()),
-    "hooks": hook,
-    "pruned": cut_weights,
-    "overwritten": overwrite,
-    "replaced": replace,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_done_to_a_module_changes_nothing_else(change: str) -> None:
-    for make in (doubled, norms):
-        for number in range(3):
-            model = make().eval()
-            evaluated = model(X)
-            state = pl.State.create(model)
-            module, other = state.module(training=False), state.module(training=False)
-            changed = (model, module, copy.deepcopy(module))[number]
-            CHANGES[change](changed)
-            # A copy by copy.deepcopy has the class that a parametrization made for the first one.
-            modules = {"another": other, "model": model} if number else {"another": other, "module": module}
-            modules["a new one"] = state.module(training=False)
-            for name, each in modules.items():
-                assert torch.equal(each(X), evaluated), (number, name)
-            # Copies that the State calls by itself, those that there are and new ones.
-            for _ in range(2):
-                out, _ = state.model.apply(lambda m: m(X), state.params, state.buffers, training=False)
-                assert torch.equal(out, evaluated)
+def test_what_is_done_to_a_module_changes_nothing_else() -> None:
+    cases = [(change, make, number) for change in CHANGES for make in (doubled, norms) for number in range(3)]
+    for change, make, number in cases:
+        model = make().eval()
+        evaluated = model(X)
+        state = pl.State.create(model)
+        module, other = state.module(training=False), state.module(training=False)
+        change((model, module, copy.deepcopy(module))[number])
+        # A copy by copy.deepcopy has the class that a parametrization made for the first one.
+        for each in (other, model if number else module, state.module(training=False)):
+            assert torch.equal(each(X), evaluated), (change, number)
+        # Copies that the State calls by itself, those that there are and new ones.
+        for _ in range(2):
+            out, _ = state.model.apply(lambda m: m(X), state.params, state.buffers, training=False)
+            assert torch.equal(out, evaluated)
 
 
 def test_training_goes_on_after_a_module_lost_its_parametrization() -> None:
     """The kept State, and the user's own model, train as if state.module() had not been called."""
-    data = [(X, torch.zeros(5, 2))] * 3
-    arguments: dict[str, Any] = {"loss": functional.mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep"}
-    model = doubled()
-    expected = pl.run(pl.fit(copy.deepcopy(model), data, **arguments)).params
-    for event, state in pl.fit(model, data, **arguments):
+    model = made(doubled)
+    expected = pl.run(fit(copy.deepcopy(model))).params
+    for event, state in fit(model):
         if event is pl.Event.BATCH_END:
             remove(state.module())
-            kept = state
-    for final in (kept, pl.run(pl.fit(model, data, **arguments))):
+    for final in (state, pl.run(fit(model))):
         problem.close(final.params, expected)
     # Torch makes a class for each; the structure is that of the class below.
     assert pl.State.create(doubled()).model == pl.State.create(doubled()).model
@@ -140,8 +117,7 @@ def test_apply_takes_any_mapping_of_all_names() -> None:
     out, after = state.model.apply(lambda m: m(X), params, buffers, training=True)
     assert torch.equal(out, model(X))
     assert isinstance(after, FrozenDict)
-    assert int(after["1.num_batches_tracked"]) == 1
-    assert int(buffers["1.num_batches_tracked"]) == 0
+    assert [int(each["1.num_batches_tracked"]) for each in (buffers, after)] == [0, 1]
     gradients = torch.autograd.grad(out.square().sum(), list(params.values()))
     model(X).square().sum().backward()
     for name, gradient in zip(params, gradients, strict=True):
@@ -149,35 +125,36 @@ def test_apply_takes_any_mapping_of_all_names() -> None:
     assert set(state.model.module(params, buffers).state_dict()) == set(model.state_dict())
 
 
-class _CopiesCounted(nn.Linear):
+class CopiesCounted(nn.Linear):
     """Counts how often it was copied."""
 
     copies = 0
 
-    def __deepcopy__(self, memory: dict[int, Any]) -> _CopiesCounted:
+    def __deepcopy__(self, memory: dict[int, Any]) -> CopiesCounted:
         type(self).copies += 1
-        new = object.__new__(_CopiesCounted)
+        new = object.__new__(CopiesCounted)
         memory[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memory))
         return new
 
 
-def test_one_private_module_serves_all_steps() -> None:
+@pytest.mark.parametrize("options", [{}, {"microbatch_size": 2}, {"donate": False}])
+def test_one_private_module_serves_all_steps(options: dict[str, Any]) -> None:
     """A backward gives the module of its forward back; else each step would copy the model."""
-    for options in ({}, {"microbatch_size": 2}, {"donate": False}):
-        stream = problem.fit(_CopiesCounted(4, 3), problem.points(6), strict=False, max_duration="6ba", **options)
-        copies = [_CopiesCounted.copies for event, _ in stream if event is pl.Event.BATCH_END]
-        assert copies[1:] == copies[1:2] * 5
+    stream = fit(CopiesCounted(4, 2), **options)
+    copies = [CopiesCounted.copies for event, _ in stream if event is pl.Event.BATCH_END]
+    assert copies[1:] == copies[1:2] * 5
 
 
 # Tensors and submodules of a private module are found in its __dict__: others see no difference.
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
         self.register_buffer("calls", torch.zeros(()))
+        mirror(self)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = self.calls + 1
@@ -185,39 +162,33 @@ class _Block(nn.Module):
         return out
 
 
-def block() -> Any:
-    made = _Block()
-    mirror(made)
-    return made
-
-
 def test_a_mirrored_module_is_used_as_any_other() -> None:
-    made, x = block(), torch.randn(4, 2)
-    other = copy.deepcopy(made)
-    for given in (made, other):
+    block, x = Block(), torch.randn(4, 2)
+    other: Any = copy.deepcopy(block)
+    for given in (block, other):
         zeros = {name: torch.zeros_like(param) for name, param in given.named_parameters()}
         assert not torch.func.functional_call(given, zeros, x).any()
         assert given(x).any()
-    assert other.linear is other._modules["linear"] is not made.linear
-    assert other.linear.weight is other.linear._parameters["weight"] is not made.linear.weight
+    assert other.linear is other._modules["linear"] is not block.linear
+    assert other.linear.weight is other.linear._parameters["weight"] is not block.linear.weight
     other.linear._parameters["weight"] = nn.Parameter(torch.zeros(2, 2))
     assert not other.linear.weight.any()
-    assert made.linear.weight.any()
+    assert block.linear.weight.any()
 
 
 def test_what_is_assigned_to_a_mirrored_module_is_read_and_what_is_deleted_is_gone() -> None:
-    made = block()
-    made(torch.randn(4, 2))
-    assert made.calls == made.state_dict()["calls"] == 1
-    made.linear.bias = nn.Parameter(torch.full((2,), 3.0))
-    assert made.linear.bias.tolist() == made.linear._parameters["bias"].tolist() == [3.0, 3.0]
-    made.linear = nn.Linear(2, 5)
-    assert made.linear.out_features == 5
-    assert made.half().calls.dtype is torch.float16
-    del made.linear
-    made.norm._parameters.pop("bias")
-    made._buffers.clear()
-    assert [hasattr(made, "linear"), hasattr(made.norm, "bias"), hasattr(made, "calls")] == [False] * 3
+    block: Any = Block()
+    block(torch.randn(4, 2))
+    assert block.calls == block.state_dict()["calls"] == 1
+    block.linear.bias = nn.Parameter(torch.full((2,), 3.0))
+    assert block.linear.bias.tolist() == block.linear._parameters["bias"].tolist() == [3.0, 3.0]
+    block.linear = nn.Linear(2, 5)
+    assert block.linear.out_features == 5
+    assert block.half().calls.dtype is torch.float16
+    del block.linear
+    block.norm._parameters.pop("bias")
+    block._buffers.clear()
+    assert [hasattr(block, "linear"), hasattr(block.norm, "bias"), hasattr(block, "calls")] == [False] * 3
     layer = nn.Linear(1, 1)
     layer.__class__ = type("Hidden", (nn.Linear,), {"bias": "the class's"})
     mirror(layer)

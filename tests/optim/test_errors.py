@@ -6,46 +6,42 @@ import collections
 import itertools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import schedules
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim import (
-    Optimizer,
-    adam,
-    adamw,
-    evaluation_params,
-    from_torch,
-    kernels,
-    load_state_dict,
-    master_weights,
-    muon,
-    partition,
-    sgd,
-    to_state_dict,
-)
+from pure_loop.optim import Optimizer, adam, adamw, from_torch, kernels, master_weights, muon, partition, sgd
 from pure_loop.schedules import linear
 from pure_loop.time import Timestamp
-from tests.support import problem
+from tests.support import optimizing, problem
 from tests.support.optimizing import RULES, assert_same, named
-from tests.support.refused import Refusal, check, rows
+from tests.support.refused import Refusal, check
 from tests.support.scripted import Holds
 
 ours: Any = pl.optim
 layer: Any = nn.Linear(1, 1)
+torchs: Any = torch.optim
 reference = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-schedulers = torch.optim.lr_scheduler
+plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(reference)
+Row = tuple[Any, ...]
+"""What makes the mistake, and what the error says."""
 
 
-def made_by(cls: Any, body: Callable[[Any], None], **options: Any) -> Callable[[], Any]:
+def refused(error: type[Exception], *rows: Row, at_once: bool = True) -> None:
+    for call, *says in rows:
+        check(Refusal(says[0], call, error, tuple(says), at_once))
+
+
+def made_by(body: Callable[[Any], None]) -> Any:
     """``from_torch`` of a class whose step is this."""
-    return lambda: from_torch(type("Made", (cls,), {"step": lambda self, closure=None: body(self)}), **options)
+    return from_torch(type("Made", (torch.optim.SGD,), {"step": lambda self, closure=None: body(self)}))
 
 
 def groups_of(*groups: Any) -> type[torch.optim.Optimizer]:
@@ -55,122 +51,97 @@ def groups_of(*groups: Any) -> type[torch.optim.Optimizer]:
     return type("Groups", (torch.optim.Optimizer,), {"__init__": made, "step": lambda self, closure=None: None})
 
 
-class Custom:
-    pass
-
-
 def mark(self: Any) -> None:
-    for param in self.param_groups[0]["params"]:
-        param.momentum = 1
-
-
-def has_a_generator(self: Any) -> None:
-    self.generator = getattr(self, "generator", torch.Generator())
+    self.param_groups[0]["params"][0].momentum = 1
 
 
 def needs_a_closure(self: Any) -> None:
     raise AssertionError("a closure is needed")
 
 
-# What an optimizer is made of
-
-
-# Ranges of numbers are asked of every optimizer in tests/architecture, by their signatures.
-MADE = [
-    Refusal("rate", lambda: adamw(lr=math.nan), ArgumentError, ("adamw: lr must be a finite number of at least 0",)),
-    Refusal("second beta", lambda: adam(betas=(0.9, 1.0)), ArgumentError, ("adam: betas[1] must be", "less than 1")),
-    Refusal("one beta", lambda: ours.adamw(betas=0.9), ArgumentTypeError, ("adamw: betas must be two numbers",)),
-    Refusal("text", lambda: ours.adamw(lr="0.1"), ArgumentTypeError, ("got '0.1' of type str", "adamw(lr=3e-4), or a")),
-    Refusal("class", lambda: ours.adamw(lr=schedules.cosine), ArgumentTypeError, ("lr is the class cosine; give a",)),
-    Refusal("class", lambda: ours.sgd(momentum=linear), ArgumentTypeError, ("sgd: momentum is the class linear",)),
-    Refusal("no timestamp", lambda: ours.sgd(lr=lambda: 0.1), ArgumentTypeError, ("called as <lambda>(timestamp)",)),
-    Refusal("parameters", lambda: ours.adamw(layer.parameters()), ArgumentTypeError, ("adamw is given the",)),
-    Refusal("model", lambda: ours.sgd(layer), ArgumentTypeError, ("sgd is given the parameters by fit",)),
-    Refusal("rate twice", lambda: ours.adamw(layer, lr=1), ArgumentTypeError, ("adamw was given lr twice",)),
-    Refusal("another name", lambda: ours.adamw(learning_rate=1), ArgumentTypeError, ("'learning_rate': write lr=1",)),
-    Refusal("one of two", lambda: ours.adam(beta1=0.9), ArgumentTypeError, ("'beta1': write betas=(0.9, 0.999)",)),
-    Refusal("a typo", lambda: ours.sgd(momentun=0.9), ArgumentTypeError, ("'momentun'; did you mean momentum=?",)),
-    Refusal("nesterov", lambda: sgd(0.1, weight_decay=0.1, nesterov=True), ArgumentError, ("needs a momentum",)),
-    Refusal("damped", lambda: sgd(0.1, 0.9, dampening=0.1, nesterov=True), ArgumentError, ("no dampening",)),
-    Refusal("adjust_lr", lambda: ours.muon(adjust_lr="adamw"), ArgumentError, ("muon: adjust_lr must be",)),
-    Refusal("Muon", lambda: ours.Muon, AttributeError, ("muon(lr=0.02)",)),
-    Refusal("adafactor", lambda: ours.adafactor, AttributeError, ("from_torch(torch.optim.Adafactor",)),
-    Refusal("StepLR", lambda: ours.sgd(lr=schedulers.StepLR), ArgumentTypeError, ("lr is torch's scheduler StepLR",)),
-    Refusal(
-        "a plateau",
-        lambda: ours.from_torch(torch.optim.RMSprop, lr=schedulers.ReduceLROnPlateau(reference)),
+def test_what_makes_no_optimizer() -> None:
+    """Ranges of numbers are asked of every optimizer in tests/architecture, by their signatures."""
+    refused(
+        ArgumentError,
+        (lambda: adamw(lr=math.nan), "adamw: lr must be a finite number of at least 0"),
+        (lambda: adam(betas=(0.9, 1.0)), "adam: betas[1] must be", "less than 1"),
+        (lambda: sgd(0.1, weight_decay=0.1, nesterov=True), "needs a momentum"),
+        (lambda: sgd(0.1, 0.9, dampening=0.1, nesterov=True), "no dampening"),
+        (lambda: ours.muon(adjust_lr="adamw"), "muon: adjust_lr must be"),
+        (lambda: from_torch(torchs.LBFGS), "LBFGS.step(closure) runs the model"),
+        (lambda: made_by(needs_a_closure), "Error: a closure is needed"),
+        (lambda: from_torch(torchs.AdamW, betas=(1.5, 0.9)), "failed", "Invalid"),
+        (lambda: from_torch(torchs.AdamW, learning_rate=1), "unexpected keyword"),
+        (lambda: from_torch(groups_of({"params": [torch.zeros(1)]})), "made 2 parameter groups"),
+        (lambda: from_torch(groups_of(), lr=schedules.constant(1.0)), "keyword"),
+        (lambda: made_by(mark), "sets attributes on the parameters: momentum"),
+        (lambda: made_by(lambda self: setattr(self, "g", torch.Generator())), "self.g is a torch"),
+    )
+    refused(
         ArgumentTypeError,
-        ("lr is torch's scheduler ReduceLROnPlateau", "function of", "a metric"),
-    ),
-    Refusal("no rate", lambda: ours.Optimizer(name="mine", init=dict, update=print, lr=0.1), ArgumentTypeError,
-            ("Optimizer 'mine': lr must be a function, got 0.1",)),
-    Refusal("no parts", lambda: partition({}, label=lambda name, tensor: "a"), ArgumentTypeError, ("needs a mapping",)),
-    Refusal("a part", lambda: ours.partition({"a": torch.optim.SGD}, label=print), ArgumentTypeError, ("'a' must",)),
-    Refusal("a label", lambda: ours.partition({"a": adamw()}, label="a"), ArgumentTypeError, ("label must be a",)),
-    Refusal("copies", lambda: ours.master_weights(torch.optim.AdamW), ArgumentTypeError, ("master_weights needs",)),
-    # of a class of torch's
-    Refusal("LBFGS", lambda: from_torch(torch.optim.LBFGS), ArgumentError, ("LBFGS.step(closure) runs the model",)),
-    Refusal("closure", made_by(torch.optim.SGD, needs_a_closure), ArgumentError, ("Error: a closure is needed",)),
-    Refusal("invalid", lambda: from_torch(torch.optim.AdamW, betas=(1.5, 0.9)), ArgumentError, ("failed", "Invalid")),
-    Refusal("option", lambda: from_torch(torch.optim.AdamW, learning_rate=1), ArgumentError, ("unexpected keyword",)),
-    Refusal("lr", lambda: from_torch(torch.optim.AdamW, lr=-1.0), ArgumentError, ("lr must be a finite number of at",)),
-    Refusal("no class", lambda: ours.from_torch(nn.Linear), ArgumentTypeError, ("subclass of torch.optim.Optimizer",)),
-    Refusal("an instance", lambda: ours.from_torch(reference), ArgumentTypeError, ("give the class",)),
-    Refusal("groups", lambda: from_torch(groups_of({"params": [torch.zeros(1)]})), ArgumentError,
-            ("made 2 parameter groups", "partition")),
-    Refusal("no option lr", lambda: from_torch(groups_of(), lr=schedules.constant(1.0)), ArgumentError, ("keyword",)),
-    Refusal("marks", made_by(torch.optim.SGD, mark), ArgumentError, ("sets attributes on the parameters: momentum",)),
-    Refusal("generators", made_by(torch.optim.SGD, has_a_generator), ArgumentError, ("self.generator is a torch",)),
-]  # fmt: skip
+        (lambda: ours.adamw(betas=0.9), "adamw: betas must be two numbers"),
+        (lambda: ours.adamw(lr="0.1"), "got '0.1' of type str", "adamw(lr=3e-4), or a"),
+        (lambda: ours.adamw(lr=schedules.cosine), "lr is the class cosine; give a"),
+        (lambda: ours.sgd(lr=lambda: 0.1), "called as <lambda>(timestamp)"),
+        (lambda: ours.sgd(layer), "sgd is given the parameters by fit"),
+        (lambda: ours.adamw(layer, lr=1), "adamw was given lr twice"),
+        (lambda: ours.adamw(learning_rate=1), "'learning_rate': write lr=1"),
+        (lambda: ours.adam(beta1=0.9), "'beta1': write betas=(0.9, 0.999)"),
+        (lambda: ours.sgd(momentun=0.9), "'momentun'; did you mean momentum=?"),
+        (lambda: ours.sgd(lr=torchs.lr_scheduler.StepLR), "lr is torch's scheduler StepLR"),
+        (lambda: from_torch(torchs.RMSprop, lr=plateau), "lr is torch's scheduler ReduceLROnPlateau", "a metric"),
+        (lambda: ours.Optimizer(name="mine", init=dict, update=print, lr=1), "lr must be a function"),
+        (lambda: partition({}, label=lambda name, tensor: "a"), "needs a mapping"),
+        (lambda: ours.partition({"a": torchs.SGD}, label=print), "'a' must"),
+        (lambda: ours.partition({"a": adamw()}, label="a"), "label must be a"),
+        (lambda: ours.master_weights(torchs.AdamW), "master_weights needs"),
+        (lambda: ours.from_torch(nn.Linear), "subclass of torch.optim.Optimizer"),
+        (lambda: ours.from_torch(reference), "give the class"),
+    )
+    refused(
+        AttributeError,
+        (lambda: ours.Muon, "muon(lr=0.02)"),
+        (lambda: ours.adafactor, "from_torch(torch.optim.Adafactor"),
+    )
 
 
-@rows(MADE)
-def test_what_makes_no_optimizer(refusal: Refusal) -> None:
-    check(refusal)
+class Custom:
+    pass
 
 
-KEPT: dict[str, tuple[Any, str, str]] = {
-    "object": (lambda p: Custom(), "state", "state[param]['kept'] is a tests.optim.test_errors.Custom"),
-    "object in a list": (lambda p: [Custom()], "group", "param_groups[0]['kept'][0] is a "),
-    "attribute": (lambda p: Custom(), "attribute", "self.kept is a "),
-    "iterator": (lambda p: itertools.count(1), "attribute", "self.kept is a itertools.count"),
-    "default dict": (lambda p: collections.defaultdict(int), "state", "is a collections.defaultdict"),
-    "parameter": (lambda p: p, "state", "is a parameter of the model itself"),
-    "parameter's memory": (lambda p: p.data, "state", "shares memory with a parameter"),
-    "keyed by parameters": (lambda p: {p: 1}, "state", "has parameters, or their id(), as keys"),
-    "keyed by id": (lambda p: {id(p): 1}, "attribute", "has parameters, or their id(), as keys"),
-    "sparse": (lambda p: torch.ones(2, 2).to_sparse(), "state", "layout torch.sparse_coo"),
-    "generator": (lambda p: torch.Generator(), "state", "is a torch"),
-}
+KEPT: list[tuple[Callable[[Any], Any], str, str]] = [
+    (lambda p: Custom(), "state", "state[param]['kept'] is a tests.optim.test_errors.Custom"),
+    (lambda p: [Custom()], "group", "param_groups[0]['kept'][0] is a "),
+    (lambda p: Custom(), "attribute", "self.kept is a "),
+    (lambda p: itertools.count(1), "attribute", "self.kept is a itertools.count"),
+    (lambda p: collections.defaultdict(int), "state", "is a collections.defaultdict"),
+    (lambda p: p, "state", "is a parameter of the model itself"),
+    (lambda p: p.data, "state", "shares memory with a parameter"),
+    (lambda p: {p: 1}, "state", "has parameters, or their id(), as keys"),
+    (lambda p: {id(p): 1}, "attribute", "has parameters, or their id(), as keys"),
+    (lambda p: torch.ones(2, 2).to_sparse(), "state", "layout torch.sparse_coo"),
+    (lambda p: torch.Generator(), "state", "is a torch"),
+]
 
 
 def test_what_a_class_keeps_and_no_run_could_resume() -> None:
-    for name, (make, place, says) in KEPT.items():
-        call = lambda make=make, place=place: from_torch(Holds, make=make, place=place)  # noqa: E731
-        check(Refusal(name, call, ArgumentError, ("from_torch(Holds): training ", "could not be resumed: ", says)))
+    for make, place, says in KEPT:
+        call = lambda: from_torch(Holds, make=make, place=place)  # noqa: E731
+        refused(ArgumentError, (call, says, "from_torch(Holds): training ", "could not be resumed: "))
 
 
 # An update
 
 
 PARAMS = FrozenDict(w=torch.ones(2, 3), b=torch.ones(3))
-WRONG: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], type[Exception], str]] = {
-    "shape": (
-        lambda grads, state: (grads | {"w": torch.ones(3, 2)}, state),
-        ArgumentError,
-        "gradient of 'w' has shape (3, 2), its parameter has shape (2, 3)",
-    ),
-    "dtype": (
-        lambda grads, state: (grads | {"w": torch.ones(2, 3).bfloat16()}, state),
-        ArgumentError,
-        "gradient of 'w' has dtype torch.bfloat16, its parameter has dtype torch.float32",
-    ),
-    "missing": (lambda grads, state: (FrozenDict(w=grads["w"]), state), ArgumentError, "missing ['b']; grads needs"),
-    "unknown": (lambda grads, state: (grads | {"v": grads["b"]}, state), ArgumentError, "not a parameter ['v']"),
-    "sparse": (lambda grads, state: (grads | {"w": torch.ones(2, 3).to_sparse()}, state), ArgumentError, "is sparse"),
-    "another's state": (lambda grads, state: (grads, FrozenDict(other=1)), ResumeError, "another optimizer, or this o"),
-    "no state": (lambda grads, state: (grads, None), ResumeError, "state.replace(opt_state=optimizer.init"),
-}
+GRADS, HALF = FrozenDict(PARAMS), "gradient of 'w' has dtype torch.bfloat16, its parameter has dtype torch.float32"
+WRONG: list[tuple[Any, str]] = [
+    (GRADS | {"w": torch.ones(3, 2)}, "gradient of 'w' has shape (3, 2), its parameter has shape (2, 3)"),
+    (GRADS | {"w": torch.ones(2, 3).bfloat16()}, HALF),
+    (FrozenDict(w=GRADS["w"]), "missing ['b']; grads needs"),
+    (GRADS | {"v": GRADS["b"]}, "not a parameter ['v']"),
+]
+SPARSE = GRADS | {"w": torch.ones(2, 3).to_sparse()}
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
     **{name: make for name, make in RULES.items() if name != "muon"},
     "momentum": lambda: sgd(momentum=0.9),
@@ -181,74 +152,68 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_no_update_takes_is_refused_before_anything_is_written(name: str) -> None:
     """What a kernel may be given is asked once of each rule: it would write in another tensor's memory."""
-    optimizer, grads = OPTIMIZERS[name](), FrozenDict(w=torch.ones(2, 3), b=torch.ones(3))
-    opt_state = optimizer.init(PARAMS)
-    kept = {key: torch.clone(tensor) for key, tensor in PARAMS.items()}
-    for wrong, (change, error, says) in WRONG.items():
-        if name == "from_torch" and wrong in ("sparse", "another's state", "no state"):
-            continue  # which fit refuses, and some classes take
-        for step in (optimizer.update, optimizer.overwrite):
-            given, memory = change(grads, opt_state)
-            call = lambda: step(given, memory, PARAMS, Timestamp())  # type: ignore[misc]  # noqa: E731
-            check(Refusal(wrong, call, error, (says,)))
-    assert_same(dict(PARAMS), kept)
+    optimizer = OPTIMIZERS[name]()
+    opt_state, kept = optimizer.init(PARAMS), {key: tensor.clone() for key, tensor in PARAMS.items()}
+    for step in (optimizer.update, optimizer.overwrite):
+
+        def row(grads: Any, memory: Any, says: str) -> Row:
+            return lambda: step(grads, memory, PARAMS, Timestamp()), says  # type: ignore[misc]
+
+        refused(ArgumentError, *(row(grads, opt_state, says) for grads, says in WRONG))
+        if name != "from_torch":  # which fit refuses, and some classes take
+            refused(ArgumentError, row(SPARSE, opt_state, "is sparse"))
+            refused(ResumeError, row(GRADS, FrozenDict(other=1), "another optimizer, or this o"))
+            refused(ResumeError, row(GRADS, None, "state.replace(opt_state=optimizer.init"))
     assert_same(opt_state, optimizer.init(PARAMS))
-    never = {"lr": lambda timestamp: math.nan}
-    for make in [RULES[name]] if name in RULES else []:
-        call = lambda: make(**never).overwrite(grads, opt_state, PARAMS, Timestamp())  # type: ignore[misc]  # noqa: E731
-        check(Refusal("rate", call, ArgumentError, ("the learning rate must be finite", "at Timestamp(epoch=0")))
+    if name in RULES:
+        never: Any = RULES[name](lr=lambda timestamp: math.nan)
+        call = lambda: never.overwrite(GRADS, opt_state, PARAMS, Timestamp())  # noqa: E731
+        refused(ArgumentError, (call, "the learning rate must be finite", "at Timestamp(epoch=0"))
     assert_same(dict(PARAMS), kept)
 
 
-def test_memory_of_another_model() -> None:
+def test_memory_of_another_model_and_parameters_that_a_rule_does_not_take() -> None:
+    params = named([torch.zeros(2, 3), torch.ones(3)])
+    other = "state of 'p0' (from another model?) has shape (4, 3), its parameter has shape (2, 3)"
     for optimizer in (adamw(), sgd(momentum=0.9)):
-        for other, says in (
-            (torch.zeros(4, 3), "state of 'p0' (from another model?) has shape (4, 3), its parameter has shape (2, 3)"),
-            (None, "missing ['p0'], not a parameter ['v']"),
+        for memory, says in (
+            (named([torch.zeros(4, 3), torch.ones(3)]), other),
+            (FrozenDict(v=torch.zeros(2, 3), p1=torch.ones(3)), "missing ['p0'], not a parameter ['v']"),
         ):
-            params = named([torch.zeros(2, 3)])
-            memory = optimizer.init(FrozenDict(v=torch.zeros(2, 3)) if other is None else named([other]))
-            call = lambda: optimizer.update(params, memory, params, Timestamp())  # noqa: E731
-            check(Refusal("another model", call, ResumeError, (says,)))
-    meta = lambda: kernels.match_layout(torch.ones(3, device="meta"), torch.ones(3), "it")  # noqa: E731
-    check(Refusal("device", meta, ArgumentError, ("it has device meta, its parameter has device cpu",)))
-    wrong = lambda: adamw(amsgrad=True).update(params, adamw().init(params), params, Timestamp())  # noqa: E731
-    check(Refusal("other options", wrong, ResumeError, ("or this one with other options",)))
-
-
-def test_a_schedule_that_gives_no_number_is_named() -> None:
-    for value in (None, torch.ones(2), "0.1", [0.1]):
-        for make in (adamw, lambda lr: from_torch(torch.optim.Adagrad, lr=lr)):
-
-            def falling(timestamp: Timestamp) -> Any:
-                return value
-
-            says = "the learning rate must be a number, and falling gave", f"of type {type(value).__name__}"
-            optimizer: Any = make(lr=falling)  # type: ignore[operator, call-arg]
-            call = lambda: optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS, Timestamp())  # noqa: E731
-            check(Refusal("no number", call, ArgumentTypeError, says))
-
-
-def test_a_schedule_that_leaves_the_range_is_named_with_its_batch() -> None:
-    falling = linear(0.125, -0.125, "2ba")
-    for make, says in (
-        (lambda: sgd(0.1, momentum=falling), "sgd: momentum must be"),
-        (lambda: sgd(0.1, weight_decay=falling), "sgd: weight_decay must be"),
-        (lambda: adamw(betas=(falling, 0.9)), "adamw: betas[0] must be"),
-    ):
-        call = lambda: problem.fit(optimizer=make())  # noqa: E731
-        check(Refusal(says, call, ArgumentError, (says, "got -0.125", "gave it for batch 2"), at_once=False))
-
-
-def test_parameters_that_a_rule_does_not_take() -> None:
-    params = named([torch.ones(2), torch.ones(3)])
+            call = lambda: optimizer.update(params, optimizer.init(memory), params, Timestamp())  # noqa: E731
+            refused(ResumeError, (call, says))
     parts = partition({"a": adamw(), "b": sgd()}, label=lambda name, tensor: "c" if name == "p1" else "a")
-    says = ("parameter 'p1' (shape (3,)) is 'c', and the optimizers are ['a', 'b']",)
-    check(Refusal("label", lambda: parts.init(params), ArgumentError, says))
-    says = ("parameter 'p0' has shape (2,)", "pl.optim.partition")
-    check(Refusal("vectors", lambda: muon().init(params), ArgumentError, says))
-    waves = named([torch.ones(2, 2, dtype=torch.complex64)])
-    check(Refusal("complex", lambda: muon().init(waves), ArgumentError, ("matrices of real numbers",)))
+    waves, meta = named([torch.ones(2, 2, dtype=torch.complex64)]), torch.ones(3, device="meta")
+    wrong = lambda: adamw(amsgrad=True).update(params, adamw().init(params), params, Timestamp())  # noqa: E731
+    refused(ResumeError, (wrong, "or this one with other options"))
+    refused(
+        ArgumentError,
+        (lambda: kernels.match_layout(meta, torch.ones(3), "it"), "it has device meta, its parameter has d"),
+        (lambda: parts.init(params), "parameter 'p1' (shape (3,)) is 'c', and the optimizers are ['a', 'b']"),
+        (lambda: muon().init(params), "parameter 'p1' has shape (3,)", "pl.optim.partition"),
+        (lambda: muon().init(waves), "matrices of real numbers"),
+    )
+
+
+def test_a_schedule_that_gives_no_number_or_leaves_the_range_is_named() -> None:
+    makes: list[Any] = [adamw, lambda lr: from_torch(torch.optim.Adagrad, lr=lr)]
+    for value, make in itertools.product((None, torch.ones(2), "0.1", [0.1]), makes):
+
+        def falling(timestamp: Timestamp) -> Any:
+            return value
+
+        optimizer = make(falling)
+        call = lambda: optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS, Timestamp())  # noqa: E731
+        says = "the learning rate must be a number, and falling gave", f"of type {type(value).__name__}"
+        refused(ArgumentTypeError, (call, *says))
+    down = linear(0.125, -0.125, "2ba")
+    for scheduled, says_so in (
+        (sgd(0.1, momentum=down), "sgd: momentum must be"),
+        (sgd(0.1, weight_decay=down), "sgd: weight_decay must be"),
+        (adamw(betas=(down, 0.9)), "adamw: betas[0] must be"),
+    ):
+        call = lambda: problem.fit(optimizer=scheduled)  # noqa: E731
+        refused(ArgumentError, (call, says_so, "got -0.125", "gave it for batch 2"), at_once=False)
 
 
 # A State of another optimizer
@@ -257,46 +222,74 @@ def test_parameters_that_a_rule_does_not_take() -> None:
 def test_states_of_others_are_refused_by_name() -> None:
     """Another class, other options, other parameters, other shapes; inside of a partition, too."""
     wider, longer = nn.Linear(4, 5), nn.Sequential(problem.mlp(), nn.Linear(3, 3))
+    of_adam = from_torch(torchs.Adam)
     for wrap in (lambda made: made, lambda made: partition({"all": made}, label=lambda name, tensor: "all")):
 
-        def trained(made: Optimizer) -> pl.State:
-            return problem.run(optimizer=wrap(made), max_duration="1ba")
+        def row(start: pl.State, made: Optimizer, *says: str) -> Row:
+            return lambda: problem.fit(start, optimizer=wrap(made)), *says
 
-        state = trained(from_torch(torch.optim.Adam))
-        short = problem.run(nn.Linear(4, 3), optimizer=wrap(from_torch(torch.optim.Adam)), max_duration="1ba")
-        for start, made, says in (
-            (
-                state,
-                from_torch(torch.optim.AdamW),
-                "another optimizer than from_torch(AdamW): by from_torch of 'torch.",
-            ),
-            (state, from_torch(torch.optim.Adam, amsgrad=True), "with other options"),
-            (short.with_module(wider), from_torch(torch.optim.Adam), "a step from it fails"),
-            (
-                state.with_module(longer),
-                from_torch(torch.optim.Adam),
-                "for another model: it is that of other parameters",
-            ),
-            (trained(adamw()), from_torch(torch.optim.Adam), "another optimizer"),
-            (state, adamw(), "another optimizer than adamw"),
-        ):
-            call = lambda: problem.fit(start, optimizer=wrap(made))  # noqa: E731
-            check(Refusal(says, call, ResumeError, (says,)))
+        state, other = (problem.run(optimizer=wrap(made), max_duration="1ba") for made in (of_adam, adamw()))
+        short = problem.run(nn.Linear(4, 3), optimizer=wrap(of_adam), max_duration="1ba")
+        refused(
+            ResumeError,
+            row(state, from_torch(torchs.AdamW), "another optimizer than from_torch(AdamW): by from_torch of 'torch."),
+            row(state, from_torch(torchs.Adam, amsgrad=True), "with other options"),
+            row(short.with_module(wider), of_adam, "a step from it fails"),
+            row(state.with_module(longer), of_adam, "for another model: it is that of other parameters"),
+            row(other, of_adam, "another optimizer"),
+            row(state, adamw(), "another optimizer than adamw"),
+        )
 
 
 def test_copies_of_other_parameters_are_refused() -> None:
     half, data = problem.mlp().bfloat16(), [(x.bfloat16(), y) for x, y in problem.points(1)]
-    state = problem.run(half, data, optimizer=master_weights(adamw(0.01)))
-    wide = state.replace(params={name: param.float() for name, param in state.params.items()})
-    plain = problem.run(half, data, optimizer=adamw(0.01))
-    for start, optimizer, says in (
-        (state, adamw(0.01), "another optimizer than adamw: it holds master, inner"),
-        (state, master_weights(sgd(0.01, momentum=0.9)), "another optimizer than sgd"),
-        (plain, master_weights(adamw(0.01)), "another optimizer than master_weights(adamw): it holds step"),
-        (wide, master_weights(adamw(0.01)), "copies of other parameters than the model has in half precision"),
-    ):
-        check(Refusal(says, lambda: problem.fit(start, data, optimizer=optimizer), ResumeError, (says,)))
-    assert repr(master_weights(sgd(0.1))).startswith("master_weights(sgd)(lr=0.1, momentum=0.0")
+    copies, plain = (problem.run(half, data, optimizer=made) for made in (master_weights(adamw(0.01)), adamw(0.01)))
+    wide = copies.replace(params={name: param.float() for name, param in copies.params.items()})
+
+    def row(start: pl.State, made: Optimizer, says: str) -> Row:
+        return lambda: problem.fit(start, data, optimizer=made), says
+
+    refused(
+        ResumeError,
+        row(copies, adamw(0.01), "another optimizer than adamw: it holds master, inner"),
+        row(copies, master_weights(sgd(0.01, momentum=0.9)), "another optimizer than sgd"),
+        row(plain, master_weights(adamw(0.01)), "another optimizer than master_weights(adamw): it holds step"),
+        row(wide, master_weights(adamw(0.01)), "copies of other parameters than the model has in half precision"),
+    )
+
+
+COUNTING: list[tuple[Optimizer, tuple[str, ...]]] = [
+    (adamw(lr=0.1), ()),
+    (partition({"adam": adam(0.1), "sgd": sgd()}, lambda _, p: "adam" if p.ndim == 2 else "sgd"), ("adam",)),
+    (master_weights(adam(lr=0.1)), ("inner",)),
+]
+STEPS: list[tuple[Callable[[Tensor], Any], str]] = [
+    (lambda step: step.repeat(3, 1), "has shape (3, 1), and with adam"),
+    (lambda step: 2.0, "is a float, and adam"),
+    (lambda step: step.long(), "has dtype torch.int64, and with adam"),
+]
+
+
+def changed(opt_state: Any, inside: tuple[str, ...], step: Any) -> Any:
+    if not inside:
+        return FrozenDict({**opt_state, "step": step(opt_state["step"])})
+    return FrozenDict({**opt_state, inside[0]: changed(opt_state[inside[0]], inside[1:], step)})
+
+
+def test_a_number_of_steps_of_another_shape_or_kind_is_named(tmp_path: Path) -> None:
+    """Whatever door it comes through, and before a file's numbers are read."""
+    for optimizer, inside in COUNTING:
+        trained, path = problem.run(optimizer=optimizer, max_duration="1ba"), tmp_path / "x.safetensors"
+        for step, says in STEPS:
+            state = trained.replace(opt_state=changed(trained.opt_state, inside, step))
+            pl.save(state, path)
+            loads = lambda: pl.load(path, model=problem.mlp())  # noqa: E731
+            refused(
+                ResumeError,
+                (lambda: problem.fit(state, optimizer=optimizer), "'step']", says),
+                (lambda: problem.fit(optimizer=optimizer, load_path=path), "'step']", says),
+                (lambda: problem.fit(loads(), optimizer=optimizer), "'step']", says),
+            )
 
 
 # State dicts
@@ -317,105 +310,83 @@ class Own(torch.optim.SGD):
         return {"mine": 1}
 
 
-def written(optimizer: Any, made: Optimizer | None = None, **options: Any) -> Callable[[], Any]:
+def written(optimizer: Any, made: Optimizer | None = None, **options: Any) -> Any:
     """The state dict of a run with ``made``."""
-    return lambda: to_state_dict(problem.run(optimizer=made or optimizer, max_duration="1ba"), optimizer, **options)
+    return ours.to_state_dict(problem.run(optimizer=made or optimizer, max_duration="1ba"), optimizer, **options)
 
 
-def loaded(optimizer: Optimizer, given: Any, half: bool = False) -> Callable[[], Any]:
-    """``given`` makes a state dict, or is one."""
-    module = problem.mlp().bfloat16() if half else problem.mlp()
-    return lambda: load_state_dict(pl.State.create(module), optimizer, given() if callable(given) else given)
+def loaded(optimizer: Optimizer, given: Any, model: nn.Module | None = None) -> Any:
+    return ours.load_state_dict(pl.State.create(model or problem.mlp()), optimizer, given)
 
 
-def by_hand(cls: Any, model: nn.Module | None = None, **options: Any) -> Callable[[], Any]:
-    def made() -> Any:
-        module = problem.mlp() if model is None else model
-        hand = cls(module.parameters(), **options)
-        module(torch.ones(2, 4)).sum().backward()
-        hand.step()
-        return hand.state_dict()
-
-    return made
-
-
-def with_step(step: Any) -> Callable[[], Any]:
-    def made() -> Any:
-        state_dict = by_hand(torch.optim.AdamW)()
-        state_dict["state"][0]["step"] = step
-        return state_dict
-
-    return made
+def hand(cls: Any, model: nn.Module | None = None, change: Any = None, **options: Any) -> Any:
+    """A state dict of torch's after one step, changed in place."""
+    module = model or problem.mlp()
+    made = cls(module.parameters(), **options)
+    optimizing.by_hand(module, [made], problem.points(1))
+    result = made.state_dict()
+    if change is not None:
+        change(result)
+    return result
 
 
-def with_betas() -> Any:
-    state_dict = by_hand(torch.optim.AdamW)()
-    state_dict["param_groups"][0]["betas"] = torch.tensor([0.5, 0.9])
-    return state_dict
+def with_step(step: Any) -> Any:
+    return hand(torchs.AdamW, change=lambda made: made["state"][0].update(step=step))
 
 
-def two_groups() -> Any:
-    params = list(problem.mlp().parameters())
-    return torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}]).state_dict()
-
-
-def nameless() -> Any:
-    named_dict = torch.optim.AdamW(list(problem.mlp().named_parameters())[::-1]).state_dict()
-    hand = by_hand(torch.optim.AdamW)()
-    return {"state": {3 - key: value for key, value in hand["state"].items()}, "param_groups": [
-        {key: value for key, value in named_dict["param_groups"][0].items() if key != "param_names"}
-    ]}  # fmt: skip
-
-
-new = pl.State.create(problem.mlp())
-two = partition({"matrices": muon(0.02), "rest": adamw(0.01)}, label=lambda n, p: "matrices" if p.ndim == 2 else "rest")
-shorter, other_shapes = nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
-STATE_DICTS = [
-    Refusal("lion", written(pl.optim.lion()), ArgumentError, ("no class of torch.optim has the state of lion",)),
-    Refusal("copies", written(master_weights(sgd())), ArgumentError, ("has the state of master_weights",)),
-    Refusal("to lion", loaded(pl.optim.lion(), {}), ArgumentError, ("no class of torch.optim has the state of lion",)),
-    Refusal("independent", written(adamw(independent_decay=True)), ArgumentError, ("has no counterpart in",)),
-    Refusal("counts", written(from_torch(Counts)), ArgumentError, ("Counts keeps calls as attributes",)),
-    Refusal("own", written(from_torch(Own)), ArgumentError, ("Own has a state_dict() of its own",)),
-    Refusal("new", lambda: to_state_dict(new, adamw()), ResumeError, ("has no optimizer state yet",)),
-    Refusal("another", written(sgd(momentum=0.9), adamw()), ResumeError, ("made by another optimizer than sgd",)),
-    Refusal("no State", lambda: ours.to_state_dict(layer, adamw()), ArgumentTypeError, ("got a Linear",)),
-    Refusal("torch's", lambda: ours.to_state_dict(new, reference), ArgumentTypeError, ("the optimizer that fit",)),
-    Refusal("several", written(two), ArgumentError, ("'matrices' is torch.optim.Muon, ", "part='matrices'")),
-    Refusal("part", written(two, part="bias"), ArgumentError, ("partition has the parts ['matrices', 'rest']",)),
-    Refusal("no parts", written(adamw(), part="rest"), ArgumentError, ("adamw has no parts",)),
-    Refusal("one for two", loaded(two, by_hand(torch.optim.AdamW)), ArgumentError, ("'matrices' is torch.optim.Muon",)),
-    Refusal("betas", loaded(adamw(), by_hand(torch.optim.AdamW, betas=(0.5, 0.9))), ArgumentError,
-            ("betas=(0.5, 0.9), and pl.optim.adamw has betas=(0.9, 0.999)",)),
-    Refusal("betas in a tensor", loaded(adamw(), with_betas), ArgumentError, ("has betas=(0.9, 0.999)",)),
-    Refusal("decay", loaded(from_torch(torch.optim.RMSprop), by_hand(torch.optim.RMSprop, weight_decay=0.5)),
-            ArgumentError, ("weight_decay=0.5, and from_torch(RMSprop) has weight_decay=0",)),
-    Refusal("coupled", loaded(adamw(), by_hand(torch.optim.Adam, weight_decay=0.01)), ArgumentError,
-            ("decoupled_weight_decay=False",)),
-    Refusal("SGD", loaded(adamw(weight_decay=0.0), by_hand(torch.optim.SGD, momentum=0.9)), ResumeError,
-            ("holds ['momentum_buffer'] for parameter ", "another class than AdamW")),
-    Refusal("Adagrad", loaded(from_torch(torch.optim.Adagrad), by_hand(torch.optim.RMSprop)), ResumeError,
-            ("holds ['square_avg', 'step'] ", "another class than Adagrad")),
-    Refusal("shapes", loaded(adamw(), by_hand(torch.optim.AdamW, other_shapes)), ResumeError,
-            ("holds (7, 4) torch.float32 as exp_avg of parameter '0.weight'",)),
-    Refusal("order", loaded(adamw(), nameless), ResumeError, ("in another order. Name them",)),
-    Refusal("fewer", loaded(adamw(), by_hand(torch.optim.AdamW, shorter)), ResumeError,
-            ("has 2 parameters, and 4 are trained there",)),
-    Refusal("groups", loaded(adamw(), two_groups), ResumeError, ("has 2 parameter groups, and adamw has 1",)),
-    Refusal("names", loaded(adamw(), torch.optim.AdamW(layer.named_parameters()).state_dict()), ResumeError,
-            ("names ['weight', 'bias'], and the optimizer trains ['0.weight'",)),
-    Refusal("keys", loaded(adamw(), {"model": 1}), ArgumentTypeError, ("and this one has ['model'",)),
-    Refusal("no dict", loaded(adamw(), reference), ArgumentTypeError, ("got a SGD",)),
-    Refusal("half", loaded(adamw(), by_hand(torch.optim.AdamW), half=True), ResumeError, ("torch.bfloat16",)),
-    Refusal("modes", lambda: evaluation_params(problem.run(optimizer=sgd(0.1), max_duration="1ba"), sgd(0.1)),
-            ArgumentError, ("has one set of parameters", "package schedulefree")),
-    Refusal("new modes", lambda: evaluation_params(new, sgd(0.1)), ResumeError, ("no optimizer state yet",)),
-]  # fmt: skip
-
-
-@rows(STATE_DICTS)
-def test_what_is_no_state_dict_of_the_optimizer(refusal: Refusal) -> None:
-    check(refusal)
+def test_what_is_no_state_dict_of_the_optimizer() -> None:
+    params, new, of_adamw = list(problem.mlp().parameters()), pl.State.create(problem.mlp()), hand(torchs.AdamW)
+    parts = {"matrices": muon(0.02), "rest": adamw(0.01)}
+    two = partition(parts, label=lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest")
+    turned = {**of_adamw, "state": {3 - key: value for key, value in of_adamw["state"].items()}}
+    shapes = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
+    groups = torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}]).state_dict()
+    names = torch.optim.AdamW(layer.named_parameters()).state_dict()
+    of_rms, of_sgd = hand(torchs.RMSprop, weight_decay=0.5), hand(torchs.SGD, momentum=0.9)
+    still, trained = adamw(weight_decay=0.0), problem.run(optimizer=sgd(0.1), max_duration="1ba")
+    grad, rms = from_torch(torchs.Adagrad, weight_decay=0.5), from_torch(torchs.RMSprop)
+    betas = lambda made: made["param_groups"][0].update(betas=torch.tensor([0.5, 0.9]))  # noqa: E731
+    refused(
+        ArgumentError,
+        (lambda: written(pl.optim.lion()), "no class of torch.optim has the state of lion"),
+        (lambda: written(master_weights(sgd())), "has the state of master_weights"),
+        (lambda: written(adamw(independent_decay=True)), "has no counterpart in"),
+        (lambda: written(from_torch(Counts)), "Counts keeps calls as attributes"),
+        (lambda: written(from_torch(Own)), "Own has a state_dict() of its own"),
+        (lambda: written(two), "'matrices' is torch.optim.Muon, ", "part='matrices'"),
+        (lambda: written(two, part="bias"), "partition has the parts ['matrices', 'rest']"),
+        (lambda: written(adamw(), part="rest"), "adamw has no parts"),
+        (lambda: loaded(two, of_adamw), "'matrices' is torch.optim.Muon"),
+        (lambda: loaded(adamw(), hand(torchs.AdamW, betas=(0.5, 0.9))), "betas=(0.5, 0.9), and pl.optim.adamw has b"),
+        (lambda: loaded(adamw(), hand(torchs.AdamW, change=betas)), "has betas=(0.9, 0.999)"),
+        (lambda: loaded(rms, of_rms), "weight_decay=0.5, and from_torch(RMSprop) has weight_decay=0"),
+        (lambda: loaded(adamw(), hand(torchs.Adam, weight_decay=0.01)), "decoupled_weight_decay=False"),
+        (lambda: ours.evaluation_params(trained, sgd(0.1)), "has one set of parameters", "package schedulefree"),
+    )
+    refused(
+        ResumeError,
+        (lambda: ours.to_state_dict(new, adamw()), "has no optimizer state yet"),
+        (lambda: written(sgd(momentum=0.9), adamw()), "made by another optimizer than sgd"),
+        (lambda: loaded(still, of_sgd), "holds ['momentum_buffer'] for parameter ", "another class than AdamW"),
+        (lambda: loaded(grad, of_rms), "holds ['square_avg', 'step'] ", "another class than Adagrad"),
+        (
+            lambda: loaded(adamw(), hand(torchs.AdamW, shapes)),
+            "(7, 4) torch.float32 as exp_avg of parameter",
+        ),
+        (lambda: loaded(adamw(), turned), "in another order. Name them"),
+        (lambda: loaded(adamw(), hand(torchs.AdamW, nn.Linear(4, 3))), "has 2 parameters, and 4 are trained"),
+        (lambda: loaded(adamw(), groups), "has 2 parameter groups, and adamw has 1"),
+        (lambda: loaded(adamw(), names), "names ['weight', 'bias'], and the optimizer trains ['0.weight'"),
+        (lambda: loaded(adamw(), of_adamw, problem.mlp().bfloat16()), "torch.bfloat16"),
+        (lambda: ours.evaluation_params(new, sgd(0.1)), "no optimizer state yet"),
+    )
+    refused(
+        ArgumentTypeError,
+        (lambda: ours.to_state_dict(layer, adamw()), "got a Linear"),
+        (lambda: ours.to_state_dict(new, reference), "the optimizer that fit"),
+        (lambda: loaded(adamw(), {"model": 1}), "and this one has ['model'"),
+        (lambda: loaded(adamw(), reference), "got a SGD"),
+    )
 
 
 def test_what_is_no_state_dict() -> None:
@@ -426,8 +397,8 @@ def test_what_is_no_state_dict() -> None:
         ({}, [{"params": 3}], "param_groups[0] is no dict with a list"),
         ({0: [1]}, [{"params": [0]}], "state[0] is a list, not a dict"),
     ):
-        call = loaded(adamw(), {"state": state, "param_groups": groups})
-        check(Refusal(says, call, ArgumentTypeError, (f"torch_optimizer.state_dict(), and here {says}",)))
+        call = lambda: loaded(adamw(), {"state": state, "param_groups": groups})  # noqa: E731
+        refused(ArgumentTypeError, (call, f"torch_optimizer.state_dict(), and here {says}"))
     for step in (torch.tensor(-3.0), torch.tensor(1.5), torch.tensor(math.inf), torch.tensor([1.0, 2.0]), "3", None):
-        says = "as step of parameter '0.weight', which is no count of steps"
-        check(Refusal(repr(step), loaded(adamw(), with_step(step)), ResumeError, (says,)))
+        call = lambda: loaded(adamw(), with_step(step))  # noqa: E731
+        refused(ResumeError, (call, "as step of parameter '0.weight', which is no count of steps"))

@@ -1,18 +1,18 @@
-"""Each class of torch.optim, pytorch_optimizer, bitsandbytes, schedulefree: bitwise the class, resumed; or refused.
+"""Each class of pytorch_optimizer and schedulefree: bitwise the class, resumed; or refused.
 
 The lists are of the versions in constraints.txt.
 """
 
 from __future__ import annotations
 
-import inspect
+import copy
 from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event
@@ -20,65 +20,33 @@ from pure_loop.errors import ArgumentError
 from pure_loop.optim import evaluation_params, from_torch, master_weights, partition
 from pure_loop.random import seeded
 from tests.conftest import THOROUGH
-from tests.support.optimizing import assert_same
-from tests.support.problem import noise
+from tests.support import problem
+from tests.support.optimizing import branches, by_hand
 from tests.support.tiers import tiers
 
-mse = nn.functional.mse_loss
 EPOCHS, BATCHES = 4, 5
-DATA = [(torch.randn(4, 4, generator=noise(i)), torch.randn(4, 4, generator=noise(i + 9))) for i in range(BATCHES)]
+DATA = problem.points(BATCHES)
 
 
 def model(bias: bool = True) -> nn.Module:
     with seeded(1):
-        return nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 4, bias=bias))
+        return nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 3, bias=bias))
 
 
-def by_hand(module: nn.Module, optimizer: Any) -> list[list[Tensor]]:
-    """Parameters after each of 20 steps of a plain loop."""
-    result = []
-    for number in range(EPOCHS * BATCHES):
-        inputs, targets = DATA[number % BATCHES]
-        mse(module(inputs), targets).backward()
-        # Where a class draws random numbers, they are of the run's seed and this batch.
-        with pl.random.seeded_all(pl.random.derive(0, "update", number // BATCHES, number)):
-            optimizer.step()
-        module.zero_grad()
-        result.append([param.detach().clone() for param in module.parameters()])
-    return result
+def fit(start: Any, optimizer: pl.optim.Optimizer, data: Any = DATA, **options: Any) -> Any:
+    return problem.fit(start, data, optimizer=optimizer, **{"max_duration": f"{EPOCHS}ep", "strict": False, **options})
 
 
-def fit(start: Any, optimizer: pl.optim.Optimizer, **options: Any) -> Any:
-    return pl.fit(start, DATA, loss=mse, optimizer=optimizer, max_duration=f"{EPOCHS}ep", **options)
-
-
-def assert_params(state: Any, expected: list[Tensor]) -> None:
-    assert_same(list(getattr(state, "params", state).values()), expected)
-
-
-def assert_is_the_class(cls: Any, options: dict[str, Any], folder: Path, *, bias: bool = True) -> list[pl.State]:
-    """Over 20 steps, and resumed from a State after 7 of them, that was kept or saved."""
+def check(cls: Any, options: dict[str, Any], folder: Path, *, bias: bool = True) -> list[pl.State]:
+    """The class itself over 20 steps, and resumed from a State after 7 of them, that was kept or saved."""
     optimizer, module = from_torch(cls, **options), model(bias)
-    expected = by_hand(module, cls(module.parameters(), **options))[-1]
+    (*_, wanted) = by_hand(module, [cls(module.parameters(), **options)], DATA, epochs=EPOCHS)
     kept = [state for event, state in fit(model(bias), optimizer) if event is Event.BATCH_END]
     pl.save(kept[6], folder / "x.safetensors")
     loaded = pl.load(folder / "x.safetensors", model=model(bias))
     for last in (kept[-1], pl.run(fit(kept[6], optimizer)), pl.run(fit(loaded, from_torch(cls, **options)))):
-        assert_params(last, expected)
+        problem.close(last.params, wanted, 0.0)
     return kept
-
-
-OF_TORCH = sorted(
-    name
-    for name, cls in vars(torch.optim).items()
-    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
-)
-
-
-# Of the thorough tier are those whose classes are drawn in test_from_torch.py.
-@pytest.mark.parametrize("name", tiers([name for name in OF_TORCH if name != "SparseAdam"], {"Muon", "Adafactor"}))
-def test_classes_of_torch(name: str, tmp_path: Path) -> None:
-    assert_is_the_class(getattr(torch.optim, name), {}, tmp_path, bias=name != "Muon")
 
 
 # They need a closure, a base optimizer, the model, or what their arguments can't say; or keep what no State can hold.
@@ -95,39 +63,16 @@ FEW = ("Adan", "AdaShift", "Prodigy", "ScheduleFreeAdamW", "SOAP")
 def test_classes_of_pytorch_optimizer(tmp_path: Path) -> None:
     """A few in the slow tier, all in the thorough one; none that isn't the class or refused."""
     package: Any = pytest.importorskip("pytorch_optimizer.optimizer")
-    classes = {
-        name
-        for name, cls in vars(package).items()
-        if inspect.isclass(cls)
-        and issubclass(cls, torch.optim.Optimizer)
-        and name not in ("Optimizer", "BaseOptimizer")
+    every = {
+        name for name, cls in vars(package).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
     }
+    classes = every - {"Optimizer", "BaseOptimizer"}
     assert len(classes) > 100
     for name in REFUSED:
         with pytest.raises(ArgumentError, match=rf"from_torch\S*:? .*{name}"):
             from_torch(getattr(package, name))
     for name in sorted(classes - {*REFUSED}) if THOROUGH else FEW:
-        assert_is_the_class(getattr(package, name), {}, tmp_path / name, bias=name != "SpectralSphere")  # of matrices
-
-
-@pytest.mark.slow  # the package takes seconds to be imported
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_classes_of_bitsandbytes(tmp_path: Path) -> None:
-    """Not in the extra dev: 43 MB, for a GPU above all."""
-    package: Any = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed").optim
-    # A CPU has no kernels for AdEMAMix32bit.
-    no_optimizer = ("GlobalOptimManager", "AdEMAMix32bit")
-    every = [name for name, cls in vars(package).items() if inspect.isclass(cls) and name not in no_optimizer]
-    for name in every if THOROUGH else ("Adam8bit", "PagedLion8bit", "PytorchLARS"):
-        cls = getattr(package, name)
-        options: dict[str, Any] = {"lr": 0.01}
-        if "min_8bit_size" in inspect.signature(cls).parameters:  # so that the state here is in 8 bits, too
-            options["min_8bit_size"] = 8
-        if name.startswith(("LARS", "SGD", "RMSprop", "PytorchLARS")):
-            options["momentum"] = 0.9
-        kept = assert_is_the_class(cls, options, tmp_path / name)
-        if name == "Adam8bit":
-            assert kept[-1].opt_state["memory"]["0.weight"]["state1"].dtype is torch.uint8
+        check(getattr(package, name), {}, tmp_path / name, bias=name != "SpectralSphere")  # of matrices
 
 
 # Classes with weights for training and others for evaluation
@@ -143,48 +88,32 @@ def class_of(name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", tiers(SCHEDULE_FREE, SCHEDULE_FREE[:2]))
 def test_it_is_the_class_in_both_modes(name: str, tmp_path: Path) -> None:
+    """A layer that is used for the first time later keeps its place; evaluations leave training as it is."""
     cls, options = class_of(name)
-    module, optimizer = model(), from_torch(cls, **options)
+    module, optimizer = branches(), from_torch(cls, **options)
     hand = cls(module.parameters(), **options)
     hand.train()
-    trained = by_hand(module, hand)
+    trained = by_hand(module, [hand], DATA, epochs=EPOCHS)
     hand.eval()
-    evaluated = [param.detach().clone() for param in module.parameters()]
-    loss = mse(module(DATA[0][0]), DATA[0][1]).item()
+    evaluated = copy.deepcopy(dict(module.named_parameters()))
+    loss = problem.cross_entropy(module(DATA[0][0]), DATA[0][1]).item()
 
     @pl.algorithm(Event.EVAL_START)
     def averages(state: pl.State) -> pl.State:
         return state.replace(params=evaluation_params(state, optimizer))
 
-    kept = [s for event, s in fit(model(), optimizer) if event is Event.BATCH_END]
+    kept = [s for event, s in fit(branches(), optimizer) if event is Event.BATCH_END]
     for state, expected in zip(kept, trained, strict=True):
-        assert_params(state, expected)
-    assert_params(evaluation_params(kept[-1], optimizer), evaluated)
-    watched = pl.evaluate(kept[-1], {"held": DATA[:1]}, loss=mse, algorithms=[averages])
-    assert float(pl.run(watched).metrics["held"]["loss"]) == pytest.approx(loss, rel=1e-6)
-    pl.save(kept[6], tmp_path / "x.safetensors")
-    for start in (kept[6], pl.load(tmp_path / "x.safetensors", model=model())):
-        last = pl.run(fit(start, from_torch(cls, **options), evaluators=DATA[:2], algorithms=[averages]))
-        assert_params(last, trained[-1])
-
-
-def test_a_layer_that_is_never_used_keeps_its_place() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)  # type: ignore[no-any-return]
-
-    cls, options = class_of("SGDScheduleFree")
-    optimizer = from_torch(cls, **options)
-    kept = [s for event, s in fit(Half(), optimizer) if event is Event.BATCH_END]
+        problem.close(state.params, expected, 0.0)
     structure = optree.tree_structure(optimizer.init(kept[-1].params), namespace="pure_loop")
     assert optree.tree_structure(kept[-1].opt_state, namespace="pure_loop") == structure
-    assert torch.equal(pl.run(fit(kept[3], optimizer)).params["used.weight"], kept[-1].params["used.weight"])
-    params = evaluation_params(kept[-1], optimizer)
-    assert torch.equal(params["unused.weight"], kept[-1].params["unused.weight"])
+    problem.close(evaluation_params(kept[-1], optimizer), {n: p.detach() for n, p in evaluated.items()}, 0.0)
+    watched = pl.evaluate(kept[-1], {"held": DATA[:1]}, loss=problem.cross_entropy, algorithms=[averages])
+    assert float(pl.run(watched).metrics["held"]["loss"]) == pytest.approx(loss, rel=1e-6)
+    pl.save(kept[6], tmp_path / "x.safetensors")
+    for start in (kept[6], pl.load(tmp_path / "x.safetensors", model=branches())):
+        last = pl.run(fit(start, from_torch(cls, **options), evaluators=DATA[:2], algorithms=[averages]))
+        problem.close(last.params, trained[-1], 0.0)
 
 
 def test_parts_have_modes_of_their_own_and_copies_have_an_average() -> None:
@@ -197,17 +126,15 @@ def test_parts_have_modes_of_their_own_and_copies_have_an_average() -> None:
     assert torch.equal(params["0.bias"], state.params["0.bias"])
     assert not torch.equal(params["0.weight"], state.params["0.weight"])
 
-    inner = from_torch(cls, **options)
+    inner, halves = from_torch(cls, **options), [(inputs.bfloat16(), targets) for inputs, targets in DATA]
     optimizer = master_weights(inner)
-    halves = [(inputs.bfloat16(), targets.bfloat16()) for inputs, targets in DATA]
-    state = pl.run(pl.fit(model().bfloat16(), halves, loss=mse, optimizer=optimizer, max_duration="2ep"))
+    state = pl.run(fit(model().bfloat16(), optimizer, halves))
     copies = pl.State.create(model()).replace(params=state.opt_state["master"], opt_state=state.opt_state["inner"])
     expected, params = evaluation_params(copies, inner), evaluation_params(state, optimizer)
-    assert {name: param.dtype for name, param in params.items()} == dict.fromkeys(params, torch.bfloat16)
-    assert all(torch.equal(params[name], expected[name].bfloat16()) for name in params)
+    problem.close(params, {name: param.bfloat16() for name, param in expected.items()}, 0.0)
     assert any(not torch.equal(params[name], state.params[name]) for name in params)
     plain = master_weights(partition({"all": pl.optim.adamw()}, label=lambda name, tensor: "all"))
-    state = pl.run(pl.fit(model().bfloat16(), halves, loss=mse, optimizer=plain, max_duration="1ba"))
+    state = pl.run(fit(model().bfloat16(), plain, halves, max_duration="1ba"))
     with pytest.raises(ArgumentError, match="has one set of parameters"):
         evaluation_params(state, plain)
 

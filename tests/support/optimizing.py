@@ -1,20 +1,23 @@
-"""Parameters and gradients for optimizers, and what ours and torch's make of them."""
+"""Parameters and gradients for optimizers, a model and a loop by hand over torch's, and what ours make of them."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim import Optimizer, master_weights, partition
+from pure_loop.random import derive, seeded, seeded_all
 from pure_loop.ranges import settings_of
 from pure_loop.time import Timestamp
+from tests.support import problem
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 SHAPES = [(), (3,), (2, 5), (37,), (2, 3, 4, 4), (0,)]
@@ -39,6 +42,10 @@ def tensors(seed: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = S
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
+def batches(seed: int, dtype: torch.dtype, count: int = 4) -> list[list[Tensor]]:
+    return [tensors(seed + i + 1, dtype) for i in range(count)]
+
+
 def named(values: Sequence[Any]) -> FrozenDict[str, Any]:
     return FrozenDict({f"p{i}": value for i, value in enumerate(values)})
 
@@ -46,6 +53,7 @@ def named(values: Sequence[Any]) -> FrozenDict[str, Any]:
 def ours(
     opt: Optimizer, start: Sequence[Tensor], steps: Sequence[Step]
 ) -> list[tuple[FrozenDict[str, Tensor], FrozenDict[str, Any]]]:
+    """Parameters and optimizer state, at first and after each step."""
     params = named(start)
     state = opt.init(params)
     results = [(params, state)]
@@ -55,39 +63,54 @@ def ours(
     return results
 
 
-def theirs(
-    make: Callable[[list[Tensor]], torch.optim.Optimizer],
-    start: Sequence[Tensor],
-    steps: Sequence[Step],
-    lr: Callable[[Timestamp], float] | None = None,
-) -> list[list[Tensor]]:
-    params = [torch.nn.Parameter(p.clone()) for p in start]
-    reference = make(params)
-    results = [[p.detach().clone() for p in params]]
-    for batch, grads in enumerate(steps):
-        for group in reference.param_groups if lr is not None else ():
-            group["lr"] = lr(Timestamp(batch=batch))
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        reference.step()
-        results.append([p.detach().clone() for p in params])
-    return results
-
-
-def assert_equal(results: list[tuple[FrozenDict[str, Tensor], Any]], expected: list[list[Tensor]]) -> None:
-    for i, ((params, _), other) in enumerate(zip(results, expected, strict=True)):
-        for (name, value), target in zip(params.items(), other, strict=True):
-            assert value.dtype == target.dtype
-            assert torch.equal(value, target), f"{name} differs after {i} steps: {value} and {target}"
-
-
-def batches(seed: int, dtype: torch.dtype, count: int = 4) -> list[list[Tensor]]:
-    return [tensors(seed + i + 1, dtype) for i in range(count)]
-
-
 def assert_same(a: Any, b: Any) -> None:
+    """Two trees of equal tensors and equal other values."""
     (leaves, structure), (others, other) = (optree.tree_flatten(x, namespace="pure_loop") for x in (a, b))
     assert structure == other
     for x, y in zip(leaves, others, strict=True):
         assert type(x) is type(y)
         assert torch.equal(x, y) if isinstance(x, Tensor) else x == y
+
+
+class Branches(nn.Module):
+    """For ``problem.points``: a layer that only some batches use, and without biases only matrices."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5, bias=bias), nn.Linear(5, 3, bias=bias)
+        self.sometimes = nn.Linear(4, 5, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if x[0, 0] > 0:
+            hidden = hidden + self.sometimes(x)
+        return self.last(hidden.tanh())  # type: ignore[no-any-return]
+
+
+def branches(bias: bool = True) -> nn.Module:
+    with seeded(1):
+        return Branches(bias)
+
+
+def by_hand(
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    data: Sequence[tuple[Tensor, Tensor]],
+    rates: Sequence[Callable[[Timestamp], float] | None] = (),
+    epochs: int = 1,
+) -> list[dict[str, Tensor]]:
+    """Parameters after each batch of a plain loop over torch's own optimizers, of these rates."""
+    after = []
+    for number in range(epochs * len(data)):
+        inputs, targets = data[number % len(data)]
+        module.zero_grad()
+        problem.cross_entropy(module(inputs), targets).backward()
+        # Where a class draws random numbers, they are of the run's seed and this batch.
+        with seeded_all(derive(0, "update", number // len(data), number)):
+            for optimizer, lr in zip_longest(optimizers, rates):
+                if lr is not None:
+                    optimizer.param_groups[0]["lr"] = lr(Timestamp(batch=number))
+                optimizer.step()
+        after.append({name: param.detach().clone() for name, param in module.named_parameters()})
+    module.zero_grad()
+    return after

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 from torch import Tensor
 
 PLACES = ("group", "state", "shared", "attribute")
-
-
-def _listed(old: Any, step: int) -> list[Any]:
-    return [*(old or [])[-3:], torch.full((2,), float(step))]
 
 
 def _nested(old: Any, step: int) -> dict[str, Any]:
@@ -24,26 +20,9 @@ def _nested(old: Any, step: int) -> dict[str, Any]:
     return {**old, "count": old["count"] + 1, f"of step {step}": torch.tensor(step)}
 
 
-def _in_place(old: Any, step: int) -> Tensor:
-    return torch.ones(3) if old is None else old.mul_(0.9).add_(step)
-
-
-def _queue(old: Any, step: int) -> deque[Any]:
-    old = deque(maxlen=2) if old is None else old
-    old.append(torch.tensor(float(step)))
-    return old
-
-
-def _set(old: Any, step: int) -> set[int]:
-    old = set() if old is None else old
-    old.add(step)
-    return old
-
-
 # What each kind of value becomes in a step.
 KINDS: dict[str, Any] = {
     "int": lambda old, step: (old or 0) + step,
-    "float": lambda old, step: (old or 0.5) * 1.5,
     "nan": lambda old, step: float("nan") if step % 2 else step * 1.0,
     "bool": lambda old, step: not old,
     "none or number": lambda old, step: None if old else step + 1,
@@ -52,18 +31,16 @@ KINDS: dict[str, Any] = {
     "number": lambda old, step: np.float64(0.5 if old is None else old + step),
     "array": lambda old, step: np.ones(2) if old is None else old + step,
     "complex": lambda old, step: (old or 1j) + step,
-    "tensor": lambda old, step: torch.full((2, 2), float(step)),
-    "tensor in place": _in_place,
-    "scalar tensor": lambda old, step: torch.tensor(1.0) if old is None else old + step,
+    "tensor in place": lambda old, step: torch.ones(3) if old is None else old.mul_(0.9).add_(step),
     "integer tensor": lambda old, step: torch.tensor([1]) if old is None else old.add_(1),
     "growing tensor": lambda old, step: torch.cat([torch.zeros(0) if old is None else old, torch.ones(1) * step]),
     "changing dtype": lambda old, step: torch.ones(2, dtype=(torch.float64, torch.bfloat16)[step % 2]) * step,
     "transposed tensor": lambda old, step: torch.arange(6.0).view(2, 3).t().add(step),
-    "list": _listed,
+    "list": lambda old, step: [*(old or [])[-3:], torch.full((2,), float(step))],
     "dict": _nested,
     "ordered dict": lambda old, step: OrderedDict(b=step, a=torch.ones(1) * step),
-    "deque": _queue,
-    "set": _set,
+    "deque": lambda old, step: deque([*(old or ()), torch.tensor(float(step))], maxlen=2),
+    "set": lambda old, step: {*(old or ()), step},
 }
 
 
@@ -75,17 +52,16 @@ def number(value: Any) -> float:
         return value.real + 2 * value.imag
     if isinstance(value, bool | int | float):
         return 0.25 if value != value else float(value)
-    if isinstance(value, Tensor):
-        return float(value.double().sum()) + value.numel()
-    if isinstance(value, np.ndarray):
-        return float(value.sum())
-    if isinstance(value, Mapping):
-        return sum(number(each) * (1 + i) for i, each in enumerate(value.values()))
-    return sum(number(each) for each in value)
+    if isinstance(value, Tensor | np.ndarray):
+        return float(value.sum()) + 2 * len(value.reshape(-1))
+    leaves = value if isinstance(value, set) else optree.tree_leaves(value, none_is_leaf=True)
+    return sum(number(each) * (1 + i) for i, each in enumerate(leaves))
 
 
 class Scripted(torch.optim.Optimizer):
     """Descends by the gradient times a number that depends on everything that it keeps.
+
+    After the second step its group and itself have less than they were made with.
 
     Args:
         script: ``(first step, last step, place, kind)`` for each value that it keeps. The last step removes it.
@@ -94,27 +70,24 @@ class Scripted(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, lr: float = 0.1, script: Any = (), draws: bool = False, alias: bool = False):
-        super().__init__(params, {"lr": lr, "fixed": (0.9, 0.99), "nothing": None, "foreach": False})
-        self.script, self.draws, self.alias, self.calls = script, draws, alias, 0
+        super().__init__(params, {"lr": lr, "fixed": (0.9, 0.99), "nothing": None, "foreach": False, "warm": 3.0})
+        self.script, self.draws, self.alias, self.calls, self.warm = script, draws, alias, 0, [1.0]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self.calls += 1
         group = self.param_groups[0]
-        total = 0.0
+        total = group.get("warm", 1.0) * getattr(self, "warm", [0.5])[0]
         if self.alias:
             common = group.setdefault("common", torch.zeros(2))
             common.add_(self.calls)
-        for param in group["params"]:
-            if param.grad is None:
-                continue
+        for param in [each for each in group["params"] if each.grad is not None]:
             state = self.state[param]
             if self.alias:
                 state.setdefault("common", common).mul_(1.25)
             for index, (first, last, place, kind) in enumerate(self.script):
-                home = {"group": group, "state": state, "attribute": vars(self)}.get(place)
-                if home is None:
-                    home = self.state.setdefault("shared", {})
+                home: Any = {"group": group, "state": state, "attribute": vars(self)}.get(place)
+                home = self.state.setdefault("shared", {}) if home is None else home
                 key = f"{place}_{index}"
                 if first <= self.calls <= last:
                     home[key] = KINDS[kind](home.get(key), self.calls)
@@ -126,41 +99,26 @@ class Scripted(torch.optim.Optimizer):
             if self.draws:
                 total += float(torch.rand(())) + random.random() + float(np.random.rand())
             param.add_(param.grad, alpha=-group["lr"] * (1.0 + float(np.tanh(0.01 * total))))
+        if self.calls == 2:
+            del group["warm"], self.warm
 
 
-class AddsInTheFirstStep(torch.optim.Optimizer):
-    """As most third-party optimizers do: its group counts steps from the first one on."""
+class Grows(torch.optim.Optimizer):
+    """As most third-party optimizers do: its group counts steps from the first one on, and changes a number."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+    def __init__(self, params: Any, lr: float = 0.1, d: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "d": d})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+            group["d"] *= 1.1
             for param in group["params"]:
                 if param.grad is not None:
                     average = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
                     average.lerp_(param.grad, 1 - group["betas"][0])
-                    param.add_(average, alpha=-group["lr"] / (1 - group["betas"][0] ** group["step"]))
-
-
-class RemovesAKey(torch.optim.Optimizer):
-    """Its group and itself have less after the second step."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "warm": 3.0})
-        self.warm, self.calls = [1.0], 0
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.calls += 1
-        group = self.param_groups[0]
-        for param in group["params"]:
-            factor = group.get("warm", 1.0) * getattr(self, "warm", [0.5])[0]
-            param.add_(param.grad, alpha=-group["lr"] * factor)
-        if self.calls == 2:
-            del group["warm"], self.warm
+                    param.add_(average, alpha=-group["lr"] * group["d"] / (1 - group["betas"][0] ** group["step"]))
 
 
 class Holds(torch.optim.Optimizer):

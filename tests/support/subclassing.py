@@ -1,7 +1,7 @@
 """Tensors of other classes and layouts in every place of a training, tried in a process of its own.
 
-Run as a module it reads cases from its standard input, one JSON object a line, and answers each with one line, so that
-a crash of the interpreter is the end of the output, and not of the tests.
+Run as a module it reads cases from its standard input and answers each with a line of JSON, so that a crash of the
+interpreter is the end of the output, and not of the tests.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-__all__ = ["KINDS", "MODES", "PLACES", "Child", "Wrapped"]
+__all__ = ["KINDS", "MODES", "PLACES", "Case", "Wrapped", "answers"]
+
+Case = tuple[str, str, str]
+"""A kind of tensor, its place, and a mode."""
 
 
 class Wrapped(Tensor):
@@ -51,10 +55,6 @@ def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, Wrapped) else value
 
 
-class Named(Tensor):
-    """A subclass with a storage of its own and torch's own __torch_function__."""
-
-
 class _Wrap(torch.autograd.Function):
     """Makes a tensor Wrapped, in a graph."""
 
@@ -67,34 +67,23 @@ class _Wrap(torch.autograd.Function):
         return _inner(gradient)
 
 
-def _fake(tensor: Tensor) -> Tensor:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode().from_tensor(tensor)
-
-
 def _made_in_inference_mode(tensor: Tensor) -> Tensor:
     with torch.inference_mode():
         return tensor.clone()
 
 
-def _nested(tensor: Tensor) -> Tensor:
-    rows = list(tensor.detach()) if tensor.ndim else [tensor.detach()]
-    return torch.nested.nested_tensor(rows)  # type: ignore[no-any-return]
-
-
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda tensor: tensor,
     "wrapper": lambda tensor: _Wrap.apply(tensor) if tensor.requires_grad else Wrapped(tensor),  # type: ignore[no-untyped-call]
-    "subclass": lambda tensor: tensor.as_subclass(Named),
+    "subclass": lambda tensor: tensor.as_subclass(type("Named", (Tensor,), {})),
     "parameter": lambda tensor: nn.Parameter(tensor) if tensor.is_leaf else tensor,
     "sparse": Tensor.to_sparse,
     "csr": lambda tensor: tensor.to_sparse_csr() if tensor.ndim == 2 else tensor,
     "mkldnn": Tensor.to_mkldnn,
     "quantised": lambda tensor: torch.quantize_per_tensor(tensor.detach(), 0.5, 0, torch.qint8),
     "meta": lambda tensor: tensor.to("meta"),
-    "fake": _fake,
-    "nested": _nested,
+    "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
+    "nested": lambda tensor: torch.nested.nested_tensor(list(tensor.detach()) if tensor.ndim else [tensor.detach()]),
     "inference": _made_in_inference_mode,
     "negated view": lambda tensor: torch._neg_view(-tensor),
     "conjugated": lambda tensor: tensor.to(torch.complex64).conj().real,
@@ -139,20 +128,12 @@ def _problem(kind: str, place: str) -> tuple[nn.Module, list[Any], Callable[[Ten
 
     torch.manual_seed(0)
     data = [(change("inputs", torch.randn(4, 3)), change("targets", torch.randn(4, 2))) for _ in range(3)]
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return change("loss", functional.mse_loss(_dense(outputs), targets))
-
-    return _Net(change), data, loss
+    return _Net(change), data, lambda y, t: change("loss", functional.mse_loss(_dense(y), t))
 
 
-_RATE = {"sgd": {"lr": 0.1, "momentum": 0.9}, "adamw": {"lr": 0.1}}
-
-
-def _by_hand(kind: str, place: str, optimizer: str) -> list[Tensor]:
+def _by_hand(kind: str, place: str) -> list[Tensor]:
     model, data, loss = _problem(kind, place)
-    cls = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
-    steps = cls(model.parameters(), **_RATE[optimizer])  # type: ignore[arg-type]
+    steps = torch.optim.AdamW(model.parameters(), lr=0.1)
     for inputs, targets in data:
         steps.zero_grad()
         loss(model(inputs), targets).backward()
@@ -160,48 +141,28 @@ def _by_hand(kind: str, place: str, optimizer: str) -> list[Tensor]:
     return list(model.parameters())
 
 
-def _by_loop(kind: str, place: str, optimizer: str, mode: str) -> list[Tensor]:
+def _by_loop(kind: str, place: str, mode: str) -> list[Tensor]:
     import pure_loop as pl
     from pure_loop.compile import interpreted
-    from pure_loop.frozendict import FrozenDict
+
+    def changed(memory: Any) -> Any:
+        if isinstance(memory, pl.FrozenDict):
+            return pl.FrozenDict((name, changed(value)) for name, value in memory.items())
+        return KINDS[kind](memory) if isinstance(memory, Tensor) else memory
 
     model, data, loss = _problem(kind, place)
-    algorithms = []
-    if place == "gradient":
-
-        @pl.algorithm(pl.Event.AFTER_TRAIN_BATCH)
-        def gradients(state: pl.State) -> pl.State:
-            return state.replace(grads={name: KINDS[kind](grad) for name, grad in (state.grads or {}).items()})
-
-        algorithms.append(gradients)
-    if place == "optimizer's memory":
-
-        def changed(memory: Any) -> Any:
-            if isinstance(memory, FrozenDict):
-                return FrozenDict((name, changed(value)) for name, value in memory.items())
-            return KINDS[kind](memory) if isinstance(memory, Tensor) else memory
-
-        @pl.algorithm(pl.Event.FIT_START)
-        def memory(state: pl.State) -> pl.State:
-            return state.replace(opt_state=changed(state.opt_state))
-
-        algorithms.append(memory)
+    changes = {
+        "gradient": {pl.Event.AFTER_TRAIN_BATCH: lambda state: state.replace(grads=dict(changed(state.grads)))},
+        "optimizer's memory": {pl.Event.FIT_START: lambda state: state.replace(opt_state=changed(state.opt_state))},
+    }
+    algorithms = [pl.Algorithm("changing", changes[place])] if place in changes else []  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"optimizer": pl.optim.adamw(lr=0.1), "max_duration": "1ep", **MODES[mode]}
     with interpreted():
-        state = pl.run(
-            pl.fit(
-                model,
-                data,
-                loss=loss,
-                optimizer=getattr(pl.optim, optimizer)(**_RATE[optimizer]),
-                max_duration="1ep",
-                algorithms=algorithms,
-                **MODES[mode],
-            )
-        )
+        state = pl.run(pl.fit(model, data, loss=loss, algorithms=algorithms, **settings))
     return list(state.params.values())
 
 
-def _answer(kind: str, place: str, optimizer: str, mode: str) -> str:
+def _answer(kind: str, place: str, mode: str) -> str:
     """``same``, ``different``, ``refused: ...`` by an error of the library's, or ``raised: ...`` by another one.
 
     ``by hand: ...`` says that the loop by hand raises, too.
@@ -211,11 +172,11 @@ def _answer(kind: str, place: str, optimizer: str, mode: str) -> str:
     wanted: Any = None
     try:
         # A gradient or a memory is changed by an algorithm: the loop by hand is that without a change.
-        wanted = _by_hand("plain" if place in ("gradient", "optimizer's memory") else kind, place, optimizer)
+        wanted = _by_hand("plain" if place in ("gradient", "optimizer's memory") else kind, place)
     except Exception as error:
         wanted = error
     try:
-        found = _by_loop(kind, place, optimizer, mode)
+        found = _by_loop(kind, place, mode)
     except PureLoopError as error:
         return f"refused: {type(error).__name__}: {error}"
     except Exception as error:
@@ -228,45 +189,19 @@ def _answer(kind: str, place: str, optimizer: str, mode: str) -> str:
     return "same" if same else "different"
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        print(json.dumps(_answer(**json.loads(line))), flush=True)
-
-
-class Child:
-    """The process; another one after a crash."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def ask(self, **case: str) -> str:
-        """What came of a case; ``crashed: ...`` where the interpreter did."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.subclassing"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(case) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        if answer:
-            return str(json.loads(answer))
-        self.close()
-        return f"crashed: exit status {process.returncode}"
-
-    def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.communicate(timeout=60)
+def answers(cases: list[Case]) -> list[str]:
+    """What came of each case, in another process; ``crashed`` where the interpreter did."""
+    found: list[str] = []
+    while len(found) < len(cases):
+        command = [sys.executable, "-m", "tests.support.subclassing"]
+        result = subprocess.run(command, input=json.dumps(cases[len(found) :]), stdout=subprocess.PIPE, text=True)
+        found += map(json.loads, result.stdout.splitlines())
+        found += ["crashed"] if result.returncode else []
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for case in json.load(sys.stdin):
+        print(json.dumps(_answer(*case)), flush=True)
