@@ -244,7 +244,7 @@ class Reader:
             raise
         except _OF_NONSENSE as error:
             raise CheckpointError(
-                f"{self._path} can't be read: {shortened(value)} in it is no value: {str(error)[:200]}."
+                f"{self._path} can't be read: {shortened(value)} in it is no value: {shortened(str(error), 200)}."
             ) from error
         finally:
             self._depth -= 1

@@ -17,7 +17,7 @@ from pure_loop.checkpoint.digests import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.document import WEIGHTS_KEY, Document, apart, describe_weights
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.tree import Reader
-from pure_loop.checkpoint.validation import Json, differences
+from pure_loop.checkpoint.validation import Json, differences, first_names
 from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
@@ -120,7 +120,7 @@ def with_weights(
             )
     if missing or unknown:
         says = (("the model's own values stay for", missing), ("the model has no", unknown))
-        _log.warning("%s: %s", path, "; ".join(f"{what} {names}" for what, names in says if names))
+        _log.warning("%s: %s", path, "; ".join(f"{what} {first_names(names)}" for what, names in says if names))
     # Not copy_: a State's tensors are never written to.
     seen: set[int] = set()
     tensors = {name: _as(wanted[name], apart(tensor, seen)) for name, (_, tensor) in value.items()}

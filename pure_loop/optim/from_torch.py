@@ -716,7 +716,8 @@ def _memory_written(old: FrozenDict[str, Any], result: FrozenDict[str, Any]) -> 
         there = old.get(key)
         if value is there or not (isinstance(value, Tensor) and isinstance(there, Tensor)):
             continue
-        if (value.shape, value.dtype, value.device) == (there.shape, there.dtype, there.device):
+        # Of sparse gradients the first step makes a sparse memory.
+        if all(getattr(value, name) == getattr(there, name) for name in ("shape", "dtype", "device", "layout")):
             values[key] = there.copy_(value)
     return _in_order_of(old, values)
 

@@ -72,7 +72,7 @@ def _are_unequal(a: Any, b: Any) -> bool | Tensor:
     if hasattr(a, "__array__"):
         return not same(a, b)
     # An object of a user's class: by its tensors, or by an `==` of its own.
-    tensors_a, tensors_b = tensors_in(a), tensors_in(b)
+    tensors_a, tensors_b = (tensors_in(each) or tensors_in(getattr(each, "__dict__", None)) for each in (a, b))
     if tensors_a or tensors_b:
         return len(tensors_a) != len(tensors_b) or any(
             bool(_are_unequal(x, y)) for x, y in zip(tensors_a, tensors_b, strict=True)

@@ -271,3 +271,14 @@ def test_of_a_state_memories_begin_anew(tmp_path: Path) -> None:
     assert not torch.equal(average, whole.algorithm_state["ema"]["params"]["0.weight"])
     loaded = pl.load(path, model=small(), exclude="opt_state")
     assert pl.run(fit(loaded, optimizer=pl.optim.adamw(lr=0.1))).timestamp.batch == 8
+
+
+def test_names_that_do_not_fit_are_said_in_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "other.safetensors"
+    save_file({"weight": torch.ones(3, 4), **{f"{i}\nWARNING": torch.ones(1) for i in range(99)}}, path)
+    state = pl.load(path, model=nn.Linear(4, 3), weights_only=True, strict=False)
+    assert state.params["weight"].sum() == 12
+    message = caplog.records[-1].getMessage()
+    assert "own values stay for ['bias']; the model has no ['" in message
+    assert "\n" not in message
+    assert len(message) < 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event, schedules
@@ -201,3 +203,18 @@ def test_classes_are_traced_or_run_between_graphs() -> None:
         torch.testing.assert_close(dict(eager.params), dict(compiled.params))
     with pytest.raises(pl.errors.CompileError, match=r"Adafactor.* can't be compiled.*where possible"):
         pl.run(fit(None, from_torch(torch.optim.Adafactor, lr=LR), compile=True))
+
+
+def test_sparse_gradients_make_a_memory_that_is_sparse() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
+    data = [(torch.tensor([[i, 1], [4, i]]), torch.tensor([0, 2])) for i in range(3)]
+    hand = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1, momentum=0.9)
+    for x, y in data * 2:
+        optimizer.zero_grad()
+        problem.cross_entropy(hand(x), y).backward()
+        optimizer.step()
+    for donate in (True, False):
+        mine = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+        state = problem.run(model, data, optimizer=mine, donate=donate, strict=False)
+        problem.close(dict(state.params), dict(hand.named_parameters()), 0)

@@ -6,6 +6,7 @@ import io
 import itertools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,10 +261,13 @@ class Pair:
         self.scores = scores
 
 
-def test_outputs_of_a_class_of_the_users_own() -> None:
+@pytest.mark.parametrize("outputs_of", [Pair, lambda scores: SimpleNamespace(scores=scores)])
+def test_outputs_of_a_class_of_the_users_own(outputs_of: Any) -> None:
+    """The ``==`` of a namespace is that of its tensors, which has no truth value."""
+
     class Model(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
-            return Pair(super().forward(x))
+            return outputs_of(super().forward(x))
 
     run(Model(4, 3), loss=lambda outputs, y: cross_entropy(outputs.scores, y), strict=False, verify="1ba")
 
