@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import pure_loop as pl
 from bench.performance.workloads import WORKLOADS, Workload
+from tests.simulated_gpu.lowering import Lowered, lowering
+from tests.simulated_gpu.triton_interpreter import IS_ON
 from tests.support.compiling import EPOCHS
-from tests.support.lowering import Lowered, lowering
-from tests.support.triton_interpreter import IS_ON
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,9 +12,9 @@ import pytest
 
 import pure_loop as pl
 from pure_loop import Event
+from tests.simulated_gpu.triton_interpreter import IS_ON, interpreting
 from tests.support.compiling import BATCHES, EPOCHS, FIVE, PROBLEMS, WITH_NAN, assert_close, fit, several
 from tests.support.problem import points
-from tests.support.triton_interpreter import IS_ON, interpreting
 
 pytestmark = [
     pytest.mark.gpu,
