@@ -1,7 +1,4 @@
-"""Compiled fits in several threads: one compiles after the other, and none waits for ever.
-
-A fit inside ``seeded``, which has the global generators, stands beside a trace that seeds them.
-"""
+"""Compiled fits in several threads: one compiles after the other, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -16,12 +13,34 @@ import torch
 import pure_loop as pl
 from pure_loop import Event
 from tests.support import problem
-from tests.support.compiling import Net
+from tests.support.compiling import EPOCHS, FIVE, Net, assert_close, stream
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 # Seconds in which threads end on a busy machine; those that wait for each other never do.
 ENDS = 120.0
+
+
+def in_this_context(pool: ThreadPoolExecutor, run: Any, *arguments: Any) -> Any:
+    """Whether graphs are compiled or run as they are is a variable of the context."""
+    return pool.submit(contextvars.copy_context().run, run, *arguments)
+
+
+def test_threads_that_compile_at_once() -> None:
+    ready = threading.Barrier(3)
+
+    def trained(seed: int, together: bool) -> list[tuple[Event, pl.State]]:
+        found = []
+        for event, state in stream(problem.mlp, FIVE, compile=True, seed=seed, watch={Event.EPOCH_START, *EPOCHS}):
+            if together and event is Event.EPOCH_START and state.timestamp.epoch == 0:
+                ready.wait(ENDS)
+            found.append((event, state))
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        threads = [in_this_context(pool, trained, seed, True) for seed in range(3)]
+        for seed, thread in enumerate(threads):
+            assert_close(thread.result(ENDS), trained(seed, False))
 
 
 def weight(seeding: Any, traced: Any = lambda: None) -> torch.Tensor:
@@ -40,6 +59,7 @@ def weight(seeding: Any, traced: Any = lambda: None) -> torch.Tensor:
 
 @pytest.mark.parametrize("seeding", [pl.random.seeded, pl.random.seeded_all])
 def test_a_fit_inside_seeded_beside_a_trace_that_seeds(seeding: Any) -> None:
+    """The first has the global generators, which the second waits for in its trace."""
     tracing, waiting = threading.Event(), threading.Event()
 
     def traced() -> None:
@@ -58,10 +78,8 @@ def test_a_fit_inside_seeded_beside_a_trace_that_seeds(seeding: Any) -> None:
     alone, state = weight(seeding), torch.get_rng_state()
     with pl.random.seeded(7):
         expected = torch.rand(2).tolist()
-    with ThreadPoolExecutor(2) as pool:  # in this context graphs are not compiled
-        one, other = (
-            pool.submit(contextvars.copy_context().run, run) for run in (lambda: weight(seeding, traced), inside)
-        )
+    with ThreadPoolExecutor(2) as pool:
+        one, other = in_this_context(pool, weight, seeding, traced), in_this_context(pool, inside)
         found, *drawn = other.result(ENDS)
         assert torch.equal(one.result(ENDS), alone)
     assert torch.equal(found, alone)
