@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 from pure_loop import Event
 from pure_loop.compile import _torch, interpreted, operations
 from tests.support import problem
-from tests.support.compiling import EPOCHS, FIVE, mlp, same, several
+from tests.support.compiling import FIVE, mlp, same, several
 
 PARTS = {Event.AFTER_LOSS, Event.BATCH_END}
 ENTRY = "torch._inductor.compile_fx:compile_fx_inner"
@@ -48,8 +48,8 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-def assert_as_eager(watch: set[Event] = EPOCHS, **settings: Any) -> None:
-    same({"model": mlp, "data": FIVE[:2], "max_duration": "2ba", "watch": watch} | settings, 1e-5)
+def assert_as_eager(**settings: Any) -> None:
+    same({"model": mlp, "data": FIVE[:2], "max_duration": "2ba"} | settings, 1e-5)
 
 
 def dotted(*names: str) -> set[str]:
@@ -62,7 +62,7 @@ def test_a_step_is_traced_and_called_without_all(hide: Callable[..., None], capl
     hide(*_torch.NAMES)
     with interpreted():
         assert_as_eager(algorithms=several())
-        assert_as_eager(PARTS)
+        assert_as_eager(watch=PARTS)
     assert _torch.missing.keys() >= dotted(ENTRY, "torch._dispatch.python.enable_python_dispatcher")
     assert_as_eager(model=problem.mlp)
     assert f"has no {dotted(ENTRY).pop()}: graphs are compiled by torch.compile" in caplog.text
@@ -70,8 +70,10 @@ def test_a_step_is_traced_and_called_without_all(hide: Callable[..., None], capl
 
 
 @pytest.mark.slow
-def test_steps_are_compiled_without_each(hide: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without all by the compiler, and without each by ``torch.compile``: minutes."""
+def test_steps_are_compiled_without_each_and_by_a_later_torch(
+    hide: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without all by the compiler, and without each, or with other arguments, by ``torch.compile``: a minute."""
     hide(*_torch.NAMES)
     assert_as_eager()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -81,27 +83,21 @@ def test_steps_are_compiled_without_each(hide: Callable[..., None], monkeypatch:
         assert_as_eager(model=problem.mlp, max_duration="1ba", watch=PARTS)
         assert dotted(name) <= _torch.look_up_all().keys()
 
+    def compile_inner(graph: GraphModule, examples: list[Tensor]) -> Any:
+        raise AssertionError("it is called with more")
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_code")
-@pytest.mark.parametrize("change", ["a keyword", "a setting"])
-def test_a_compiler_that_takes_other_arguments(
-    change: str, hide: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A later torch, by the compiler itself."""
-    hide()
-    if change == "a setting":
-        monkeypatch.setitem(_torch._SETTINGS, "a_setting_of_the_past", False)
-    else:
-        find = _torch._find
-
-        def compile_inner(graph: GraphModule, examples: list[Tensor]) -> Any:
-            raise AssertionError("it is called with more")
-
-        monkeypatch.setattr(_torch, "_find", lambda path: compile_inner if path == ENTRY else find(path))
-    assert_as_eager()
-    (said,) = _torch.missing
-    assert ("a_setting_of_the_past" if change == "a setting" else "unexpected keyword argument") in said
+    find = _torch._find
+    settings, entry = {"a_setting_of_the_past": False}, lambda path: compile_inner if path == ENTRY else find(path)
+    for change, says in (
+        ((_torch, "_SETTINGS", _torch._SETTINGS | settings), "a_setting_of_the_past"),
+        ((_torch, "_find", entry), "unexpected keyword argument"),
+    ):
+        hide()
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            assert_as_eager()
+        (said,) = _torch.missing
+        assert says in said
 
 
 @pytest.mark.usefixtures("no_code")
@@ -113,10 +109,9 @@ def test_a_graph_writes_after_all_that_it_reads() -> None:
     for target, value in ((one, other), (other, kept)):
         graph.call_function(torch.ops.aten.copy_.default, (target, value))
     graph.output([kept, one, graph.call_function(torch.ops.aten.add.Tensor, (one, 1))])
-    call = _torch._ByTorchCompile(GraphModule({}, graph))
     a, b = torch.zeros(2, requires_grad=True), torch.ones(2)
     given = [a, b]
-    results = call(given)
+    results = _torch._ByTorchCompile(GraphModule({}, graph))(given)
     assert not given
     assert [each.tolist() for each in (a, b, *results)] == [[1, 1], [0, 0], [0, 0], [0, 0], [1, 1]]
     assert len({each.data_ptr() for each in (a, b, *results)}) == 5
@@ -132,8 +127,7 @@ def test_batch_norm_of_a_gpu_is_that_of_the_graph() -> None:
         out, *saved, reserved = table[aten.cudnn_batch_norm.default](images, weight, bias, *ours, True, 0.1, 1e-5)
         back = table[aten.cudnn_batch_norm_backward.default]
         gradients = back(images, grad, weight, *ours, *saved, 1e-5, reserved)
-    torch.testing.assert_close(out, wanted)
-    torch.testing.assert_close(ours, known)
+    torch.testing.assert_close((out, *ours), (wanted, *known))
     torch.testing.assert_close(gradients, torch.autograd.grad(wanted, (images, weight, bias), grad))
 
 
@@ -142,6 +136,7 @@ def test_what_a_name_says_of_an_operation() -> None:
         packet = getattr(torch.ops.aten, name)
         target = getattr(packet, packet.overloads()[0])
         known, by_name = _torch.schema_of(target), _torch._schema_by_name(target)
+        assert known is not None
         assert (by_name.writes, by_name.is_view) == (known.writes, known.is_view)
         if "dropout_p" in known.names:
             assert by_name.names.index("dropout_p") == known.names.index("dropout_p")
