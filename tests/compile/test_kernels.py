@@ -72,7 +72,6 @@ def both(state: pl.State) -> pl.State:
     return state.remember("both", FrozenDict(sum=memory["sum"] + weight, then=copy.view(-1)))
 
 
-AMSGRAD = pl.optim.adam(lr=1e-2, amsgrad=True, weight_decay=0.1, maximize=True)
 SIX = ("adamw of 6 tensors",)
 FOUR = ("adamw of 4 tensors", "adam of 4 tensors")
 # Settings, and the kernels that the last graph calls; elsewhere the optimizer is taken to pieces.
@@ -80,8 +79,6 @@ CALLED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "plain": ({}, SIX),
     "microbatches": ({"watch": BATCHES, "microbatch_size": 3, "clip_grad": 1.0}, SIX),
     "several steps a call, and an average": ({"algorithms": [ema(half_life="3ba")], "steps_per_call": 2}, SIX),
-    "update alone": ({"watch": {Event.AFTER_TRAIN_BATCH, *BATCHES}}, SIX),
-    "amsgrad": ({"optimizer": AMSGRAD}, ("adam of 6 tensors",)),
     "two parts": ({"model": lambda: deep(4), "optimizer": PARTS}, FOUR),
     "what is computed from old parameters before": ({"algorithms": [distance]}, SIX),
     "a copy of what is written in the end": ({"algorithms": [both]}, SIX),

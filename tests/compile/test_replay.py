@@ -56,8 +56,8 @@ class Double:
 
         def replayed() -> None:
             self.replayed += 1
-            for given, found in zip(outputs, call(there.copy()), strict=True):
-                given.copy_(found)
+            for output, found in zip(outputs, call(there.copy()), strict=True):
+                output.copy_(found)
 
         return replayed, outputs
 
@@ -258,9 +258,9 @@ def test_recordings_are_gone_when_the_stream_ends(ends: str, monkeypatch: pytest
             stream.close()
         elif ends == "failed":
             with pytest.raises(pl.errors.NonFiniteError):
-                list(event for event, _ in stream)
+                pl.run(stream)
         else:
-            list(event for event, _ in stream)
+            pl.run(stream)
         assert made
         assert [each() for each in made] == [None] * len(made)
     finally:

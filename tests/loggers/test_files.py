@@ -45,7 +45,7 @@ WRITERS: tuple[tuple[Any, int, str], ...] = (
     (lambda folder: JSONLinesLogger(folder / "m.jsonl", flush="1ba", include="train/*"), 4000, "m.jsonl"),
     (lambda folder: JSONLinesLogger(folder / "m.jsonl", include="noise"), 4000, "noise-0.png"),
     (lambda folder: CSVLogger(folder / "m.csv", include="long"), 4000, "ba3-long.csv"),
-    (lambda folder: MLPerfCallback(folder, "b", 0.0, "v", settings={"x": "y" * 9000}), 4000, "result_0.txt"),
+    (lambda folder: MLPerfCallback(folder, "b", 0.0, "val/loss", settings={"x": "y" * 9000}), 4000, "result_0.txt"),
     (lambda folder: ExportForInferenceCallback(folder / "model.pt"), 1000, "model.pt"),
 )
 

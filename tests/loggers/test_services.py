@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,21 @@ import pure_loop as pl
 from pure_loop.loggers import JSONLinesLogger, RemoteUploader, SlackLogger
 from pure_loop.loggers._entry import Entry
 from pure_loop.loggers._tracker import Tracker
-from tests.loggers.records import killed, stream
+from tests.loggers.records import failing, killed, stream
 from tests.support.extras import needs
-from tests.support.refused import Refusal, check, rows
+from tests.support.refused import Refusal, check
 
 
 class Server(HTTPServer):
-    """Keeps what is posted; answers with an error while ``fails``."""
+    """Keeps what is posted; answers with an error while ``fails``, and what Comet has of a metric."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.posted: list[dict[str, Any]] = []
         self.fails = False
-        # What Comet answers where it is asked for the values of a metric.
         metrics = [{"metricName": "train/loss", "metricValue": "0.5", "step": step} for step in (1, 2)]
         self.known = {"metrics": metrics, "experimentKey": "b" * 32, "workspaceName": "w", "projectName": "p"}
-
-    def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.server_port}/{path}/"
+        self.url = f"http://127.0.0.1:{self.server_port}/"
 
     @property
     def texts(self) -> list[str]:
@@ -48,8 +46,8 @@ class Handler(BaseHTTPRequestHandler):
         answer = {"ok": False, "error": "channel_not_found"} if self.server.fails else {"ok": True, **self.server.known}
         content = json.dumps(answer).encode()
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 
@@ -67,25 +65,14 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    found = Server()
-    thread = threading.Thread(target=found.serve_forever, args=(0.01,))
-    thread.start()
-    yield found
-    found.shutdown()
-    thread.join()
-    found.server_close()
+    with Server() as found, ThreadPoolExecutor(1) as pool:
+        pool.submit(found.serve_forever, 0.01)
+        yield found
+        found.shutdown()
 
 
 def slack(server: Server, **options: Any) -> SlackLogger:
-    return SlackLogger("#training", token="xoxb-1", base_url=server.url("slack"), **options)
-
-
-def failing(at: int) -> Any:
-    def fail(event: pl.Event, state: pl.State) -> None:
-        if event is pl.Event.BATCH_END and state.timestamp.batch == at:
-            raise RuntimeError("<http://x|y>")
-
-    return fail
+    return SlackLogger("#training", token="xoxb-1", base_url=server.url + "slack/", **options)
 
 
 @needs("slack_sdk")
@@ -125,7 +112,7 @@ def test_slack_posts_nothing_twice_and_a_failure_is_noted_once(
 @pytest.mark.slow  # importing Comet takes three seconds
 @needs("comet_ml")
 def test_online_comet_is_asked_what_it_has(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMET_URL_OVERRIDE", server.url("clientlib"))
+    monkeypatch.setenv("COMET_URL_OVERRIDE", server.url + "clientlib/")
     online = pl.loggers.CometMLLogger("p", folder=tmp_path, mode="online", api_key="x")
     assert online.received("b" * 32, ["train/loss"]) == {("train/loss", 1), ("train/loss", 2)}
     assert repr(online) == f"CometMLLogger(project='p', folder={tmp_path!r}, api_key='...', mode='online')"
@@ -204,8 +191,7 @@ class Writes(pl.Callback):
         self.folder = folder
 
     def epoch_end(self, state: pl.State, logger: Any) -> None:
-        name = f"epoch-{state.timestamp.epoch}.txt"
-        logger.log_file(name, written(self.folder, name))
+        logger.log_file(name := f"epoch-{state.timestamp.epoch}.txt", written(self.folder, name))
 
 
 @needs("fsspec")
@@ -253,19 +239,17 @@ def test_training_does_not_wait_and_closing_no_longer_than_it_was_told(tmp_path:
         uploader.close()
 
 
-REFUSED: dict[str, Any] = {
-    "nosuch": lambda: RemoteUploader("nosuch://bucket"),
-    "files": lambda: RemoteUploader("memory://x", files=[3]),  # type: ignore[list-item]
-    "two files of one name": lambda: RemoteUploader("memory://x", files=["a/m", "b/m"]),
-    "there is no file": lambda: RemoteUploader("memory://x").log_file("a", "/nowhere/a"),
-    "SLACK_TOKEN": lambda: SlackLogger("#training"),
-    "channel": lambda: SlackLogger("", token="x"),
-    "base_url": lambda: SlackLogger("#t", token="x", base_url="slack.com"),
-}
-
-
 @needs("fsspec", "slack_sdk")
-@rows([Refusal(says, call, (pl.PureLoopError, OSError), (says,)) for says, call in REFUSED.items()])  # type: ignore[arg-type]
-def test_it_is_refused(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLACK_TOKEN", raising=False)
-    check(refusal)
+    refused: dict[str, Any] = {
+        "nosuch": lambda: RemoteUploader("nosuch://bucket"),
+        "files": lambda: RemoteUploader("memory://x", files=[3]),  # type: ignore[list-item]
+        "two files of one name": lambda: RemoteUploader("memory://x", files=["a/m", "b/m"]),
+        "there is no file": lambda: RemoteUploader("memory://x").log_file("a", "/nowhere/a"),
+        "SLACK_TOKEN": lambda: SlackLogger("#training"),
+        "channel": lambda: SlackLogger("", token="x"),
+        "base_url": lambda: SlackLogger("#t", token="x", base_url="slack.com"),
+    }
+    for says, call in refused.items():
+        check(Refusal(says, call, (pl.PureLoopError, OSError), (says,)))  # type: ignore[arg-type]

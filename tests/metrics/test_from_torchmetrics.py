@@ -187,7 +187,9 @@ def test_in_evaluations_with_parts_of_a_batch_and_in_loggers() -> None:
     data = [(torch.tensor([[float(value)]]), torch.zeros(1, dtype=torch.int64)) for value in (1, 2, 3)]
     sums = [from_torchmetrics(each, targets=lambda _: None) for each in (Running(SumMetric(), 2), RunningMean(2))]
     evaluators = {label: pl.Evaluator(data, metrics=sums, interval="1ep") for label in ("one", "two")}
-    for found in pl.run(pl.evaluate(torch.nn.Identity(), evaluators)).metrics.values():
+    same = torch.nn.Linear(1, 1, bias=False)
+    same.load_state_dict({"weight": torch.ones(1, 1)})
+    for found in pl.run(pl.evaluate(same, evaluators)).metrics.values():
         assert {name: float(value) for name, value in found.items()} == {"Running": 5.0, "RunningMean": 2.5}
 
 
