@@ -19,7 +19,6 @@ from torch.nn.functional import mse_loss
 
 import pure_loop as pl
 from pure_loop import Event, FrozenDict
-from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.compile import connected, interpreted
 from tests.support import problem
 from tests.support.compiling import (
@@ -195,14 +194,6 @@ def test_evaluation_and_prediction_by_themselves() -> None:
         return [*evaluated, *pl.predict(module, data, compile=compile)]
 
     assert_close(both(True), both(False))
-
-
-def test_an_autocast_around_the_loop_is_no_matter() -> None:
-    for watch in (BATCHES, LOSS):
-        settings: dict[str, Any] = {"model": problem.mlp, "watch": watch, "max_duration": "1ba"}
-        wanted = fit(**settings)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert_close(fit(compile=True, **settings), wanted)
 
 
 # What is shown between a forward and its backward.
@@ -388,12 +379,3 @@ def test_other_rows_that_are_targets_may_be_written_to() -> None:
             for data, compiles in zip(copies, (True, False), strict=True)
         )
         assert_close(found, wanted)
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_a_library_may_register_sets_as_nodes() -> None:
-    optree.register_pytree_node(frozenset, lambda s: (sorted(s), None), lambda _, s: frozenset(s), namespace=NAMESPACE)
-    try:
-        same({**SHORT, "watch": BATCHES, "max_duration": "2ba"})
-    finally:
-        optree.unregister_pytree_node(frozenset, namespace=NAMESPACE)

@@ -212,34 +212,6 @@ def test_models_optimizers_and_evaluations_draw() -> None:
         torch.distributions.Normal(0.0, -torch.ones(1))  # arguments are looked at as before
 
 
-def test_what_was_drawn_before_an_error_that_is_caught() -> None:
-    def draw(state: pl.State) -> Tensor:
-        with seeded(derive(state.seed, "outer", state.timestamp.batch)):
-            try:
-                with seeded(derive(state.seed, "inner", state.timestamp.batch)):
-                    first = torch.rand(3)
-                    raise KeyError
-            except KeyError:
-                return first + torch.rand(3)
-
-    same(draw)
-
-
-def test_a_seeding_that_was_traced_serves_eager_steps_too() -> None:
-    kept, before = seeded(0), torch.get_rng_state()
-
-    def draw(state: pl.State) -> Tensor:
-        with kept:
-            return torch.rand(3)
-
-    same(draw)
-    with ThreadPoolExecutor(1) as pool:  # which would wait for ever if this thread still had its turn
-        assert torch.equal(pool.submit(drawn, draw).result(60)[0], drawn(draw)[0])
-    with kept:
-        torch.rand(1)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 MODULES = (math, random, numpy.random, torch, torch.random, torch.distributions.Distribution)
 
 

@@ -151,6 +151,37 @@ KEPT: tuple[Callable[[pl.State, int], Any], ...] = (
     *(lambda state, i: state.skipped, lambda state, i: state.skipped.view(1)),
     *(lambda state, i: of_a_scale(state.loss_scale), lambda state, i: of_a_scale(state.loss_scale)()[i % 2 :][:1]),
 )
+
+
+@pl.algorithm(Event.BATCH_START)
+def puts_in(state: pl.State) -> pl.State:
+    """Who keeps the old ones may make up for the references that were lost when they were replaced."""
+    OLD.extend(state.params.values())
+    return state.replace(params={name: tensor.clone() for name, tensor in state.params.items()})
+
+
+@pl.algorithm(Event.BATCH_END, when="3ba", init=lambda state: torch.zeros(2))
+def now_and_then(state: pl.State) -> pl.State:
+    """The first graphs only read what it remembers, so that it is still the State's that the user was shown."""
+    return state.remember("now_and_then", state.algorithm_state["now_and_then"] + 1)
+
+
+def reading(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+    """An update that can't be traced, and runs eagerly."""
+    assert float(sum(tensor.sum() for tensor in params.values())) < 1e9
+    return {name: tensor - 0.1 * grads[name] for name, tensor in params.items()}, memory
+
+
+OLD: list[Tensor] = []
+EAGER = pl.optim.Optimizer(name="mine", init=lambda params: {"exp_avg": {}}, update=reading, lr=lambda timestamp: 0.1)
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": SCALED,
+    "evaluators": {"evaluators": {"val": DATA[:1]}},
+    "weights put in": {"algorithms": [ema(half_life="3ba"), puts_in]},
+    "memory now and then": {"algorithms": [ema(half_life="3ba"), now_and_then]},
+    "an eager update": {"optimizer": EAGER, "compile": "where possible", "microbatch_size": 4},
+}
 WATCHES = [BATCHES, {Event.BATCH_START, *BATCHES}, {Event.EVAL_END, *BATCHES}, *INSIDE]
 
 
@@ -159,11 +190,14 @@ WATCHES = [BATCHES, {Event.BATCH_START, *BATCHES}, {Event.EVAL_END, *BATCHES}, *
     who=st.sampled_from(["body", "callback", "algorithm"]),
     watch=st.sampled_from(WATCHES),
     steps=st.sampled_from([1, 3]),
-    settings=st.sampled_from([{}, {"nonfinite": "skip"}, SCALED, {"evaluators": {"val": DATA[:1]}}]),
+    run=st.sampled_from(sorted(RUNS)),
     order=st.permutations(range(len(KEPT))),
 )
-@example("body", BATCHES, 1, SCALED, range(len(KEPT)))
-def test_what_was_kept_never_changes(who: str, watch: Any, steps: int, settings: Any, order: Any) -> None:
+@example("body", BATCHES, 1, "scaled", range(len(KEPT)))
+@example("body", {Event.BATCH_START, *BATCHES}, 1, "weights put in", range(len(KEPT)))
+@example("body", {Event.EPOCH_START, Event.FIT_END}, 4, "memory now and then", range(16, len(KEPT)))
+@example("body", INSIDE[1], 1, "an eager update", range(12, len(KEPT)))
+def test_what_was_kept_never_changes(who: str, watch: Any, steps: int, run: str, order: Any) -> None:
     """Whoever keeps it, one thing every second time that it could."""
     kept, times = Kept(), count()
 
@@ -183,8 +217,8 @@ def test_what_was_kept_never_changes(who: str, watch: Any, steps: int, settings:
             keep(state)
         return state
 
-    given = {"watch": watch, "steps_per_call": steps, "eval_interval": "4ba", "max_duration": "10ep", **settings}
-    algorithms = [ema(half_life="3ba"), keeper]
+    given = {"watch": watch, "steps_per_call": steps, "eval_interval": "4ba", "max_duration": "10ep", **RUNS[run]}
+    algorithms = [*given.pop("algorithms", [ema(half_life="3ba")]), keeper]
     for _, state in fit(callbacks=[Watching()] * (who == "callback"), algorithms=algorithms, **given):
         if who == "body":
             keep(state)
@@ -199,22 +233,6 @@ def test_counting_that_sees_no_reference_is_caught(monkeypatch: pytest.MonkeyPat
         kept.keep("a tensor", state.params["0.weight"])
     with pytest.raises(AssertionError, match="a tensor changed"):
         kept.check()
-
-
-def test_weights_that_an_algorithm_puts_in_are_not_the_memory_of_a_graph() -> None:
-    """Whoever keeps the old ones, too, may make up for the references that were lost when they were replaced."""
-    kept, old = Kept(), list[Any]()
-
-    @pl.algorithm(Event.BATCH_START)
-    def puts_in(state: pl.State) -> pl.State:
-        new = state.replace(params={name: tensor.clone() for name, tensor in state.params.items()})
-        old.extend(list(state.params.values()) for _ in range(3))
-        kept.keep("new ones", new.params)
-        return new
-
-    watch = {Event.BATCH_START, *BATCHES}
-    go_through(fit(problem.mlp(), watch=watch, algorithms=[puts_in], optimizer=pl.optim.sgd(lr=0.1)))
-    kept.check()
 
 
 NUMBERS: tuple[Callable[[Any], Tensor], ...] = (
@@ -265,40 +283,6 @@ def test_memory_in_fields_of_a_users_own_is_reused_where_it_was_not_kept(slots: 
     kept.check()
 
 
-@pl.algorithm(Event.BATCH_END, when="3ba", init=lambda state: torch.zeros(2))
-def now_and_then(state: pl.State) -> pl.State:
-    return state.remember("now_and_then", state.algorithm_state["now_and_then"] + 1)
-
-
-def test_memory_that_only_some_graphs_write_to_is_theirs_first() -> None:
-    """The first graphs read it, so that it is still the State's that the user was shown."""
-    for steps in (1, 4):
-        kept = Kept()
-        options = {"watch": {Event.EPOCH_START, Event.FIT_END}, "algorithms": [now_and_then], "steps_per_call": steps}
-        for _, state in fit(problem.mlp(), **options):
-            kept.keep("memory", lambda state=state: state.algorithm_state["now_and_then"])
-        kept.check()
-        assert state.algorithm_state["now_and_then"].tolist() == [3, 3]
-
-
-def test_what_was_noted_for_a_graph_that_there_is_not_is_not_used_in_the_next_step() -> None:
-    """The update can't be traced, and runs eagerly."""
-
-    def update(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
-        if float(sum(tensor.sum() for tensor in params.values())) > 1e9:
-            raise ArithmeticError
-        return {name: tensor - 0.1 * grads[name] for name, tensor in params.items()}, memory
-
-    mine = pl.optim.Optimizer(name="mine", init=lambda params: {}, update=update, lr=lambda timestamp: 0.1)
-    for microbatch_size in (None, 4):
-        kept = Kept()
-        options = {"optimizer": mine, "compile": "where possible", "microbatch_size": microbatch_size}
-        for event, state in fit(watch=INSIDE[1], **options):
-            if event is Event.AFTER_BACKWARD:
-                kept.keep("gradients", lambda state=state: list(state.grads.values()))
-        kept.check()
-
-
 # What a step that failed had overwritten.
 
 
@@ -332,15 +316,3 @@ def test_to_read_what_a_step_that_failed_had_overwritten_is_an_error() -> None:
             pytest.fail(f"{number}: {read(state)!r}")
     assert "overwritten" in f"{state} {state.skipped}"
     assert kept.grads["0.weight"].any()
-
-
-def test_gradients_of_the_batch_before_are_given_up_when_a_step_begins() -> None:
-    """In one graph and in pieces: what is read after a step that failed says so; what was kept stays."""
-    for callbacks in ([], [lambda event, state: None]):
-        state, kept = failed(watch={Event.EPOCH_START, *BATCHES}, callbacks=callbacks)
-        assert state.timestamp.batch == 3
-        for read in READS[:2]:
-            with pytest.raises(pl.errors.DonatedStateError):
-                read(state)
-        assert state.loss.item() > 0
-        assert kept.grads["0.weight"].any()

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -21,8 +20,7 @@ from pure_loop import Event, testing
 from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.compile import interpreted, record
 from pure_loop.distributed import Parallel
-from pure_loop.distributed.multi_rank import MultiRankEngine
-from pure_loop.distributed.parameters import UnshardedParameters, _Bucket
+from pure_loop.distributed.parameters import UnshardedParameters
 from pure_loop.distributed.replicate import ReplicateEngine
 from pure_loop.order import Plan
 from pure_loop.testing import LawViolation
@@ -122,13 +120,6 @@ def idle(rank, kind, samples, size, **options):
     return an_epoch(Idle(), data, **options)
 
 
-def no_weight(rank, kind, **options):
-    """A first batch of no weight says nothing of parameters that no loss reaches."""
-    data = list(zip(inputs(4, 2), [torch.full((4,), -100), torch.arange(4) % 3], strict=True))
-    options |= {"microbatch_size": 2, "loss": nn.functional.cross_entropy, "nonfinite": "skip", "watch": WATCHES[3]}
-    return (pair for pair in an_epoch(Idle(3), data, parallel=kind, **options) if pair[0] is Event.BATCH_END)
-
-
 def anew(rank, kind, event, **options):
     """A rank that makes the mapping of parameters anew, where others may not observe a batch of weight 0."""
 
@@ -177,7 +168,6 @@ STREAMS = {
     "left out on one": (left_out, "replicate", {"samples": (7, 8)}, False),
     "idle, and one sample": (idle, "replicate", {"samples": 1, "size": None}, True),
     "idle, and padding": (idle, "shard", {"samples": 4, "size": 3}, True),
-    "no weight": (no_weight, "replicate", {}, True),
     "anew in evaluations": (anew, "shard", {"event": Event.EVAL_BEFORE_FORWARD}, True),
     "a gradient meanwhile": (meanwhile, "replicate", {}, True),
     "a gradient meanwhile, sharded": (meanwhile, "shard", {}, True),
@@ -258,33 +248,12 @@ def test_evaluation_and_prediction_by_themselves(kind):
         assert graphs == {"evaluation", "prediction"}
 
 
-def _draws_as_rank_0():
-    real = MultiRankEngine.single_rank
-
-    def alone(self):
-        engine = real(self)
-        engine.rank = 0
-        return engine
-
-    return patch.object(MultiRankEngine, "single_rank", alone)
-
-
-def _counts_a_rank_twice():
-    def parts(self, sums, group, copies):
-        return real(self, sums, group, copies) if dist.get_rank() else real(self, 2 * sums, group, copies)
-
-    real = _Bucket.parts
-    return patch.object(_Bucket, "parts", parts)
-
-
 WRONG = {
     "adds nothing up": (
         "replicate",
         lambda: patch.object(ReplicateEngine, "accumulate", lambda self, state, before, last: state),
     ),
-    "draws as rank 0": ("replicate", _draws_as_rank_0),
     "forgets microbatches": ("shard", lambda: patch.object(UnshardedParameters, "add", lambda self, gradients: None)),
-    "counts a rank twice": ("shard", _counts_a_rank_twice),
 }
 
 
@@ -294,7 +263,7 @@ def test_a_wrong_engine_is_found(name):
     """By comparing with eager ranks."""
     kind, wrong = WRONG[name]
     plan = Plan(batches=(5, 3), max_duration="3ba", microbatch_size=2)
-    case = testing.Case(plan=plan, problem="mlp" if name.startswith("draws") else "linear")
+    case = testing.Case(plan=plan, problem="linear")
     eager = pool(kind=kind).run(lambda rank: witness(case.stream(parallel=kind, watch=BATCHES)))
     found = compiled(case, wrong=wrong, watch=BATCHES, kind=kind)
 

@@ -16,12 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.compile import replay, tracing
-from pure_loop.compile.numbers import Number
+from pure_loop.compile import replay
 from pure_loop.stages.references import can_count
 from tests.support import problem
 from tests.support.compiling import BATCHES, EPOCHS, Kept
@@ -138,22 +136,6 @@ def test_only_batches_and_draws_are_copied_and_what_python_has_from_elsewhere_ma
     monkeypatch.setattr(replay._Recording, "replay", noted)
     assert_same(trained(Double()), trained(None), "replayed and launched")
     assert copied == {((6, 4), (6,), (6, 5))}
-
-
-def test_numbers_lie_where_what_they_meet_lies() -> None:
-    """Else each would be copied to the device in every step, and waited for."""
-    trace = tracing.Tracing(torch.device("cuda"), replay.Recorders())
-    number = Number(trace.context, 2.0, lambda env: 2.0, frozenset())
-    found = []
-
-    def body(here: Tensor, there: Tensor) -> list[Tensor]:
-        found.extend([here * number, there * number, here[0] * number, trace.lift(torch.float64, number.evaluate)])
-        return found
-
-    with trace.mode:
-        make_fx(body)(torch.empty(2), torch.empty(2, device="cuda"))
-    assert [each.device.type for each in found] == ["cpu", "cuda", "cpu", "cuda"]
-    assert [device.type for _, _, device in trace.numbers] == ["cpu", "cuda", "cpu", "cuda"]
 
 
 @examples(3, 200)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import collate
 
 import pure_loop as pl
@@ -80,13 +80,11 @@ def halves(state: pl.State) -> pl.State:
     return state.replace(loss=state.loss * (torch.ones((), dtype=torch.int32) * 2 ** (3 - state.timestamp.batch)))
 
 
-LOADER: Any = DataLoader(TensorDataset(*map(torch.cat, zip(*SEVEN, strict=True))), batch_size=8)
 # Settings, and through how many steps the first calls go: the first step after a State was observed copies, and is the
 # loop's.
 CALLS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "dropout and an average of the weights": ({"model": mlp, "algorithms": [ema(half_life="5sp")]}, [3, 3, 0]),
     "a loader that overwrites": ({"data": Overwriting()}, [1, 1, 1, 1, 1, 1, 0]),
-    "DataLoader": ({"data": LOADER}, [3, 3, 0]),
     "ragged": ({"data": problem.points(size=(8, 8, 8, 8, 8, 5), seed=1)}, [3, 1, 0]),
     # Batch 3 (and 6) needs another graph, and so does what follows it.
     "another graph": ({"algorithms": [every_third]}, [2, 0]),
@@ -143,16 +141,6 @@ def test_which_batches_stay_and_which_that_are_pinned(monkeypatch: pytest.Monkey
     assert not source(DataLoader(ROWS, batch_size=2), seed=0, stream="train").batches_stay
 
 
-class Broken:
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index >= 24:
-            raise OSError(f"sample {index}")
-        return SEVEN[0][0][0] * (float("nan") if index == 16 else 1.0), SEVEN[0][1][0]
-
-
 def divides(state: pl.State) -> pl.State:
     step = torch.ones(()) * (2 if 1 / (4 - state.timestamp.batch) > 0.1 else 3)
     return state.replace(loss=state.loss * step)
@@ -161,9 +149,6 @@ def divides(state: pl.State) -> pl.State:
 def test_what_fails_fails_after_the_steps_before_it() -> None:
     """Whether the fifth step belongs to a call is asked before the call's steps run, and divides by zero."""
     settings: dict[str, Any] = {"compile": True, "model": problem.mlp}
-    broken: Any = Broken()
-    with pytest.raises(pl.NonFiniteError, match="batch 2 "):
-        fit(steps_per_call=3, data=DataLoader(broken, batch_size=8), **settings)
     dividing = pl.Algorithm("divides", {Event.AFTER_LOSS: divides})
     for bad in (3, 6):
         data = [(x * float("nan") if i == bad else x, y) for i, (x, y) in enumerate(SEVEN)]

@@ -59,14 +59,10 @@ def assert_for_a_gpu(graphs: list[Lowered]) -> None:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fp32": {},
     "bf16": {"precision": "amp_bf16"},
     "fp16": {"precision": "amp_fp16"},
-    "skip": {"nonfinite": "skip"},
-    "clipped": {"clip_grad": 1.0},
     "ema": {"algorithms": [pl.algorithms.ema(half_life="10ba"), pl.algorithms.label_smoothing(0.1)]},
     "sam": {"algorithms": [pl.algorithms.sam()]},
-    "sgd": {"optimizer": pl.optim.sgd(lr=pl.schedules.cosine("4ep", peak=0.1), momentum=0.9)},
     "several steps": {"steps_per_call": 4},
     "every event": {"watch": None},
 }

@@ -102,12 +102,7 @@ def test_from_pretrained_reads_the_weights(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {
         "GPT2LMHeadModel": {"n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16},
-        "BertForMaskedLM": {
-            "hidden_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 8,
-        },
+        "BertForMaskedLM": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8},
     }
     cls = getattr(transformers, name)
     config = cls.config_class(vocab_size=11, bos_token_id=None, eos_token_id=None, **sizes[name])
