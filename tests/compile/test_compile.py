@@ -218,22 +218,6 @@ def test_outputs_of_a_piece_lie_side_by_side() -> None:
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
 
-@pl.algorithm(Event.AFTER_LOSS)
-def only_a_penalty(state: pl.State) -> pl.State:
-    return state.replace(loss=0.1 * sum(parameter.square().sum() for parameter in state.params.values()))
-
-
-def test_outputs_that_were_kept_are_differentiated_with_the_numbers_of_their_step() -> None:
-    """Their graph is left where another loss takes the place of the one that led to it."""
-    settings: dict[str, Any] = {"model": problem.mlp, "algorithms": [*ALGORITHMS["colder, remembered"], only_a_penalty]}
-    settings["watch"] = {Event.BEFORE_LOSS, Event.BEFORE_BACKWARD}
-    slopes = []
-    for compiled in (True, False):
-        kept = [state for event, state in stream(compile=compiled, **settings) if event is Event.BEFORE_LOSS]
-        slopes.append([torch.autograd.grad(s.outputs.square().sum(), list(s.params.values())) for s in kept])
-    torch.testing.assert_close(*slopes)
-
-
 WRONG: dict[str, Callable[[Any, Any, Any], Any]] = {
     "rolled": lambda real, ctx, tangents: (each if each is None else each.flip(0) for each in real(ctx, *tangents)),
     "tangents": lambda real, ctx, tangents: real(ctx, *[t if t is None else torch.ones_like(t) for t in tangents]),

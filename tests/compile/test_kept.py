@@ -23,12 +23,10 @@ import pure_loop as pl
 from pure_loop import Event, FrozenDict
 from pure_loop.algorithms import ema
 from pure_loop.compile.trees import Memory
-from pure_loop.optim.optimizer import rate_at
 from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.references import can_count
 from tests.support import problem
-from tests.support.compiling import BATCHES, EPOCHS, Kept, net
-from tests.support.problem import cross_entropy
+from tests.support.compiling import BATCHES, EPOCHS, Kept
 from tests.support.streams import assert_same
 from tests.support.tiers import examples
 
@@ -233,29 +231,6 @@ def test_counting_that_sees_no_reference_is_caught(monkeypatch: pytest.MonkeyPat
         kept.keep("a tensor", state.params["0.weight"])
     with pytest.raises(AssertionError, match="a tensor changed"):
         kept.check()
-
-
-NUMBERS: tuple[Callable[[Any], Tensor], ...] = (
-    lambda t: rate_at("a rate", lambda t: float(t.batch), t).expand(2),
-    lambda t: torch.zeros(()) + t.batch,
-    lambda t: torch.where(torch.tensor(True), t.batch, 0),
-    lambda t: torch.zeros(2).fill_(t.batch),
-)
-
-
-def test_a_number_of_the_step_as_an_output_stays_what_it_was() -> None:
-    """The graph takes numbers from memory that is written anew for the next step."""
-
-    def shows(state: pl.State) -> pl.State:
-        return state.replace(outputs=(state.outputs[0], *(way(state.timestamp) for way in NUMBERS)))
-
-    for where, watch in ((Event.AFTER_FORWARD, {Event.BEFORE_LOSS, *BATCHES}), (Event.AFTER_TRAIN_BATCH, BATCHES)):
-        model, algorithm = net(lambda self, x: (self.one(x),))(), pl.Algorithm("shows", {where: shows})
-        loss = lambda outputs, targets: cross_entropy(outputs[0], targets)  # noqa: E731
-        stream = fit(model, loss=loss, algorithms=[algorithm], watch=watch)
-        kept = [(state.timestamp.batch - (event is Event.BATCH_END), state.outputs[1:]) for event, state in stream]
-        assert len(kept) >= 10
-        assert all((each == batch).all() for batch, shown in kept for each in shown)
 
 
 @pl.algorithm(Event.AFTER_TRAIN_BATCH, name="sums")

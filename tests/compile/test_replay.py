@@ -77,8 +77,7 @@ def refusing(call: Any, tensors: list[Tensor]) -> Any:
 def fit(data: Any = DATA, *, by: Any = None, **options: Any) -> Any:
     """A run whose steps are recorded ``by`` a double, or launched."""
     settings: dict[str, Any] = {
-        "optimizer": pl.optim.adamw(lr=pl.schedules.cosine("3ep", peak=0.1)),
-        "algorithms": [pl.algorithms.ema(half_life="5ba")],
+        "optimizer": pl.optim.sgd(lr=pl.schedules.cosine("3ep", peak=0.1), momentum=0.9),
         "watch": BATCHES,
         "compile": True,
         "strict": None,
@@ -99,7 +98,7 @@ def run(data: Any = DATA, **options: Any) -> pl.State:
 # Settings, and how often a step is recorded: who is shown the State of an epoch's end may keep it, so that the next
 # step has other memory.
 SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
-    "evaluations": ({"evaluators": DATA * 2}, 2),
+    "plain": ({}, 1),
     "several steps a call, not observed": ({"watch": EPOCHS, "steps_per_call": 3}, 3),
     "microbatches": ({"microbatch_size": 2, "clip_grad": 1.0}, 1),
     "half precision": ({"precision": "amp_fp16"}, 1),
@@ -117,15 +116,7 @@ def test_replayed_steps_are_those_that_are_launched_and_recorded_once(name: str)
     assert double.replayed == (0 if times == 0 else steps - times * replay.WARM_UP)
 
 
-def test_only_batches_and_draws_are_copied_and_what_python_has_from_elsewhere_may_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copied, real = set(), replay._Recording.replay
-
-    def noted(self: Any, batch: list[Tensor]) -> list[Any]:
-        copied.add(tuple(tuple(each.shape) for each in batch))
-        return real(self, batch)
-
+def test_what_python_has_from_elsewhere_may_change_in_place() -> None:
     def trained(by: Any) -> pl.State:
         weights = torch.ones(3)
         state: Any = None
@@ -133,9 +124,7 @@ def test_only_batches_and_draws_are_copied_and_what_python_has_from_elsewhere_ma
             weights[0] *= 1.1
         return state
 
-    monkeypatch.setattr(replay._Recording, "replay", noted)
     assert_same(trained(Double()), trained(None), "replayed and launched")
-    assert copied == {((6, 4), (6,), (6, 5))}
 
 
 @examples(3, 200)
@@ -198,7 +187,7 @@ def test_each_memory_has_a_recording_and_after_a_refusal_none_is_held(caplog: An
     assert not call._recordings
 
 
-@pytest.mark.parametrize("ends", ["by itself", "closed", "failed"])
+@pytest.mark.parametrize("ends", ["closed", "failed"])
 def test_recordings_are_gone_when_the_stream_ends(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold memory of the device, which no collector of cycles is asked for; and no graph of a batch."""
     made: list[Any] = []
@@ -219,11 +208,9 @@ def test_recordings_are_gone_when_the_stream_ends(ends: str, monkeypatch: pytest
         if ends == "closed":
             next(state for _, state in stream if state.timestamp.batch == STEPS // 2)
             stream.close()
-        elif ends == "failed":
-            with pytest.raises(pl.errors.NonFiniteError):
-                pl.run(stream)
         else:
-            pl.run(stream)
+            with pytest.raises(pl.errors.NonFiniteError):
+                list(stream)
         assert made
         assert [each() for each in made] == [None] * len(made)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_several_steps_are_those_one_by_one(name: str, together: list[int]) -> N
 
 
 def test_a_duration_in_seconds_is_looked_at_after_each_batch(together: list[int]) -> None:
-    fit(problem.mlp, compile=True, steps_per_call=3, data=SEVEN, max_duration="1s")
+    fit(problem.mlp, compile=True, steps_per_call=3, data=SEVEN, max_duration="40s", clock=count().__next__)
     assert set(together) <= {0, 1}
 
 
@@ -162,22 +163,19 @@ def test_no_second_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that advances by one when a batch is loaded, and by ten with a step or an evaluation."""
     now = [0.0]
 
-    class Slow(list[Any]):
-        def __getitem__(self, index: Any) -> Any:
-            now[0] += 1
-            return super().__getitem__(index)
+    def later(seconds: float, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            now[0] += seconds
+            return function(*given)
 
-    real = Segment._given
+        return call
 
-    def given(self: Segment, *args: Any) -> Any:
-        now[0] += 10
-        return real(self, *args)
-
-    monkeypatch.setattr(Segment, "_given", given)
+    monkeypatch.setattr(Segment, "_given", later(10, Segment._given))
     monkeypatch.setattr(Listed, "batches_stay", True)
+    data: Any = type("Slow", (list,), {"__getitem__": later(1, list.__getitem__)})(SEVEN)
     settings: dict[str, Any] = {"evaluators": problem.points(1), "eval_interval": "5ba", "clock": lambda: now[0]}
     for steps in (1, 3):
         now[0] = 0.0
-        state = fit(problem.mlp, data=Slow(SEVEN), compile=True, steps_per_call=steps, **settings)[0][1]
+        state = fit(problem.mlp, data=data, compile=True, steps_per_call=steps, **settings)[0][1]
         # Those of the last step and of what follows it are counted with the next batch.
         assert state.timestamp.total_seconds == 7 + 6 * 10 + 10

@@ -35,12 +35,17 @@ WRONG = {
 }
 
 
+TASK = pl.Task(
+    forward=lambda model, batch: model(batch["x"]), loss=lambda outputs, batch: cross_entropy(outputs, batch["y"])
+)
+
+
 def plain(folder: Path) -> Options:
     """A run without a mistake."""
     return {
         "train": [batch()] * 3,
         "evaluators": {"val": pl.Evaluator([batch()] * 2, metrics=[pl.metrics.loss(), accuracy("y")])},
-        "task": pl.Task(lambda model, batch: model(batch["x"]), lambda out, batch: cross_entropy(out, batch["y"])),
+        "task": TASK,
         "optimizer": pl.optim.adamw(lr=pl.schedules.linear(0.01, 0.0, "1dur")),
         "max_duration": "3ep",
         "algorithms": [],
