@@ -276,52 +276,28 @@ class Factor:
         return hash(self.value)
 
 
-class NoHash:
-    """Equal to itself alone; another one may come to lie where it lay."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-
-WRITTEN, OTHERS = [1.0, 2.0, 2.0, 1.0, 3.0], [1.0, 1.0, 2.0, 2.0, 1.0]
+WRITTEN = [1.0, 2.0, 2.0, 1.0, 3.0]
 
 
 def with_factors(watch: set[Event], **settings: Any) -> Any:
-    """Each batch has a value that is written to, and another object."""
+    """Each batch has the same object, whose value is written to."""
     factor = Factor(0.0)
 
     class Loader:
         def __iter__(self) -> Any:
-            for (x, y), factor.value, other in zip(FIVE, WRITTEN, OTHERS, strict=True):
-                yield x, y, factor, NoHash(other)
+            for (x, y), factor.value in zip(FIVE, WRITTEN, strict=True):
+                yield x, y, factor
 
     def loss(outputs: Tensor, batch: Any) -> Tensor:
-        return cross_entropy(outputs, batch[1]) * batch[2].value + outputs.mean() * batch[3].value
+        return cross_entropy(outputs, batch[1]) * batch[2].value
 
     task = pl.Task(forward=lambda model, batch: model(batch[0]), loss=loss)
     return trained(watch, Loader(), task=task, loss=None, **settings)
 
 
-def with_a_factor_in_memory(watch: set[Event], **settings: Any) -> Any:
-    @pl.algorithm(Event.BATCH_START)
-    def writes(state: pl.State) -> pl.State:
-        factor = state.algorithm_state.get("factor") or Factor(0.0)
-        factor.value = WRITTEN[state.timestamp.batch]
-        return state.remember("factor", factor)
-
-    @pl.algorithm(Event.AFTER_LOSS)
-    def reads(state: pl.State) -> pl.State:
-        return state.replace(loss=state.loss * state.algorithm_state["factor"].value)
-
-    return trained(watch | {Event.BATCH_START}, algorithms=[writes, reads], **settings)
-
-
 READ: dict[Callable[..., Any], list[set[Event]]] = {
     with_a_teacher: [set(), {INSIDE[1]}, {Event.AFTER_BACKWARD}],
     with_factors: [set()],
-    with_a_factor_in_memory: [set()],
 }
 
 

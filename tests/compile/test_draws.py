@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from threading import Event as Flag
 from typing import Any, cast
 
@@ -20,7 +21,6 @@ from hypothesis import example, given
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
@@ -28,7 +28,7 @@ from pure_loop import Event
 from pure_loop.compile import operations, record
 from pure_loop.random.seeds import derive, generator, seeded, tracer
 from tests.support import problem
-from tests.support.compiling import EPOCHS, FIVE, Net, assert_close, stream
+from tests.support.compiling import Net, net
 from tests.support.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -46,17 +46,10 @@ def drawn(function: Callable[[pl.State], Any], event: Event = Event.BATCH_END, *
         before = state.algorithm_state["drawn"]
         return state.remember("drawn", torch.cat([before[1:], torch.as_tensor(function(state))[None]]))
 
-    inputs = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
-    defaults: dict[str, Any] = {
-        "loss": mse_loss,
-        "optimizer": pl.optim.sgd(lr=0.1),
-        "max_duration": "2ep",
-        "watch": {Event.FIT_END},
-        "algorithms": [pl.Algorithm("drawn", {event: remember}, init=init)],
-    }
     with seeded(0):
-        model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 1))
-    state = pl.run(pl.fit(model, [(x, x.mean(1, keepdim=True)) for x in inputs], **defaults | options))
+        model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    own = pl.Algorithm("drawn", {event: remember}, init=init)
+    state = problem.run(model, algorithms=own, watch={Event.FIT_END}, strict=None, **options)
     return state.algorithm_state["drawn"], dict(state.params)
 
 
@@ -165,20 +158,14 @@ def test_seeds_are_those_of_each_step_and_run_and_of_several_steps_in_a_call() -
     assert len(torch.unique(torch.cat(runs), dim=0)) == 12
 
 
-class Drawing(nn.Module):
+def drawing(self: Any, x: Tensor) -> Tensor:
     """Draws from a generator between two dropouts, by a constant, and through a distribution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, deviation = self.layer(torch.dropout(x, 0.3, self.training)).chunk(2, -1)
-        if not self.training:
-            return cast(Tensor, mean)
-        z: Tensor = torch.distributions.Normal(mean, deviation.exp()).rsample()
-        z = z + torch.rand(1, generator=generator(3, "always"))
-        return torch.dropout(z, 0.3, True) * torch.bernoulli(WEIGHTS[:1])
+    mean = self.one(torch.dropout(x, 0.3, self.training))
+    if not self.training:
+        return cast(Tensor, mean)
+    z = torch.distributions.Normal(mean, self.two(mean).exp()).rsample()
+    z = z + torch.rand(1, generator=generator(3, "always"))
+    return torch.dropout(z, 0.3, True) * torch.bernoulli(WEIGHTS[:1])
 
 
 def noisy_update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
@@ -200,12 +187,11 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("checked")
 def test_models_optimizers_and_evaluations_draw() -> None:
-    data = [(x, torch.ones(4, 1)) for x, _ in problem.points()]
     optimizer = pl.optim.Optimizer(name="own", init=lambda _: pl.FrozenDict(), update=noisy_update, lr=lambda _: 0.1)
-    given: dict[str, Any] = {"loss": mse_loss, "evaluators": data[:1], "watch": {Event.EVAL_END}, "strict": None}
+    given: dict[str, Any] = {"evaluators": problem.points(1), "watch": {Event.EVAL_END}, "strict": None}
     with seeded(0):
-        model = Drawing()
-    found, wanted = (problem.run(model, data, noise, optimizer=optimizer, compile=on, **given) for on in (True, False))
+        model = net(drawing)()
+    found, wanted = (problem.run(model, None, noise, optimizer=optimizer, compile=on, **given) for on in (True, False))
     torch.testing.assert_close(dict(found.params), dict(wanted.params), rtol=0, atol=1e-6)
     assert str(found.metrics) == str(wanted.metrics)
     with pytest.raises(ValueError, match="Expected parameter scale"):
@@ -252,30 +238,16 @@ def test_compiling_changes_nothing_for_other_threads() -> None:
     assert found == [before] * 20
 
 
-class Checkpointed(nn.Sequential):
-    """A segment may ask for the state of the generator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, checkpoint(super().forward, x, use_reentrant=False))
-
-
-class Attends(nn.Module):
+def attending(how: str, p: float) -> nn.Module:
     """Two tokens of two, by torch's function or by one of its modules."""
-
-    def __init__(self, how: str, p: float) -> None:
-        super().__init__()
-        self.how, self.p = how, p
-        self.encoder = nn.TransformerEncoderLayer(2, 1, 4, dropout=p, batch_first=True)
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        each, attend = inputs.view(-1, 2, 2), functional.scaled_dot_product_attention
-        ways = {
-            "by name": lambda: attend(each, each, each, dropout_p=self.p),
-            "by place": lambda: attend(each, each, each, None, self.p),
-            "in an encoder": lambda: self.encoder(each),
-        }
-        return cast(Tensor, self.last(ways[self.how]().flatten(1)))
+    attend, encoder = functional.scaled_dot_product_attention, partial(nn.TransformerEncoderLayer, 2, 1, 4)
+    ways: dict[str, Callable[[Any, Tensor], Tensor]] = {
+        "by name": lambda self, each: attend(each, each, each, dropout_p=p),
+        "by place": lambda self, each: attend(each, each, each, None, p),
+        "in an encoder": lambda self, each: self.two(each),
+    }
+    forward = lambda self, x: self.one(ways[how](self, x.view(-1, 2, 2)).flatten(1))  # noqa: E731
+    return cast(nn.Module, net(forward, None, partial(encoder, dropout=p, batch_first=True))())
 
 
 def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,9 +269,10 @@ def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(monkeypatch
     for how, p in (("by name", 0.5), ("by place", 0.5), ("in an encoder", 0.5), ("by name", 0.0)):
         plain.clear()
         with seeded(0):
-            trained(Attends(how, p))
+            trained(attending(how, p))
         assert plain == [True] * bool(p), how
-    trained(Checkpointed(nn.Linear(4, 3), nn.Tanh()))
+    # A segment that is run again may ask for the state of the generator.
+    trained(net(lambda self, x: checkpoint(self.one, x, use_reentrant=False))())
 
 
 # Several threads: one compiles after the other, and none waits for ever.
@@ -311,23 +284,6 @@ ENDS = 120.0
 def in_this_context(pool: ThreadPoolExecutor, run: Any, *arguments: Any) -> Any:
     """Whether graphs are compiled or run as they are is a variable of the context."""
     return pool.submit(contextvars.copy_context().run, run, *arguments)
-
-
-def test_threads_that_compile_at_once() -> None:
-    ready = threading.Barrier(3)
-
-    def trained(seed: int, together: bool) -> list[tuple[Event, pl.State]]:
-        found = []
-        for event, state in stream(problem.mlp, FIVE, compile=True, seed=seed, watch={Event.EPOCH_START, *EPOCHS}):
-            if together and event is Event.EPOCH_START and state.timestamp.epoch == 0:
-                ready.wait(ENDS)
-            found.append((event, state))
-        return found
-
-    with ThreadPoolExecutor(3) as pool:
-        threads = [in_this_context(pool, trained, seed, True) for seed in range(3)]
-        for seed, thread in enumerate(threads):
-            assert_close(thread.result(ENDS), trained(seed, False))
 
 
 def weight(seeding: Any, traced: Any = lambda: None) -> torch.Tensor:

@@ -17,7 +17,6 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event, testing
-from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.compile import interpreted, record
 from pure_loop.distributed import Parallel
 from pure_loop.distributed.parameters import UnshardedParameters
@@ -135,17 +134,11 @@ def anew(rank, kind, event, **options):
     return an_epoch(linear(3, 1), data, algorithms=makes, microbatch_size=1, **options)
 
 
-def puts_in(rank, kind, event, **options):
-    """Whole parameters, or gradients."""
-
-    @pl.algorithm(event)
-    def puts(state):
-        if event is Event.AFTER_BACKWARD:
-            return state.replace(grads=state.params)
-        return state.replace(params={name: 0.5 * full_tensor(tensor) for name, tensor in state.params.items()})
-
+def puts_in(rank, kind, **options):
+    """Whole parameters in the place of gradients."""
     data = [(x, torch.ones(4, 1)) for x in inputs(4, 3)]
-    return an_epoch(linear(3, 2), data, evaluators={"val": data}, algorithms=puts, parallel=kind, **options)
+    puts = pl.algorithm(Event.AFTER_BACKWARD, name="puts")(lambda state: state.replace(grads=state.params))
+    return an_epoch(linear(3, 2), data, algorithms=puts, parallel=kind, **options)
 
 
 def meanwhile(rank, kind, **options):
@@ -172,8 +165,7 @@ STREAMS = {
     "a gradient meanwhile": (meanwhile, "replicate", {}, True),
     "a gradient meanwhile, sharded": (meanwhile, "shard", {}, True),
     "anew for a part of the ranks": (anew, "shard", {"event": Event.EVAL_AFTER_FORWARD}, True),
-    "gradients put in": (puts_in, "shard", {"event": Event.AFTER_BACKWARD}, False),
-    "parameters put in": (puts_in, "shard", {"event": Event.EVAL_START, "microbatch_size": 1}, False),
+    "gradients put in": (puts_in, "shard", {}, False),
 }
 
 

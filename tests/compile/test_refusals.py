@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,16 +23,6 @@ from tests.support.problem import cross_entropy
 from tests.support.refused import Refusal, check
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 PLAIN: dict[str, Any] = {"model": problem.mlp, "data": FIVE[:2], "max_duration": "2ba", "watch": BATCHES}
@@ -129,13 +118,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_graph_can_not_hold_is_refused_or_runs_eagerly(name: str) -> None:
     settings, says = PLAIN | REFUSED[name][0], tuple(REFUSED[name][1].split("|"))
-    with default_dtype(torch.float32):
-        error = check(Refusal(name, partial(fit, compile=True, **settings), CompileError, says))
-        assert type(error) is CompileError
-        assert torch.get_default_dtype() is torch.float32
-        found = fit(compile="where possible", **settings)
-    with default_dtype(torch.float32):
-        wanted = fit(**settings)
+    error = check(Refusal(name, partial(fit, compile=True, **settings), CompileError, says))
+    assert type(error) is CompileError
+    assert torch.get_default_dtype() is torch.float32
+    found = fit(compile="where possible", **settings)
+    torch.set_default_dtype(torch.float32)
+    wanted = fit(**settings)
+    torch.set_default_dtype(torch.float32)
     for (_, one), (_, other) in zip(found, wanted, strict=True):
         torch.testing.assert_close(dict(one.params), dict(other.params))
 
