@@ -170,18 +170,13 @@ def at_batch(event: Event, error: type[BaseException] = EndedError) -> Any:
 
 
 class Raises(pl.Logger):
-    """A logger that can't take what it is given, or raises by itself."""
+    """A logger that can't take what it is given at an event of the fourth batch."""
 
-    def __init__(self, event: Event, *, by_recording: bool) -> None:
-        self.event, self.by_recording = event, by_recording
-
-    def run_event(self, now: Event, state: pl.State, logger: Any) -> None:
-        if not self.by_recording:
-            at_batch(self.event)(now, state)
+    def __init__(self, event: Event) -> None:
+        self.name = "val/loss" if event is Event.EVAL_END else "train/loss"
 
     def log_metrics(self, metrics: Any, state: pl.State) -> None:
-        name = "val/loss" if self.event is Event.EVAL_END else "train/loss"
-        if self.by_recording and name in metrics and state.timestamp.batch == 4:
+        if self.name in metrics and state.timestamp.batch == 4:
             raise EndedError
 
 
@@ -196,8 +191,7 @@ def ways(event: Event) -> dict[str, dict[str, Any]]:
         "a callback": {"callbacks": [at_batch(event), speed, rate]},
         "a later callback, few events": {"callbacks": [rate, at_batch(event)], "watch": ["fit_end"]},
         "an interrupt": {"callbacks": [at_batch(event, KeyboardInterrupt), rate], "strict": True},
-        "a logger": {"loggers": [Raises(event, by_recording=False)]},
-        "a record": {"loggers": [Raises(event, by_recording=True)], "watch": ["fit_end"]},
+        "a record": {"loggers": [Raises(event)], "watch": ["fit_end"]},
     }
 
 
@@ -227,7 +221,7 @@ def test_what_the_body_raises_is_after_the_record_and_a_record_that_fails_is_a_n
         [body(event, state) for event, state in fit(logger)]
     assert logger.series("val/loss")[0] == [2, 4]
     with pytest.raises(EndedError) as caught:
-        pl.run(fit(Raises(Event.EVAL_END, by_recording=True), callbacks=[at_batch(Event.EVAL_END)]))
+        pl.run(fit(Raises(Event.EVAL_END), callbacks=[at_batch(Event.EVAL_END)]))
     assert "while recording EVAL_END: EndedError" in " ".join(caught.value.__notes__)
 
 

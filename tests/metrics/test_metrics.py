@@ -203,16 +203,6 @@ def test_what_does_not_fit_is_named() -> None:
         check(refusal)
 
 
-def test_loggers_are_given_a_table() -> None:
-    logger, data = pl.loggers.InMemoryLogger(), problem.points(2)
-    evaluator = pl.Evaluator(data, metrics=[m.confusion_matrix()])
-    state = pl.run(pl.evaluate(problem.mlp(), {"val": evaluator}, loss=cross_entropy, loggers=[logger]))
-    found = state.metrics["val"]["confusion_matrix"]
-    assert torch.equal(found.sum(dim=1), torch.cat([targets for _, targets in data]).bincount(minlength=3))
-    ((_, columns, names),) = logger.tables["val/confusion_matrix"]
-    assert (columns, names) == (["0", "1", "2"], found.tolist())
-
-
 def test_ranks_measure_what_one_rank_does() -> None:
     """Of batches of 5, 1 and 4 samples, so that the second rank has none of one of them."""
 
