@@ -115,20 +115,6 @@ def test_a_compiler_that_believes_in_zero() -> None:
 # Images: how they lie in memory is that of eager steps.
 
 
-@torch.library.custom_op("pure_loop_tests::first_of_memory", mutates_args=())
-def first_of_memory(tensor: Tensor) -> Tensor:
-    """Takes it for granted that memory is in the order of the indices."""
-    return torch.as_strided(tensor, tensor.shape, tensor.new_empty(tensor.shape, device="meta").stride()).clone()
-
-
-@first_of_memory.register_fake
-def _(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-first_of_memory.register_autograd(lambda _, gradient: gradient)
-
-
 def written(images: Tensor) -> Tensor:
     images = images.clone()
     images.view(len(images), -1)[:, 3] = 1.0
@@ -167,7 +153,6 @@ def test_images_lie_in_memory_as_in_eager_steps() -> None:
     with interpreted():
         assert_layout(relu, VIEWS)
         assert_layout(lambda images: images.as_strided(images.shape, (64, 1, 4, 16)), VIEWS[3:])
-        assert_layout(lambda images: first_of_memory(images), VIEWS[3:])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError
+from pure_loop.errors import CompileError
 from pure_loop.random.seeds import derive, generator, seeded
 from tests.support import problem
 from tests.support.compiling import BATCHES, EPOCHS, FIVE, INSIDE, NAMED, WITH_NAN, Named, fit, net, same
@@ -214,19 +214,9 @@ RUNS: dict[str, tuple[dict[str, Any], str]] = {
     "a number as an output": (NUMBERED, "a number of the step is put into"),
     **{name: (with_numbers(function), says) for name, (function, says) in USED.items()},
 }
-DOOR: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"compile": "always"}, ArgumentError, "where possible"),
-    ({"compile": 1}, ArgumentError, "compile=1"),
-    ({"compile": True, "steps_per_call": 0}, ArgumentError, "at least 1"),
-    ({"compile": True, "steps_per_call": 2.5}, ArgumentTypeError, "whole number"),
-    ({"steps_per_call": 2}, ArgumentError, "compile=True"),
-    ({"compile": True, "steps_per_call": 2, "order": "2021"}, ArgumentError, "2021"),
-]
 
 
 def test_what_can_not_be_is_refused() -> None:
-    for settings, error, says in DOOR:
-        check(Refusal(says, partial(fit, **settings), error, (says,)))
     for name, (run, says) in RUNS.items():
         check(Refusal(name, partial(fit, compile=True, **PLAIN | run), CompileError, tuple(says.split("|"))))
 

@@ -17,7 +17,7 @@ import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torchmetrics.aggregation import MeanMetric, RunningMean, SumMetric
+from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import (
     BinaryAccuracy,
     BinaryAUROC,
@@ -173,24 +173,15 @@ def test_largest_and_smallest_are_merged_and_what_was_passed_stays_as_it_was() -
     assert (own.count, own.update_count, own.sums) == (1, 1, [3.0])
 
 
-def test_in_evaluations_with_parts_of_a_batch_and_in_loggers() -> None:
-    """A running sum of 1, 2, 3 is 5 of the last two, in each of two evaluators."""
+def test_in_loggers_and_beside_the_same_metric_of_the_library() -> None:
     logger = pl.loggers.InMemoryLogger()
     theirs = from_torchmetrics(MulticlassConfusionMatrix(3), outputs=lambda o: o.argmax(dim=1), name="theirs")
     classwise = from_torchmetrics(ClasswiseWrapper(f1(average=None), labels=["a", "b", "c"]))
-    metrics = [pl.metrics.confusion_matrix(), theirs, classwise]
-    evaluator = pl.Evaluator(problem.points(), metrics=metrics, microbatch_size=2)
+    evaluator = pl.Evaluator(problem.points(), metrics=[pl.metrics.confusion_matrix(), theirs, classwise])
     state = pl.run(pl.evaluate(problem.mlp(), {"val": evaluator}, loss=problem.cross_entropy, loggers=[logger]))
     assert torch.equal(state.metrics["val"]["theirs"], state.metrics["val"]["confusion_matrix"])
     assert {f"val/ClasswiseWrapper/multiclassf1score_{label}" for label in "abc"} <= logger.metrics.keys()
     assert repr(theirs).endswith("MulticlassConfusionMatrix, outputs=<lambda>, name='theirs')")
-    data = [(torch.tensor([[float(value)]]), torch.zeros(1, dtype=torch.int64)) for value in (1, 2, 3)]
-    sums = [from_torchmetrics(each, targets=lambda _: None) for each in (Running(SumMetric(), 2), RunningMean(2))]
-    evaluators = {label: pl.Evaluator(data, metrics=sums, interval="1ep") for label in ("one", "two")}
-    same = torch.nn.Linear(1, 1, bias=False)
-    same.load_state_dict({"weight": torch.ones(1, 1)})
-    for found in pl.run(pl.evaluate(same, evaluators)).metrics.values():
-        assert {name: float(value) for name, value in found.items()} == {"Running": 5.0, "RunningMean": 2.5}
 
 
 def train_with(metric: Any, start: Any = None, **options: Any) -> list[pl.State]:
