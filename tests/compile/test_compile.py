@@ -32,7 +32,6 @@ from tests.support.compiling import (
     assert_close,
     fit,
     mlp,
-    net,
     same,
     several,
     stream,
@@ -326,16 +325,3 @@ def test_what_the_step_makes_of_numbers_may_be_written_to() -> None:
 
     same({**SHORT, "loss": loss})
     assert len(made) == 1 + 10
-
-
-@pytest.mark.usefixtures("interpreted")
-def test_other_rows_that_are_targets_may_be_written_to() -> None:
-    both = torch.cat([x for x, _ in FIVE[:2]])
-    settings = {"model": net(lambda self, x: self.one(x.relu_()), lambda: torch.nn.Linear(4, 4)), "loss": mse_loss}
-    for size in (None, 4):
-        copies = [[(each[:8], each[8:])] for each in (both.clone(), both.clone())]
-        found, wanted = (
-            list(stream(**settings, data=data, microbatch_size=size, compile=compiles))
-            for data, compiles in zip(copies, (True, False), strict=True)
-        )
-        assert_close(found, wanted)

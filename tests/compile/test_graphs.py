@@ -116,13 +116,6 @@ def packed(self: Net, x: Tensor) -> Tensor:
     return out
 
 
-def functional(self: Net, x: Tensor) -> Tensor:
-    settings = (False, 1, 0.0, self.training, False, False)
-    weights = [self.one.weight, self.two.weight]
-    found: Tensor = torch.rnn_tanh(x[None], x.new_zeros(1, len(x), 3), weights, *settings)[0][0]  # type: ignore[arg-type]
-    return found
-
-
 class Layer(nn.GRU):
     """The model itself is one."""
 
@@ -135,7 +128,7 @@ def test_recurrent_layers_run_eagerly_wherever_they_are(capsys: pytest.CaptureFi
     """Written out, the steps of a long sequence alone would take minutes."""
     layers = [net(packed, partial(layer, 1, 3)) for layer in (nn.GRU, nn.LSTM)]
     begin = time.process_time()
-    for model in (*layers, net(functional), partial(Layer, 4, 3, batch_first=True)):
+    for model in (*layers, partial(Layer, 4, 3, batch_first=True)):
         same({"model": model, "data": FIVE[:1], "max_duration": "1ba"})
     assert time.process_time() - begin < 40
     assert recurrent_layer(Layer(4, 3)) == "Layer"

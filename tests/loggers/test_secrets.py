@@ -73,15 +73,6 @@ def test_records_reprs_explanations_and_errors_have_none() -> None:
             assert SECRET not in str(caught.value)
 
 
-@given(st.text())
-def test_errors_have_no_control_sequences(text: str) -> None:
-    lines = str(pl.CheckpointError(text)).split("\n")
-    assert all(line.isprintable() for line in lines)
-    assert len(lines) == len(text.split("\n"))
-    if text.isprintable() and "://" not in text:
-        assert lines == [text]
-
-
 def test_logs_are_one_line_and_each_class_of_errors_hides_secrets(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="pure_loop.checkpoint"):
         log = get_logger("pure_loop.checkpoint")
