@@ -12,8 +12,8 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop._internal.torch_private import fake_ranks
-from tests.rehearsal.rehearsing import DATA, RUN, phases
-from tests.rehearsal.rehearsing import rehearse as plainly
+from tests.rehearsal.test_rehearse import DATA, RUN, phases
+from tests.rehearsal.test_rehearse import rehearse as plainly
 
 E = pl.Event
 
