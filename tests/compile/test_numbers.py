@@ -86,7 +86,6 @@ LIVE: dict[str, Callable[[Any], Any]] = {
     # A tensor meets it in a transform.
     "in a derivative": lambda t: torch.func.grad(lambda x: (x**2 * (1 + t.elapsed)).sum())(SQUARE),
     "on the way back": lambda t: torch.func.vjp(lambda x: x.clone().mul_(t.batch), SQUARE)[1](SQUARE)[0],
-    # An operation, which takes it for a tensor.
     # Another number.
     "a cosine": lambda t: 0.5 * (1 + numpy.cos(math.pi * t.elapsed)),
     "a schedule": lambda t: pl.schedules.cosine("3ep", peak=2.0)(t) + (2 * pl.schedules.linear(1, 0, "9ba"))(t),
