@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,12 @@ from tests.support.problem import cross_entropy
 from tests.support.refused import Refusal, check
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pytest.fixture(autouse=True)
+def float32() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 PLAIN: dict[str, Any] = {"model": problem.mlp, "data": FIVE[:2], "max_duration": "2ba", "watch": BATCHES}
@@ -124,7 +130,6 @@ def test_what_a_graph_can_not_hold_is_refused_or_runs_eagerly(name: str) -> None
     found = fit(compile="where possible", **settings)
     torch.set_default_dtype(torch.float32)
     wanted = fit(**settings)
-    torch.set_default_dtype(torch.float32)
     for (_, one), (_, other) in zip(found, wanted, strict=True):
         torch.testing.assert_close(dict(one.params), dict(other.params))
 
@@ -138,8 +143,8 @@ def with_numbers(function: Callable[[Any], Any], name: str = "own") -> dict[str,
     return doing(Event.BATCH_END, name, lambda state: state.remember(name, function(state)), init=function)
 
 
-def by_the_batch(state: pl.State, name: str = "x") -> Any:
-    return derive(state.seed, name, state.timestamp.batch)
+def seed_of(state: pl.State) -> Any:
+    return derive(state.seed, "x", state.timestamp.batch)
 
 
 def one_of(state: pl.State) -> torch.Generator:
@@ -147,42 +152,31 @@ def one_of(state: pl.State) -> torch.Generator:
 
 
 def seeded_again(state: pl.State) -> Tensor:
-    with seeded(by_the_batch(state)):
+    with seeded(seed_of(state)):
         torch.manual_seed(3)
         return torch.rand(3)
 
 
 NONE = torch.zeros(())
-A_GENERATOR = 'Draw from pl.random.generator(seed, "name", state.timestamp.batch, '
-TAKES_INT = "'own' at BATCH_END |write int(number)"
+DRAW = '|Draw from pl.random.generator(seed, "name", state.timestamp.batch, '
+OF_ITS_OWN = "seeds a generator of its own" + DRAW
 BY_DATA = "by what the graph is given|(aten.bernoulli.default)"
+new = torch.Generator
 # How numbers of the step and random numbers are used.
 USED: dict[str, tuple[Callable[[pl.State], Any], str]] = {
-    "a size of an expansion": (lambda state: NONE.expand(state.timestamp.batch + 1, 2).sum(), TAKES_INT),
-    "its own generator": (
-        lambda state: torch.rand(3, generator=OWN),
-        "generator=OWN|a generator of its own|" + A_GENERATOR,
-    ),
+    "a size": (lambda s: NONE.expand(s.timestamp.batch + 1, 2).sum(), "'own' at BATCH_END |write int(number)"),
+    "its own generator": (lambda s: torch.rand(3, generator=OWN), "generator=OWN|a generator of its own" + DRAW),
     "by data": (
-        lambda state: torch.bernoulli(state.params["2.bias"].sigmoid(), generator=one_of(state)),
+        lambda s: torch.bernoulli(s.params["2.bias"].sigmoid(), generator=one_of(s)),
         f"test_refusals|{BY_DATA}|torch.rand_like(p) <",
     ),
-    "by what was drawn": (
-        lambda state: torch.bernoulli(torch.rand(3, generator=one_of(state)), generator=one_of(state)),
-        BY_DATA,
-    ),
-    "Python's": (lambda state: NONE + random.Random(by_the_batch(state)).random(), "has no hash|" + A_GENERATOR),
-    "NumPy's": (
-        lambda state: NONE + numpy.random.default_rng(by_the_batch(state)).random(),
-        "bit_generator|seeds a generator of its own|" + A_GENERATOR,
-    ),
-    "one that it makes": (
-        lambda state: torch.rand(3, generator=torch.Generator().manual_seed(by_the_batch(state))),
-        "manual_seed|seeds a generator of its own|" + A_GENERATOR,
-    ),
-    "Python's global": (lambda state: NONE + random.random(), "it calls random.random|" + A_GENERATOR),
-    "NumPy's global": (lambda state: NONE + numpy.random.beta(1, 1), "calls functions of numpy.random (in <lambda>"),
-    "torch's, seeded": (seeded_again, "it calls torch.manual_seed|" + A_GENERATOR),
+    "by draws": (lambda s: torch.bernoulli(torch.rand(3, generator=one_of(s)), generator=one_of(s)), BY_DATA),
+    "Python's": (lambda s: NONE + random.Random(seed_of(s)).random(), "has no hash" + DRAW),
+    "NumPy's": (lambda s: NONE + numpy.random.default_rng(seed_of(s)).random(), "bit_generator|" + OF_ITS_OWN),
+    "torch's": (lambda s: torch.rand(3, generator=new().manual_seed(seed_of(s))), "manual_seed|" + OF_ITS_OWN),
+    "Python's global": (lambda s: NONE + random.random(), "it calls random.random" + DRAW),
+    "NumPy's global": (lambda s: NONE + numpy.random.beta(1, 1), "calls functions of numpy.random (in <lambda>"),
+    "torch's global": (seeded_again, "it calls torch.manual_seed" + DRAW),
 }
 
 
@@ -203,10 +197,7 @@ SECOND = doing(Event.AFTER_LOSS, "slopes", partial(slopes, create_graph=True))
 NUMBERED = doing(Event.AFTER_FORWARD, "x", numbered) | {"loss": lambda o, _: o[0].sum() * o[1], "watch": BEFORE_LOSS}
 EVERY = doing(Event.AFTER_LOSS, "own", by_a_float) | {"data": FIVE, "max_duration": "2ep"}
 RUNS: dict[str, tuple[dict[str, Any], str]] = {
-    "an optimizer that draws": (
-        {"optimizer": NOISY},
-        "optimizer 'own' can't be compiled: |global generator|" + A_GENERATOR,
-    ),
+    "an optimizer that draws": ({"optimizer": NOISY}, "'own' can't be compiled: |global generator" + DRAW),
     "a second derivative": (SECOND | {"watch": LOSS}, "create_graph=True|leave its event out of watch="),
     "a number in every graph": (EVERY, "'own'|AFTER_LOSS|state.timestamp.batch|where possible"),
     "a negative": (of_real("neg", (Z.imag, TARGETS)), "tensor.resolve_neg()"),
@@ -251,26 +242,18 @@ def at_the_end(function: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 BYTES = torch.arange(9).reshape(3, 3).byte()
+BATCH_2: dict[str, Callable[[Any], Any]] = {  # in the third batch, after two that go through the same graph
+    "a number decides": lambda n: 1 if 1 / (2 - n) < 2 else 2,
+    "beside a tensor": lambda n: NONE + 1 / (2 - n),
+    "a tensor of bytes": lambda n: torch.tensor(n + 254, dtype=torch.uint8),
+    "clamped": lambda n: BYTES.clamp(max=n + 254),
+    "large": lambda n: torch.tensor(n << 62),
+}
+NO_GRAPH = {"loss": lambda outputs, _: outputs.detach().mean(), "watch": FORWARD}
 ALIKE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "a loss without a graph": (
-        lambda: {"loss": lambda outputs, _: outputs.detach().mean(), "watch": FORWARD},
-        "LossError|does not depend on any parameter",
-    ),
+    "a loss without a graph": (lambda: NO_GRAPH, "LossError|does not depend on any parameter"),
     "a loss that closes over the module": (penalised, "ModelError|was not called with"),
-    # In the third batch, after two that go through the same graph.
-    "a number decides": (
-        lambda: at_the_end(lambda n: 1 if 1 / (2 - n) < 2 else 2),
-        "ZeroDivisionError|division|batch 2",
-    ),
-    **{
-        name: (lambda function=function: at_the_end(function), "batch 2")
-        for name, function in {
-            "beside a tensor": lambda n: NONE + 1 / (2 - n),
-            "a tensor of bytes": lambda n: torch.tensor(n + 254, dtype=torch.uint8),
-            "clamped": lambda n: BYTES.clamp(max=n + 254),
-            "large": lambda n: torch.tensor(n << 62),
-        }.items()
-    },
+    **{name: (partial(at_the_end, function), "batch 2") for name, function in BATCH_2.items()},
 }
 
 
