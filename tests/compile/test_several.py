@@ -38,14 +38,10 @@ def torchs_collate(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps each call went through."""
-    found: list[int] = []
-    real = Segment.again
-
-    def again(self: Segment, state: pl.State, calls: Any) -> Any:
-        found.append(len(calls))
-        return real(self, state, calls)
-
-    monkeypatch.setattr(Segment, "again", again)
+    found, real = list[int](), Segment.again
+    monkeypatch.setattr(
+        Segment, "again", lambda this, state, calls: (found.append(len(calls)), real(this, state, calls))[1]
+    )
     return found
 
 
@@ -53,9 +49,8 @@ class Overwriting:
     """A loader that gives the same memory each time, with other numbers."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        x, y = (torch.empty_like(each) for each in SEVEN[0])
-        for inputs, targets in SEVEN:
-            yield x.copy_(inputs), y.copy_(targets)
+        x, y = (each.clone() for each in SEVEN[0])
+        return ((x.copy_(inputs), y.copy_(targets)) for inputs, targets in SEVEN)
 
 
 def as_often(model: Any = problem.mlp, **settings: Any) -> None:

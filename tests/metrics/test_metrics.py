@@ -125,7 +125,6 @@ def test_pixels_scores_of_two_classes_and_what_does_not_count() -> None:
     assert measured(m.confusion_matrix(threshold=0.0), logits, binary).tolist() == [[1, 1], [0, 2]]
     assert float(measured(m.f1(average="binary", threshold=0.0), logits, binary)) == pytest.approx(0.8)
     assert float(measured(m.f1(average="binary", threshold=9.0), logits, binary)) == 0.0
-
     predicted = torch.tensor([0, 0, 1, 1])
     ignored = torch.tensor([0, 1, 1, 255])
     assert float(measured(m.mean_iou(2, ignore_index=255), predicted, ignored)) == pytest.approx(0.5)
@@ -181,6 +180,7 @@ two, image = torch.zeros(2).long(), torch.zeros(2, 3)
 REFUSED = [
     Refusal(says, lambda metric=metric, given=given: measured(metric(), *given), pl.DataError, (says,))
     for says, metric, *given in (
+        ("have 3 classes along axis 1", partial(m.confusion_matrix, 4), image, two),
         ("write pl.metrics.confusion_matrix(classes=10)", m.confusion_matrix, two, two),
         ("the target 3 is no class: with 3 classes they are 0 to 2", m.confusion_matrix, image, torch.tensor([0, 3])),
         ("the output 2 is no class", partial(m.confusion_matrix, 2), torch.tensor([0, 2]), torch.tensor([0, 1])),
