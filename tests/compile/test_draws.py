@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 import math
 import random
-import time
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from threading import Event as Flag
+from functools import partial
 from typing import Any, cast
 
 import hypothesis.strategies as st
@@ -19,53 +20,45 @@ from hypothesis import example, given
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import operations, record
-from pure_loop.random.seeds import derive, generator, seeded, tracer
+from pure_loop.random.seeds import derive, generator, seeded
 from tests.support import problem
+from tests.support.compiling import Net, net
 from tests.support.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
-OWN = torch.Generator()
 
 
 def drawn(function: Callable[[pl.State], Any], event: Event = Event.BATCH_END, **options: Any) -> tuple[Any, Any]:
-    """What a function of the State draws at an event of each of twelve batches, and the parameters after them."""
+    """What a function of the State draws at an event of each of six batches, and the parameters after them."""
 
     def init(state: pl.State) -> Tensor:
-        return torch.zeros(12, *torch.as_tensor(function(state)).shape, dtype=torch.float64)
+        return torch.zeros(6, *torch.as_tensor(function(state)).shape, dtype=torch.float64)
 
     def remember(state: pl.State) -> pl.State:
         before = state.algorithm_state["drawn"]
         return state.remember("drawn", torch.cat([before[1:], torch.as_tensor(function(state))[None]]))
 
-    torch.manual_seed(0)
-    inputs = torch.randn(6, 6, 4, generator=torch.Generator().manual_seed(1))
-    defaults: dict[str, Any] = {
-        "loss": mse_loss,
-        "optimizer": pl.optim.sgd(lr=0.1),
-        "max_duration": "2ep",
-        "watch": {Event.FIT_END},
-        "algorithms": [pl.Algorithm("drawn", {event: remember}, init=init)],
-    }
-    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 1))
-    state = pl.run(pl.fit(model, [(x, x.mean(1, keepdim=True)) for x in inputs], **defaults | options))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    own = pl.Algorithm("drawn", {event: remember}, init=init)
+    state = problem.run(model, algorithms=own, watch={Event.FIT_END}, strict=None, **options)
     return state.algorithm_state["drawn"], dict(state.params)
 
 
-def same(function: Callable[[pl.State], Any], event: Event = Event.BATCH_END, graphs: int = 1, **options: Any) -> None:
+def same(function: Callable[[pl.State], Any], event: Event = Event.BATCH_END, **options: Any) -> None:
     found, params = drawn(function, event, **options)
     with record() as made:
         compiled, its_params = drawn(function, event, compile=True, **options)
     assert torch.equal(compiled, found)
     torch.testing.assert_close(its_params, params, rtol=0, atol=1e-6)
-    assert sum(each.segment == "step" for each in made) == graphs
+    assert sum(each.segment == "step" for each in made) == 1
 
 
 def written() -> Tensor:
@@ -85,20 +78,16 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "rand": lambda **given: torch.rand(4, **given),
     "randn": lambda **given: torch.randn(3, 4, dtype=torch.float64, **given),
     "randint": lambda **given: torch.randint(9, (4,), **given),
-    "randint from": lambda **given: torch.randint(3, 9, (4,), **given),
     "randperm": lambda **given: torch.randperm(4, **given),
     "uniform_": lambda **given: torch.empty(2, 4).uniform_(1, 2, **given),
     "normal_": lambda **given: torch.ones(4, 3).t().normal_(1, 2, **given),
     "bernoulli_": lambda **given: torch.empty(4).bernoulli_(0.4, **given),
     "exponential_": lambda **given: torch.empty(4).exponential_(2, **given),
-    "random_": lambda **given: torch.empty(4).random_(5, **given),
     "init": lambda **given: nn.init.xavier_normal_(torch.empty(3, 4), **given),
     "normal": lambda **given: torch.normal(0.5, 2.0, (4,), **given),
-    "normal of means": lambda **given: torch.normal(WEIGHTS, 0.1, **given),
     "normal of deviations": lambda **given: torch.normal(0.1, WEIGHTS * 2, **given),
     "normal of both": lambda **given: torch.normal(WEIGHTS, WEIGHTS, **given),
     "bernoulli": lambda **given: torch.bernoulli(torch.full((4,), 0.3), **given),
-    "bernoulli by one": lambda **given: torch.bernoulli(WEIGHTS, 0.3, **given),
     "bernoulli_ by many": lambda **given: torch.empty(4).bernoulli_(WEIGHTS, **given),
     "by what was written": lambda **given: torch.multinomial(written(), 4, **given),
     "multinomial": lambda **given: torch.multinomial(WEIGHTS, 4, replacement=True, **given),
@@ -107,12 +96,9 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 }
 GLOBAL: dict[str, Callable[[], Tensor]] = {
     "rand_like": lambda: torch.rand_like(WEIGHTS),
-    "no generator": lambda: torch.rand(4, generator=None),
-    "randn_like": lambda: torch.randn_like(WEIGHTS),
     "dropout": lambda: torch.dropout(WEIGHTS, 0.5, True),
     "beta": lambda: torch.distributions.Beta(WEIGHTS, 2.0).sample(),
     "gamma": lambda: torch.distributions.Gamma(WEIGHTS, 2.0).sample(),
-    "categorical": lambda: torch.distributions.Categorical(WEIGHTS).sample((4,)),
     "normal": lambda: torch.distributions.Normal(0.0, WEIGHTS).rsample(),
 }
 
@@ -151,9 +137,8 @@ def program(listed: list[tuple[str, str, str]], nested: bool) -> Callable[[pl.St
 EVENTS = (Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
 
-@examples(12, 300)
+@examples(5, 300)
 @given(steps, st.sampled_from(EVENTS), st.booleans(), st.sampled_from([None, 4]))
-@example([("always", "a", name) for name in OPERATIONS], Event.BATCH_START, False, None)
 @example([("each batch", "a", name) for name in OPERATIONS], Event.BATCH_END, False, 4)
 @example([("seeded", "a", name) for name in GLOBAL], Event.AFTER_LOSS, True, None)
 def test_whatever_is_drawn_is_what_eager_steps_draw(
@@ -166,49 +151,31 @@ def by_the_batch(state: pl.State) -> Tensor:
     return torch.rand(3, generator=generator(state.seed, "x", state.timestamp.batch))
 
 
-def test_seeds_are_those_of_each_step_and_run() -> None:
-    everything = torch.cat([drawn(by_the_batch, compile=True, seed=seed)[0] for seed in (0, 1)])
-    assert len(torch.unique(everything, dim=0)) == 24
+def test_seeds_are_those_of_each_step_and_run_and_of_several_steps_in_a_call() -> None:
+    runs = [drawn(by_the_batch, compile=True, **options)[0] for options in ({"seed": 1}, {"steps_per_call": 4})]
+    assert torch.equal(runs[1], drawn(by_the_batch)[0])
+    assert len(torch.unique(torch.cat(runs), dim=0)) == 12
 
 
-def test_several_steps_in_a_call_and_evaluations_draw() -> None:
-    wanted, _ = drawn(by_the_batch)
-    assert torch.equal(drawn(by_the_batch, compile=True, steps_per_call=4)[0], wanted)
-
-    def noise(state: pl.State) -> pl.State:
-        inputs, targets = state.batch
-        return state.replace(batch=(inputs + by_the_batch(state).sum(), targets))
-
-    algorithm = pl.Algorithm("noise", {Event.EVAL_BATCH_START: noise})
-    options: dict[str, Any] = {"algorithms": [algorithm], "evaluators": problem.points(1), "watch": {Event.EVAL_END}}
-    eager, compiled = (
-        [str(s.metrics) for _, s in problem.fit(compile=each, strict=None, **options)] for each in (False, True)
-    )
-    assert compiled == eager
-
-
-def test_an_optimizer_draws() -> None:
-    def update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
-        noise = generator(5, "own", timestamp.batch)
-        new = {n: p - 0.1 * grads[n] + 0.01 * torch.randn(p.shape, generator=noise) for n, p in params.items()}
-        return pl.FrozenDict(new), opt_state
-
-    own = pl.optim.Optimizer(name="own", init=lambda params: pl.FrozenDict(), update=update, lr=lambda timestamp: 0.1)
-    same(by_the_batch, optimizer=own)
-
-
-class Drawing(nn.Module):
+def drawing(self: Any, x: Tensor) -> Tensor:
     """Draws from a generator between two dropouts, by a constant, and through a distribution."""
+    mean = self.one(torch.dropout(x, 0.3, self.training))
+    if not self.training:
+        return cast(Tensor, mean)
+    z = torch.distributions.Normal(mean, self.two(mean).exp()).rsample()
+    z = z + torch.rand(1, generator=generator(3, "always"))
+    return torch.dropout(z, 0.3, True) * torch.bernoulli(WEIGHTS[:1])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        mean, deviation = self.layer(torch.dropout(x, 0.3, self.training)).chunk(2, -1)
-        z: Tensor = torch.distributions.Normal(mean, deviation.exp()).rsample()
-        z = z + torch.rand(1, generator=generator(3, "always"))
-        return torch.dropout(z, 0.3, self.training) * torch.bernoulli(WEIGHTS[:1])
+def noisy_update(grads: Any, opt_state: Any, params: Any, timestamp: pl.Timestamp) -> Any:
+    noise = generator(5, "own", timestamp.batch)
+    new = {n: p - 0.1 * grads[n] + 0.01 * torch.randn(p.shape, generator=noise) for n, p in params.items()}
+    return pl.FrozenDict(new), opt_state
+
+
+@pl.algorithm(Event.EVAL_BATCH_START)
+def noise(state: pl.State) -> pl.State:
+    return state.replace(batch=(state.batch[0] + by_the_batch(state).sum(), state.batch[1]))
 
 
 @pytest.fixture
@@ -218,184 +185,122 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("checked")
-def test_a_model_draws_by_constants_and_through_distributions() -> None:
-    def trained(**options: Any) -> Any:
-        data = [(x, torch.ones(4, 1)) for x, _ in problem.points()]
-        with seeded(0):
-            model = Drawing()
-        return dict(problem.run(model, data, loss=mse_loss, strict=None, watch={Event.EPOCH_END}, **options).params)
-
-    torch.testing.assert_close(trained(compile=True), trained(), rtol=0, atol=1e-6)
+def test_models_optimizers_and_evaluations_draw() -> None:
+    optimizer = pl.optim.Optimizer(name="own", init=lambda _: pl.FrozenDict(), update=noisy_update, lr=lambda _: 0.1)
+    given: dict[str, Any] = {"evaluators": problem.points(1), "watch": {Event.EVAL_END}, "strict": None}
+    with seeded(0):
+        model = net(drawing)()
+    found, wanted = (problem.run(model, None, noise, optimizer=optimizer, compile=on, **given) for on in (True, False))
+    torch.testing.assert_close(dict(found.params), dict(wanted.params), rtol=0, atol=1e-6)
+    assert str(found.metrics) == str(wanted.metrics)
     with pytest.raises(ValueError, match="Expected parameter scale"):
         torch.distributions.Normal(0.0, -torch.ones(1))  # arguments are looked at as before
 
 
-def test_what_a_draw_is_given_may_be_written_to_between_two_steps() -> None:
-    def shifted(**options: Any) -> list[Tensor]:
-        means = torch.zeros(3)
-
-        def draw(state: pl.State) -> Tensor:
-            return torch.normal(means, 1.0, generator=generator(state.seed, "x", state.timestamp.batch))
-
-        remember = {Event.AFTER_LOSS: lambda state: state.remember("drawn", draw(state))}
-        found = []
-        for _, state in problem.fit(algorithms=pl.Algorithm("drawn", remember, init=draw), **options):
-            found.append(state.algorithm_state["drawn"])
-            means += 10
-        return found
-
-    options: dict[str, Any] = {"watch": {Event.BATCH_END}, "strict": None}
-    compiled = shifted(compile=True, **options)
-    assert all(map(torch.equal, compiled, shifted(**options)))
-    assert compiled[-1].min() > 5
+MODULES = (math, random, numpy.random, torch, torch.random, torch.distributions.Distribution)
 
 
-def test_what_was_drawn_before_an_error_that_is_caught() -> None:
-    def draw(state: pl.State) -> Tensor:
-        with seeded(derive(state.seed, "outer", state.timestamp.batch)):
-            try:
-                with seeded(derive(state.seed, "inner", state.timestamp.batch)):
-                    first = torch.rand(3)
-                    raise KeyError
-            except KeyError:
-                return first + torch.rand(3)
-
-    same(draw)
+def elsewhere() -> tuple[float, Any]:
+    """What other code of this process draws from generators of its own, computes, and finds in modules."""
+    torchs = torch.Generator().manual_seed(3)
+    ours = random.Random(1).random() + numpy.random.default_rng(2).random()
+    found = {f"{module.__name__}.{name}": id(value) for module in MODULES for name, value in vars(module).items()}
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        torch.distributions.Normal(0.0, -torch.ones(1))
+    return ours + float(torch.rand((), generator=torchs)) + math.cos(3), found
 
 
-def test_a_seeding_that_was_traced_serves_eager_steps_too() -> None:
-    kept = seeded(0)
-
-    def draw(state: pl.State) -> Tensor:
-        with kept:
-            return torch.rand(3)
-
-    same(draw)
-    before = torch.get_rng_state()
-    drawn(draw, compile=False)
-    with ThreadPoolExecutor(1) as pool:  # which would wait for ever if this thread still had its turn
-        assert torch.equal(pool.submit(drawn, draw).result(60)[0], drawn(draw)[0])
-    with kept:
-        torch.rand(1)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def functions() -> dict[str, Any]:
-    """What other code of this process finds under names of modules."""
-    modules = (math, random, numpy.random, torch, torch.random, torch.distributions.Distribution)
-    return {f"{module.__name__}.{name}": value for module in modules for name, value in vars(module).items()}
-
-
-def draws_of_another_thread(times: int) -> list[float]:
-    """From generators of its own, and what Python computes."""
-    pythons, numpys, torchs = random.Random(1), numpy.random.default_rng(2), torch.Generator().manual_seed(3)
-    return [
-        pythons.random() + numpys.random() + float(torch.rand((), generator=torchs)) + math.cos(number)
-        for number in range(times)
-    ]
-
-
-@pytest.mark.usefixtures("checked")
-def test_compiling_changes_nothing_for_other_threads() -> None:
-    """While one thread traces, another one draws, computes, and finds the functions that it knows."""
-    traced, stopped = Flag(), Flag()
-    drawn(by_the_batch, compile=True)  # torch wraps some of its functions when its compiler is first imported
-    before, found, changed = functions(), [], set()
-
-    def elsewhere() -> None:
-        assert traced.wait(60)
-        while not stopped.is_set():
-            found.append(draws_of_another_thread(20))
-            random.uniform(0, 1)
-            torch.get_rng_state()
-            with pytest.raises(ValueError, match="Expected parameter scale"):
-                torch.distributions.Normal(0.0, -torch.ones(1))
-            changed.update(name for name, value in functions().items() if before.get(name, value) is not value)
-
-    def draw(state: pl.State) -> Tensor:
-        if tracer.get() is not None:
-            traced.set()
-            time.sleep(0.2)
-        return by_the_batch(state) + torch.distributions.Normal(0.0, torch.ones(1)).mean
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(elsewhere)
-        try:
-            drawn(draw, compile=True)
-        finally:
-            traced.set()
-            stopped.set()
-        running.result(60)
-    assert len(found) > 1
-    assert all(numbers == draws_of_another_thread(20) for numbers in found)
-    assert changed == set()
-
-
-def test_a_checkpointed_segment_may_ask_for_the_state_of_the_generator() -> None:
-    class Segment(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-            return found
-
-    model = Segment(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3))
-    found, wanted = (
-        problem.run(model, compile=each, strict=None, watch={Event.FIT_END}).params for each in (True, False)
-    )
-    torch.testing.assert_close(dict(found), dict(wanted))
-
-
-class Attends(nn.Module):
+def attending(how: str, p: float) -> nn.Module:
     """Two tokens of two, by torch's function or by one of its modules."""
-
-    def __init__(self, how: str, p: float) -> None:
-        super().__init__()
-        self.how, self.p = how, p
-        modules = {
-            "in a module": lambda: nn.MultiheadAttention(2, 1, dropout=p, batch_first=True),
-            "in an encoder": lambda: nn.TransformerEncoderLayer(2, 1, 4, dropout=p, batch_first=True),
-        }
-        self.attention = modules.get(how, nn.Identity)()
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        each = inputs.view(-1, 2, 2)
-        if self.how == "by name":
-            found = functional.scaled_dot_product_attention(each, each, each, dropout_p=self.p)
-        elif self.how == "by place":
-            found = functional.scaled_dot_product_attention(each, each, each, None, self.p)
-        elif self.how == "in a module":
-            found = self.attention(each, each, each, need_weights=False)[0]
-        else:
-            found = self.attention(each)
-        return cast(Tensor, self.last(found.flatten(1)))
+    attend, encoder = functional.scaled_dot_product_attention, partial(nn.TransformerEncoderLayer, 2, 1, 4)
+    ways: dict[str, Callable[[Any, Tensor], Tensor]] = {
+        "by name": lambda self, each: attend(each, each, each, dropout_p=p),
+        "by place": lambda self, each: attend(each, each, each, None, p),
+        "in an encoder": lambda self, each: self.two(each),
+    }
+    forward = lambda self, x: self.one(ways[how](self, x.view(-1, 2, 2)).flatten(1))  # noqa: E731
+    return cast(nn.Module, net(forward, None, partial(encoder, dropout=p, batch_first=True))())
 
 
-@pytest.mark.parametrize("how", ["by name", "by place", "in a module", "in an encoder"])
-def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_drops_out_is_no_kernel_with_masks_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a GPU has; on a CPU torch has none that drops out."""
     plain: list[bool] = []
-    kernels: list[bool] = []
-    real = functional.scaled_dot_product_attention
 
     def noted(backend: Any) -> Any:
         plain.append(backend is SDPBackend.MATH)
         return sdpa_kernel(backend)
 
-    def inside(*args: Any, **kwargs: Any) -> Tensor:
-        cuda = torch.backends.cuda
-        kernels.append(cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
-        return real(*args, **kwargs)
+    def trained(model: nn.Module) -> None:
+        found, wanted = (
+            problem.run(model, compile=on, strict=None, watch={Event.EPOCH_END}, max_duration="1ep")
+            for on in (True, False)
+        )
+        torch.testing.assert_close(dict(found.params), dict(wanted.params))
 
-    for p in (0.0, 0.5):
+    monkeypatch.setattr(operations, "sdpa_kernel", noted)
+    for how, p in (("by name", 0.5), ("by place", 0.5), ("in an encoder", 0.5), ("by name", 0.0)):
         plain.clear()
-        kernels.clear()
         with seeded(0):
-            model = Attends(how, p)
-        with monkeypatch.context() as patch:
-            patch.setattr(operations, "sdpa_kernel", noted)
-            if how.startswith("in"):
-                patch.setattr(functional, "scaled_dot_product_attention", inside)
-            found = problem.run(model, compile=True, strict=None, watch={Event.EPOCH_END})
-        assert plain == [True] * bool(p)
-        assert kernels == [not p] * how.startswith("in")
-        torch.testing.assert_close(dict(found.params), dict(problem.run(model).params))
+            trained(attending(how, p))
+        assert plain == [True] * bool(p), how
+    # A segment that is run again may ask for the state of the generator.
+    trained(net(lambda self, x: checkpoint(self.one, x, use_reentrant=False))())
+
+
+# Several threads: one compiles after the other, and none waits for ever.
+
+# Seconds in which threads end on a busy machine; those that wait for each other never do.
+ENDS = 120.0
+
+
+def in_this_context(pool: ThreadPoolExecutor, run: Any, *arguments: Any) -> Any:
+    """Whether graphs are compiled or run as they are is a variable of the context."""
+    return pool.submit(contextvars.copy_context().run, run, *arguments)
+
+
+def weight(seeding: Any, traced: Any = lambda: None) -> torch.Tensor:
+    """After training with a forward that seeds, and that calls a function when it is traced."""
+
+    def forward(self: Net, inputs: torch.Tensor) -> torch.Tensor:
+        traced()
+        with seeding(3):
+            out: torch.Tensor = self.one(inputs) + torch.rand(3)
+            return out
+
+    with pl.random.seeded(0):
+        model = Net(forward)
+    return problem.run(model, compile=True, strict=None, watch={Event.BATCH_END}).params["one.weight"]
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("seeding", [pl.random.seeded, pl.random.seeded_all])
+def test_a_fit_inside_seeded_beside_a_trace_that_seeds(seeding: Any) -> None:
+    """The first has the global generators, which the second waits for in its trace; that changes nothing for others."""
+    tracing, waiting = threading.Event(), threading.Event()
+
+    def traced() -> None:
+        if not tracing.is_set():
+            tracing.set()
+            assert waiting.wait(ENDS)
+            threading.Event().wait(0.5)  # until the other one waits for its turn
+
+    def inside() -> Any:
+        assert tracing.wait(ENDS)
+        found = elsewhere()
+        with pl.random.seeded(7):
+            before = torch.rand(1).item()
+            waiting.set()
+            return weight(seeding), found, before, torch.rand(1).item()
+
+    # Torch wraps some of its functions when its compiler is first imported.
+    alone, state, before = weight(seeding), torch.get_rng_state(), elsewhere()
+    with pl.random.seeded(7):
+        expected = torch.rand(2).tolist()
+    with ThreadPoolExecutor(2) as pool:
+        one, other = in_this_context(pool, weight, seeding, traced), in_this_context(pool, inside)
+        found, seen, *drawn = other.result(ENDS)
+        assert torch.equal(one.result(ENDS), alone)
+    assert torch.equal(found, alone)
+    assert seen == before
+    assert drawn == expected  # what other threads drew meanwhile changes nothing
+    assert torch.equal(torch.get_rng_state(), state)

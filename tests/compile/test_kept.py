@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import attrs
-import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -22,13 +22,11 @@ import pure_loop as pl
 from pure_loop import Event, FrozenDict
 from pure_loop.algorithms import ema
 from pure_loop.compile.trees import Memory
-from pure_loop.optim.optimizer import rate_at
 from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.references import can_count
-from tests.support.compiling import BATCHES, EPOCHS, net
-from tests.support.donating import CONSUMERS, DATA, WAYS, Kept, consume, plain, tensors_of
-from tests.support.problem import cross_entropy
-from tests.support.streams import assert_same, frozen_copy
+from tests.support import problem
+from tests.support.compiling import BATCHES, EPOCHS, Kept
+from tests.support.streams import assert_same
 from tests.support.tiers import examples
 
 pytestmark = [
@@ -36,11 +34,11 @@ pytestmark = [
     pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter"),
 ]
 
+DATA = problem.points(5, 6)
 INSIDE: list[Any] = [{Event.AFTER_TRAIN_BATCH, *BATCHES}, {Event.AFTER_BACKWARD, *BATCHES}, None]
 # What these write to besides is no mapping: counts that are fields themselves, and a loss scale.
 SCALED: dict[str, Any] = {"nonfinite": "skip", "precision": "amp_fp16"}
-NAN = [*DATA[:3], (DATA[3][0] * float("nan"), DATA[3][1])]
-ONCE = [True] + [False] * 14  # the first step is given the memory of the model
+ONCE = [True] + [False] * 9  # the first step is given the memory of the model
 
 
 @pytest.fixture
@@ -59,30 +57,26 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def norm() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+    with pl.random.seeded(0):
+        return nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
 
 
 def fit(model: Any = None, data: Any = DATA, **options: Any) -> Any:
-    settings = {"max_duration": "3ep", "optimizer": pl.optim.adamw(lr=0.1), "watch": BATCHES, "compile": True}
-    return pl.fit(plain() if model is None else model, data, loss=cross_entropy, **settings | options)
+    settings = {"optimizer": pl.optim.adamw(lr=0.1), "watch": BATCHES, "compile": True, "strict": None}
+    return problem.fit(norm() if model is None else model, data, **settings | options)
 
 
-def go_through(stream: Any) -> Any:
-    state: Any = None
-    for _, state in stream:  # noqa: B007
+def go_through(stream: Any) -> None:
+    for _event, state in stream:  # noqa: B007 - the loop variable holds the State
         pass
-    return state
 
 
 REUSED: dict[str, tuple[dict[str, Any], list[bool]]] = {
-    "batches": ({}, ONCE),
-    "after train batch": ({"watch": INSIDE[0]}, ONCE),
     "after backward": ({"watch": INSIDE[1]}, ONCE),
     "all events": ({"watch": INSIDE[2]}, ONCE),
     "counts and scales": ({"watch": INSIDE[0], **SCALED}, ONCE),
-    "epochs, whose States may be kept": ({"watch": EPOCHS}, ([True] + [False] * 4) * 3),
-    "several steps a call": ({"watch": EPOCHS, "steps_per_call": 3}, [True] * 3),  # those that follow do not ask
+    "epochs, whose States may be kept": ({"watch": EPOCHS}, ([True] + [False] * 4) * 2),
+    "several steps a call": ({"watch": EPOCHS, "steps_per_call": 3}, [True] * 2),  # those that follow do not ask
     "no donation": ({"donate": False}, []),
 }
 
@@ -90,203 +84,153 @@ REUSED: dict[str, tuple[dict[str, Any], list[bool]]] = {
 def test_memory_is_reused_where_it_was_not_kept(copied: list[bool]) -> None:
     for name, (settings, wanted) in REUSED.items():
         copied.clear()
-        go_through(fit(plain() if "watch" in settings else norm(), **settings))
+        go_through(fit(problem.mlp(), **settings))
         assert copied == wanted, name
-    for consumer in (pl.run, lambda stream: [1 for _event, _state in stream]):
-        copied.clear()
-        consumer(fit(norm()))
-        assert copied == ONCE
+    copied.clear()
+    pl.run(fit())
+    assert copied == ONCE
 
 
-def test_memory_is_copied_where_all_states_are_kept_and_they_stay(copied: list[bool]) -> None:
-    kept = [(state, frozen_copy(state)) for _, state in fit(norm(), algorithms=[ema(half_life="2ba")])]
-    assert copied == [True] * 15
-    for state, before in kept:
-        assert_same(state, before, "a State that was kept")
-
-
-def test_a_step_in_place_trains_as_one_that_copies() -> None:
-    for optimizer in (pl.optim.adamw(lr=0.1), pl.optim.sgd(lr=0.1, momentum=0.9)):
-        options = {"optimizer": optimizer, "microbatch_size": 4}
-        one, other = (pl.run(fit(norm(), donate=donate, **options)) for donate in ("auto", False))
-        assert_same(one, other, "with donation and without")
-
-
-def test_references_are_counted_at_all_events_of_the_first_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Ownership] = []
-    real = Ownership.__init__
-    monkeypatch.setattr(
-        Ownership, "__init__", lambda this, *given, **more: (real(this, *given, **more), made.append(this))[0]
-    )
-    pl.run(fit(norm(), watch=EPOCHS))
-    assert Event.BATCH_END not in made[0].counted
+def test_memory_is_copied_where_all_states_are_kept_and_trains_as_one_in_place(copied: list[bool]) -> None:
+    kept, states = Kept(), []
+    for _, state in fit(algorithms=[ema(half_life="2ba")]):
+        kept.keep("a State", state)
+        states.append(state)
+    assert copied == [True] * 10
+    kept.check()
+    assert_same(pl.run(fit(algorithms=[ema(half_life="2ba")])), states[-1], "in place")
 
 
 # What is kept.
 
 
-def numbers_of(scale: Any) -> list[Tensor]:
-    return [] if scale is None else [scale.growth_tracker, scale.scale]
+def gradients(state: pl.State) -> list[Tensor]:
+    # What an algorithm reads where there are none yet is an error.
+    return list(state._grads.values()) if isinstance(state._grads, dict) else []
 
 
-def average(state: pl.State) -> Any:
-    return state.algorithm_state["ema"]
+def through_a_graph(tensor: Tensor) -> Any:
+    """A graph that saves the very tensor."""
+    factor = torch.ones_like(tensor).requires_grad_()
+    product = (factor * tensor).sum()
+    return lambda: torch.autograd.grad(product, [factor], retain_graph=True)
 
 
-KEPT: dict[str, Callable[[Kept, pl.State, int], None]] = {
-    # Graphs that are kept go through a layer of another shape there.
-    **{name: way for name, way in WAYS.items() if not name.startswith("a graph")},
-    "an average": lambda kept, state, _: kept.keep("an average", average(state)),
-    "all memory of algorithms": lambda kept, state, _: kept.keep("algorithms", state.algorithm_state),
-    "a tensor of an average": lambda kept, state, i: kept.keep("a tensor", tensors_of(average(state))[i % 3]),
-    "buffers": lambda kept, state, _: kept.keep("buffers", state.buffers),
-    "a buffer": lambda kept, state, _: kept.keep("a buffer", state.buffers["1.running_mean"][:1]),
-    "a count": lambda kept, state, _: kept.keep("a count", state.skipped),
-    "a view of a count": lambda kept, state, _: kept.keep("a view of a count", state.skipped.view(1)),
-    "a loss scale": lambda kept, state, _: kept.keep("a loss scale", state.loss_scale, numbers_of),
-    "a number of it": lambda kept, state, i: kept.keep("a number", numbers_of(state.loss_scale)[i % 2 :][:1]),
+def in_a_capsule(tensor: Tensor) -> Any:
+    capsule, first = torch.utils.dlpack.to_dlpack(tensor), [tensor.clone()]
+    return lambda: first.pop() if first else torch.utils.dlpack.from_dlpack(capsule)  # which can be read once
+
+
+def some(state: pl.State, which: int) -> Tensor:
+    found = [*state.params.values(), *state.opt_state["exp_avg"].values()]
+    return found[which % len(found)]
+
+
+def of_a_scale(scale: Any) -> Any:
+    return lambda: [scale.growth_tracker, scale.scale] if scale else []
+
+
+# What is kept of a State: a value that holds tensors, or a function that reads what it holds.
+KEPT: tuple[Callable[[pl.State, int], Any], ...] = (
+    *(lambda state, i: state, lambda state, i: (1, state), lambda state, i: state.params),
+    *(lambda state, i: state.opt_state, lambda state, i: state.opt_state["exp_avg"], some),
+    lambda state, i: some(state, i).view(-1)[:1],
+    lambda state, i: some(state, i).detach(),
+    lambda state, i: some(state, i).detach().numpy(),
+    lambda state, i: [tensor.t() for tensor in state.params.values() if tensor.ndim == 2],
+    lambda state, i: through_a_graph(some(state, i)),
+    lambda state, i: in_a_capsule(some(state, i).detach()),
+    lambda state, i: list(state.module().parameters()),
+    *(lambda state, i: gradients(state), lambda state, i: gradients(state)[i % 4 :][:1]),
+    lambda state, i: [each.numpy() for each in gradients(state)],
+    *(lambda state, i: state.algorithm_state["ema"], lambda state, i: state.algorithm_state),
+    *(lambda state, i: state.buffers, lambda state, i: state.buffers["1.running_mean"][:1]),
+    *(lambda state, i: state.skipped, lambda state, i: state.skipped.view(1)),
+    *(lambda state, i: of_a_scale(state.loss_scale), lambda state, i: of_a_scale(state.loss_scale)()[i % 2 :][:1]),
+)
+
+
+@pl.algorithm(Event.BATCH_START)
+def puts_in(state: pl.State) -> pl.State:
+    """Who keeps the old ones may make up for the references that were lost when they were replaced."""
+    OLD.extend(state.params.values())
+    return state.replace(params={name: tensor.clone() for name, tensor in state.params.items()})
+
+
+@pl.algorithm(Event.BATCH_END, when="3ba", init=lambda state: torch.zeros(2))
+def now_and_then(state: pl.State) -> pl.State:
+    """The first graphs only read what it remembers, so that it is still the State's that the user was shown."""
+    return state.remember("now_and_then", state.algorithm_state["now_and_then"] + 1)
+
+
+def reading(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
+    """An update that can't be traced, and runs eagerly."""
+    assert float(sum(tensor.sum() for tensor in params.values())) < 1e9
+    return {name: tensor - 0.1 * grads[name] for name, tensor in params.items()}, memory
+
+
+OLD: list[Tensor] = []
+EAGER = pl.optim.Optimizer(name="mine", init=lambda params: {"exp_avg": {}}, update=reading, lr=lambda timestamp: 0.1)
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": SCALED,
+    "evaluators": {"evaluators": {"val": DATA[:1]}},
+    "weights put in": {"algorithms": [ema(half_life="3ba"), puts_in]},
+    "memory now and then": {"algorithms": [ema(half_life="3ba"), now_and_then]},
+    "an eager update": {"optimizer": EAGER, "compile": "where possible", "microbatch_size": 4},
 }
+WATCHES = [BATCHES, {Event.BATCH_START, *BATCHES}, {Event.EVAL_END, *BATCHES}, *INSIDE]
 
 
-@pytest.mark.parametrize("settings", [{}, SCALED], ids=["plain", "scaled"])
-def test_each_way_of_keeping_keeps(settings: Any) -> None:
-    """One after the other, in one run."""
-    kept, ways = Kept(), sorted(KEPT)
-    for _, state in fit(norm(), max_duration="12ep", algorithms=[ema(half_life="3ba")], **settings):
-        index, which = divmod(state.timestamp.batch - 1, 2)
-        if which == 0 and index < len(ways):
-            KEPT[ways[index]](kept, state, index)
-    assert len(kept.things) == len(ways)
-    kept.check()
-
-
-KEEPING = st.tuples(
-    st.sampled_from(["body", "callback", "algorithm"]),
-    st.sampled_from(sorted(KEPT)),
-    st.sampled_from([Event.BATCH_START, Event.BATCH_END, Event.EPOCH_END, Event.EVAL_END, *INSIDE[0]]),
-    *(st.integers(0, 14), st.integers(0, 11)),
-)
-
-
-@pytest.mark.slow
-@examples(10, 300)
+@examples(4, 300)
 @given(
-    keepings=st.lists(KEEPING, min_size=1, max_size=4),
-    watch=st.sampled_from([BATCHES, EPOCHS, {Event.BATCH_START, *BATCHES}, {Event.EVAL_END, *BATCHES}, *INSIDE]),
-    consumer=st.sampled_from(CONSUMERS),
+    who=st.sampled_from(["body", "callback", "algorithm"]),
+    watch=st.sampled_from(WATCHES),
     steps=st.sampled_from([1, 3]),
-    settings=st.sampled_from([{}, {"nonfinite": "skip"}, SCALED, {"evaluators": {"val": DATA[:1]}}]),
+    run=st.sampled_from(sorted(RUNS)),
+    order=st.permutations(range(len(KEPT))),
 )
-def test_what_was_kept_never_changes(keepings: Any, watch: Any, consumer: str, steps: int, settings: Any) -> None:
-    """Whoever keeps it, wherever: seconds an example."""
-    kept = Kept()
+@example("body", BATCHES, 1, "scaled", range(len(KEPT)))
+@example("body", {Event.BATCH_START, *BATCHES}, 1, "weights put in", range(len(KEPT)))
+@example("body", {Event.EPOCH_START, Event.FIT_END}, 4, "memory now and then", range(16, len(KEPT)))
+@example("body", INSIDE[1], 1, "an eager update", range(12, len(KEPT)))
+def test_what_was_kept_never_changes(who: str, watch: Any, steps: int, run: str, order: Any) -> None:
+    """Whoever keeps it, one thing every second time that it could."""
+    kept, times = Kept(), count()
+    OLD.clear()
 
-    def keeps(who: str, event: Event, state: pl.State) -> None:
-        for holder, way, when, batch, which in keepings:
-            if holder == who and when is event and state.timestamp.batch == batch:
-                KEPT[way](kept, state, which)
+    def keep(state: pl.State) -> None:
+        index, which = divmod(next(times), 2)
+        if which == 0 and index < len(order):
+            kept.keep(f"thing {order[index]}", KEPT[order[index]](state, index))
 
     class Watching(pl.Callback):
-        def epoch_end(self, state: pl.State, _: Any) -> None:
-            keeps("callback", Event.EPOCH_END, state)
-
         def batch_end(self, state: pl.State, _: Any) -> None:
-            keeps("callback", Event.BATCH_END, state)
+            if who == "callback":
+                keep(state)
 
-    def handler(state: pl.State) -> pl.State:
-        keeps("algorithm", Event.EPOCH_END, state)  # an event that is never inside a graph
+    @pl.algorithm(Event.EPOCH_END)  # an event that is never inside a graph
+    def keeper(state: pl.State) -> pl.State:
+        if who == "algorithm":
+            keep(state)
         return state
 
-    stream = fit(
-        norm(),
-        watch=watch,
-        callbacks=[Watching()] if any(each[0] == "callback" for each in keepings) else [],
-        algorithms=[ema(half_life="3ba"), pl.algorithm(Event.EPOCH_END, name="keeper")(handler)],
-        eval_interval="4ba",
-        steps_per_call=steps,
-        **settings,
-    )
-    consume(stream, consumer, keeps, kept)
+    given = {"watch": watch, "steps_per_call": steps, "eval_interval": "4ba", "max_duration": "10ep", **RUNS[run]}
+    algorithms = [*given.pop("algorithms", [ema(half_life="3ba")]), keeper]
+    for _, state in fit(callbacks=[Watching()] * (who == "callback"), algorithms=algorithms, **given):
+        if who == "body":
+            keep(state)
+    assert kept.things
     kept.check()
 
 
 def test_counting_that_sees_no_reference_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Memory, "alone", lambda *_: True)
     kept = Kept()
-    for _, state in fit(norm()):
+    for _, state in fit():
         kept.keep("a tensor", state.params["0.weight"])
     with pytest.raises(AssertionError, match="a tensor changed"):
         kept.check()
-
-
-def test_weights_that_an_algorithm_puts_in_are_not_the_memory_of_a_graph() -> None:
-    """Whoever keeps the old ones, too, may make up for the references that were lost when they were replaced."""
-    for old_kept in (1, 2, 3):
-        assert_put_in(old_kept)
-
-
-def assert_put_in(old_kept: int) -> None:
-    kept = Kept()
-    old: list[Any] = []
-
-    @pl.algorithm(Event.BATCH_START)
-    def puts_in(state: pl.State) -> pl.State:
-        new = state.replace(params={name: tensor.clone() for name, tensor in state.params.items()})
-        old.extend(list(state.params.values()) for _ in range(old_kept))
-        kept.keep("new ones", new.params)
-        return new
-
-    go_through(fit(watch={Event.BATCH_START, *BATCHES}, algorithms=[puts_in], optimizer=pl.optim.sgd(lr=0.1)))
-    kept.check()
-
-
-NUMBERS: tuple[Callable[[Any], Tensor], ...] = (
-    lambda t: rate_at("a rate", lambda t: float(t.batch), t),
-    lambda t: rate_at("a rate", lambda t: float(t.batch), t).expand(2),
-    lambda t: torch.zeros(()) + t.batch,
-    lambda t: torch.where(torch.tensor(True), t.batch, 0),
-    lambda t: torch.zeros(2).fill_(t.batch),
-)
-
-
-@pytest.mark.parametrize("where", [Event.AFTER_FORWARD, Event.AFTER_TRAIN_BATCH], ids=lambda event: event.name)
-def test_a_number_of_the_step_as_an_output_stays_what_it_was(where: Event) -> None:
-    """The graph takes numbers from memory that is written anew for the next step."""
-
-    def shows(state: pl.State) -> pl.State:
-        return state.replace(outputs=(state.outputs[0], *(way(state.timestamp) for way in NUMBERS)))
-
-    model = net(lambda self, x: (self.one(x),))()
-    options = {"watch": {Event.BEFORE_LOSS, *BATCHES} if where is Event.AFTER_FORWARD else BATCHES}
-    loss = lambda outputs, targets: cross_entropy(outputs[0], targets)  # noqa: E731
-    stream = pl.fit(
-        *(model, DATA),
-        loss=loss,
-        optimizer=pl.optim.sgd(lr=0.1),
-        max_duration="2ep",
-        algorithms=[pl.Algorithm("shows", {where: shows})],
-        compile=True,
-        **options,
-    )
-    kept = [(state.timestamp.batch - (event is Event.BATCH_END), state.outputs[1:]) for event, state in stream]
-    assert len(kept) >= 10
-    assert all((each == batch).all() for batch, shown in kept for each in shown)
-
-
-@attrs.frozen(eq=False, kw_only=True)
-class Summing(pl.State):
-    """A user's own State, with a tensor and a mapping."""
-
-    total: Any = None
-    seen: Any = None
-
-
-@attrs.frozen(eq=False, kw_only=True, slots=False)
-class Roomy(pl.State):
-    """The same without slots."""
-
-    total: Any = None
-    seen: Any = None
 
 
 @pl.algorithm(Event.AFTER_TRAIN_BATCH, name="sums")
@@ -294,79 +238,36 @@ def sums(state: Any) -> Any:
     return state.replace(total=state.total + state.loss, seen=FrozenDict(batches=state.seen["batches"] + 1))
 
 
-@pytest.mark.parametrize("cls", [Summing, Roomy])
-def test_memory_in_fields_of_a_users_own_is_reused_where_it_was_not_kept(cls: Any, copied: list[bool]) -> None:
+@pytest.mark.parametrize("slots", [True, False])
+def test_memory_in_fields_of_a_users_own_is_reused_where_it_was_not_kept(slots: bool, copied: list[bool]) -> None:
+    @attrs.frozen(eq=False, kw_only=True, slots=slots)
+    class Summing(pl.State):
+        total: Any = None
+        seen: Any = None
+
     def summing() -> Any:
-        return cls.create(norm()).replace(total=torch.zeros(()), seen=FrozenDict(batches=torch.zeros(2)))
+        state: Any = Summing.create(problem.mlp())
+        return state.replace(total=torch.zeros(()), seen=FrozenDict(batches=torch.zeros(2)))
 
-    assert pl.run(fit(summing(), algorithms=[sums])).seen["batches"].tolist() == [15, 15]
-    if cls is Summing:
-        assert copied == ONCE
-    for read in (lambda state: state.total, lambda state: state.seen, lambda state: state.seen["batches"]):
-        kept = Kept()
-        for _, state in fit(summing(), algorithms=[sums]):
-            kept.keep("a field", read(state))
-        kept.check()
-
-
-@pl.algorithm(Event.BATCH_END, when="3ba", init=lambda state: torch.zeros(2))
-def now_and_then(state: pl.State) -> pl.State:
-    return state.remember("now_and_then", state.algorithm_state["now_and_then"] + 1)
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-def test_memory_that_only_some_graphs_write_to_is_theirs_first(steps: int) -> None:
-    """The first graphs read it, so that it is still the State's that the user was shown."""
+    assert pl.run(fit(summing(), algorithms=[sums])).seen["batches"].tolist() == [10, 10]  # type: ignore[attr-defined]
+    assert copied == ONCE or not slots
+    reads = (lambda state: state.total, lambda state: state.seen, lambda state: state.seen["batches"])
     kept = Kept()
-    stream = fit(watch={Event.EPOCH_START, Event.FIT_END}, algorithms=[now_and_then], steps_per_call=steps)
-    for _, state in stream:
-        kept.keep("memory", state, lambda state: [state.algorithm_state["now_and_then"]])
+    for number, (_, state) in enumerate(fit(summing(), algorithms=[sums])):
+        kept.keep("a field", reads[number % 3](state))
     kept.check()
-    assert state.algorithm_state["now_and_then"].tolist() == [5, 5]
-
-
-@pytest.mark.parametrize("microbatch_size", [None, 4])
-def test_what_was_noted_for_a_graph_that_there_is_not_is_not_used_in_the_next_step(microbatch_size: Any) -> None:
-    """The update can't be traced, and runs eagerly."""
-
-    def update(grads: Any, memory: Any, params: Any, timestamp: Any) -> Any:
-        if float(sum(tensor.sum() for tensor in params.values())) > 1e9:
-            raise ArithmeticError
-        return {name: tensor - 0.1 * grads[name] for name, tensor in params.items()}, memory
-
-    mine = pl.optim.Optimizer(name="mine", init=lambda params: {}, update=update, lr=lambda timestamp: 0.1)
-    kept = Kept()
-    options = {"optimizer": mine, "compile": "where possible", "microbatch_size": microbatch_size}
-    for event, state in fit(watch=INSIDE[1], **options):
-        if event is Event.AFTER_BACKWARD:
-            kept.keep("gradients", state, lambda state: list(state.grads.values()))
-    kept.check()
-
-
-def test_the_live_state_can_be_evaluated_and_gone_on_from() -> None:
-    rest: Any = None
-    for _, state in fit(norm()):
-        if state.timestamp.batch == 4:
-            evaluated = pl.run(pl.evaluate(state, DATA, loss=cross_entropy))
-            assert torch.isfinite(evaluated.metrics["eval"]["loss"])
-            rest = pl.run(fit(state))
-    assert_same(rest, state, "resumed from a live State")
 
 
 # What a step that failed had overwritten.
-
-
-class Looking(pl.Callback):
-    def before_forward(self, state: Any, logger: Any) -> None:
-        pass
 
 
 def failed(**options: Any) -> tuple[Any, Any]:
     """The State whose memory a step that failed had taken, and one that was kept before."""
     kept: Any = None
     state: Any = None
+    data = [*DATA[:3], (DATA[3][0] * float("nan"), DATA[3][1])]
     with pytest.raises(pl.NonFiniteError, match="batch 3"):  # noqa: PT012 - it is the loop that fails
-        for event, state in fit(data=NAN, **options):
+        for event, state in fit(data=data, **options):
             if event is Event.BATCH_END and state.timestamp.batch == 2:
                 kept = state
     return state, kept
@@ -374,24 +275,10 @@ def failed(**options: Any) -> tuple[Any, Any]:
 
 READS: tuple[Callable[[Any], Any], ...] = (
     lambda state: state.params["0.weight"],
-    lambda state: list(state.opt_state.values()),
     lambda state: state.grads["0.weight"],
     lambda state: state.params != {},
-    lambda state: float(state.loss_scale),
     lambda state: state.loss_scale.scale,
     lambda state: int(state.skipped),
-    lambda state: state.skipped.item(),
-    lambda state: state.skipped + 1,
-    lambda state: torch.ones(()) + state.skipped,
-    lambda state: state.skipped > 0,
-    lambda state: bool(state.skipped),
-    lambda state: divmod(7, state.skipped),
-    lambda state: 1 & state.skipped,
-    lambda state: round(state.skipped),
-    lambda state: f"{state.skipped:.2f}",
-    lambda state: numpy.asarray(state.skipped),
-    lambda state: state.skipped == 0,
-    lambda state: torch.stack([state.skipped]),
     lambda state: copy.deepcopy(state.skipped),
     pickle.dumps,
 )
@@ -403,16 +290,4 @@ def test_to_read_what_a_step_that_failed_had_overwritten_is_an_error() -> None:
         with pytest.raises(pl.errors.DonatedStateError, match=r"overwritten by (a|the) step|let go when batch 3"):
             pytest.fail(f"{number}: {read(state)!r}")
     assert "overwritten" in f"{state} {state.skipped}"
-    assert kept.grads["0.weight"].any()
-
-
-@pytest.mark.parametrize("callbacks", [[], [Looking()]], ids=["one graph", "pieces"])
-def test_gradients_of_the_batch_before_are_given_up_when_a_step_begins(callbacks: Any) -> None:
-    """What is read after a step that failed says so; what was kept stays."""
-    state, kept = failed(watch={Event.EPOCH_START, *BATCHES}, callbacks=callbacks)
-    assert state.timestamp.batch == 3
-    for read in READS[:3]:
-        with pytest.raises(pl.errors.DonatedStateError):
-            read(state)
-    assert state.loss.item() > 0
     assert kept.grads["0.weight"].any()

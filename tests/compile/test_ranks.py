@@ -11,25 +11,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event, testing
-from pure_loop._internal.tree_ops import full_tensor
 from pure_loop.compile import interpreted, record
 from pure_loop.distributed import Parallel
-from pure_loop.distributed.multi_rank import MultiRankEngine
-from pure_loop.distributed.parameters import UnshardedParameters, _Bucket
+from pure_loop.distributed.parameters import UnshardedParameters
 from pure_loop.distributed.replicate import ReplicateEngine
-from pure_loop.order import EvaluatorPlan, Plan
+from pure_loop.order import Plan
 from pure_loop.testing import LawViolation
 from pure_loop.testing.comparison import Keeper
 from pure_loop.testing.laws.ranks import compare, whole, witness
 from pure_loop.testing.ranks import RankError
-from tests.support.tiers import examples, tiers
+from tests.support.tiers import examples
 from tests.support.worlds import ALGORITHMS, KINDS, an_epoch, pool, two_halves
 
 EPOCHS = {Event.EPOCH_END, Event.FIT_END}
@@ -54,28 +51,17 @@ def inputs(samples, features, batches=2):
 @pytest.mark.slow
 @given(
     testing.cases(problems=["linear", "tied"], optimizers=["sgd"], precisions=["fp32"]),
+    st.sampled_from([lambda: (), ALGORITHMS["composed"]]),
     st.sampled_from(WATCHES),
     st.sampled_from([2, 2, 3]),
     st.sampled_from(KINDS),
 )
 @examples(4, 300)
-def test_ranks_are_one_rank(case, watch, ranks, kind):
+def test_ranks_are_one_rank(case, algorithms, watch, ranks, kind):
     """Of any plan."""
-    alone = witness(whole(case, ranks).stream(watch=watch))
-    for rank, seen in enumerate(compiled(case, ranks=ranks, watch=watch, kind=kind)):
+    alone = witness(whole(case, ranks).stream(algorithms(), watch=watch))
+    for rank, seen in enumerate(compiled(case, algorithms, ranks=ranks, watch=watch, kind=kind)):
         compare(seen, alone, f"rank {rank} of {ranks}", 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", tiers(ALGORITHMS, ["composed"]))
-def test_algorithms_of_the_library_keep_the_law(name, kind):
-    """With microbatches and evaluators."""
-    plan = Plan(batches=(7, 4), max_duration="5ba", microbatch_size=2, evaluators={"val": EvaluatorPlan((3,))})
-    case = testing.Case(plan=plan, problem="tied")
-    alone = witness(whole(case, 2).stream(ALGORITHMS[name](), watch=BATCHES))
-    for rank, seen in enumerate(compiled(case, ALGORITHMS[name], watch=BATCHES, kind=kind)):
-        compare(seen, alone, f"rank {rank}", 1e-5)
 
 
 class Sometimes(nn.Module):
@@ -133,13 +119,6 @@ def idle(rank, kind, samples, size, **options):
     return an_epoch(Idle(), data, **options)
 
 
-def no_weight(rank, kind, **options):
-    """A first batch of no weight says nothing of parameters that no loss reaches."""
-    data = list(zip(inputs(4, 2), [torch.full((4,), -100), torch.arange(4) % 3], strict=True))
-    options |= {"microbatch_size": 2, "loss": nn.functional.cross_entropy, "nonfinite": "skip", "watch": WATCHES[3]}
-    return (pair for pair in an_epoch(Idle(3), data, parallel=kind, **options) if pair[0] is Event.BATCH_END)
-
-
 def anew(rank, kind, event, **options):
     """A rank that makes the mapping of parameters anew, where others may not observe a batch of weight 0."""
 
@@ -155,35 +134,38 @@ def anew(rank, kind, event, **options):
     return an_epoch(linear(3, 1), data, algorithms=makes, microbatch_size=1, **options)
 
 
-def puts_in(rank, kind, event, **options):
-    """Whole parameters, or gradients."""
-
-    @pl.algorithm(event)
-    def puts(state):
-        if event is Event.AFTER_BACKWARD:
-            return state.replace(grads=state.params)
-        return state.replace(params={name: 0.5 * full_tensor(tensor) for name, tensor in state.params.items()})
-
+def puts_in(rank, kind, **options):
+    """Whole parameters in the place of gradients."""
     data = [(x, torch.ones(4, 1)) for x in inputs(4, 3)]
-    return an_epoch(linear(3, 2), data, evaluators={"val": data}, algorithms=puts, parallel=kind, **options)
+    puts = pl.algorithm(Event.AFTER_BACKWARD, name="puts")(lambda state: state.replace(grads=state.params))
+    return an_epoch(linear(3, 2), data, algorithms=puts, parallel=kind, **options)
+
+
+def meanwhile(rank, kind, **options):
+    """An algorithm that takes a gradient of its own, which changes nothing."""
+
+    @pl.algorithm(Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH)
+    def takes(state, stages):
+        stages.backward(stages.loss(stages.forward(state.replace(grads=None))))
+        return state
+
+    data = [(x, torch.ones(8, 1)) for x in inputs(8, 3)]
+    algorithms = takes if kind else ()
+    return an_epoch(linear(3, 1), data, algorithms=algorithms, microbatch_size=2, parallel=kind, **options)
 
 
 # Streams that have to be those of eager ranks, or (with True) of one rank alone.
 STREAMS = {
     "replicated statistics": (batch_norm, "replicate", {"uneven": "stop", "precision": "amp_bf16"}, False),
     "sharded statistics": (batch_norm, "shard", {"uneven": "pad"}, False),
-    "left out on all": (left_out, "replicate", {"samples": (6, 8)}, False),
     "left out on one": (left_out, "replicate", {"samples": (7, 8)}, False),
-    "left out later": (left_out, "shard", {"samples": (8, 6)}, False),
     "idle, and one sample": (idle, "replicate", {"samples": 1, "size": None}, True),
-    "idle, and a rest": (idle, "shard", {"samples": 5, "size": 1}, True),
     "idle, and padding": (idle, "shard", {"samples": 4, "size": 3}, True),
-    "no weight": (no_weight, "replicate", {}, True),
-    "anew after the backward": (anew, "shard", {"event": Event.AFTER_BACKWARD}, True),
     "anew in evaluations": (anew, "shard", {"event": Event.EVAL_BEFORE_FORWARD}, True),
+    "a gradient meanwhile": (meanwhile, "replicate", {}, True),
+    "a gradient meanwhile, sharded": (meanwhile, "shard", {}, True),
     "anew for a part of the ranks": (anew, "shard", {"event": Event.EVAL_AFTER_FORWARD}, True),
-    "gradients put in": (puts_in, "shard", {"event": Event.AFTER_BACKWARD}, False),
-    "parameters put in": (puts_in, "shard", {"event": Event.EVAL_START, "microbatch_size": 1}, False),
+    "gradients put in": (puts_in, "shard", {}, False),
 }
 
 
@@ -235,130 +217,38 @@ def test_where_it_is_possible(kind, microbatch_size):
         pool(kind=kind).run(lambda rank: pl.run(an_epoch(two_halves(), data, compile=True, **options)))
 
 
-class OfThree(nn.Module):
-    """Which decides by the data where there are three samples."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(2, 3), nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.two(self.one(x).tanh()) if len(x) != 3 or bool((x > 0).any()) else 0 * self.two(self.one(x))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "watch"), [("replicate", {Event.AFTER_FORWARD, *BATCHES}), ("shard", BATCHES)])
-def test_where_it_is_possible_on_the_other_rank_only(kind, watch):
-    """One rank has three samples, the other two."""
-    data = [(inputs(n, 2)[0], torch.ones(n, 1)) for n in (4, 5, 4, 5)]
-    options = {"evaluators": {"val": data}, "watch": watch}
-    alone = witness(an_epoch(OfThree(), data, **options))
-
-    def program(rank):
-        with interpreted(), record() as graphs:
-            found = witness(an_epoch(OfThree(), data, compile="where possible", parallel=kind, **options))
-        return found, {graph.segment for graph in graphs}
-
-    one, other = pool(kind=kind).run(program)
-    assert "evaluation" in one[1] & other[1]
-    for rank, (found, _) in enumerate((one, other)):
-        compare(found, alone, f"rank {rank}", 1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_and_prediction_by_themselves(kind):
     """Compiled and eager."""
-    data = [(inputs(n, 3)[0], torch.zeros(n, 2)) for n in (6, 5)]
+    data, evaluator = [(inputs(n, 3)[0], torch.zeros(n, 2)) for n in (6, 5)], {"loss": nn.functional.mse_loss}
 
     def looks(**options):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2)
-        evaluated = pl.run(pl.evaluate(model, {"test": data}, loss=nn.functional.mse_loss, parallel=kind, **options))
+        model = linear(3, 2)
+        evaluated = pl.run(pl.evaluate(model, data, **evaluator, parallel=kind, **options))
         predicted = pl.predict(model, data, watch={Event.PREDICT_BATCH_END}, parallel=kind, **options)
-        return evaluated.metrics["test"]["loss"], [state.outputs for _, state in predicted]
-
-    def program(rank):
-        with interpreted(), record() as graphs:
-            found = looks(compile=True)
-        return found, looks(), {graph.segment for graph in graphs}
-
-    for found, eager, graphs in pool(kind=kind).run(program):
-        torch.testing.assert_close(found, eager)
-        assert graphs == {"evaluation", "prediction"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_that_an_algorithm_takes_meanwhile_changes_nothing(kind):
-    """At any event."""
-    data = [(x, torch.ones(8, 1)) for x in inputs(8, 3)]
-
-    def changes_nothing(state, stages):
-        stages.backward(stages.loss(stages.forward(state.replace(grads=None))))
-        return state
-
-    def run(*algorithms):
-        torch.manual_seed(0)
-        options = {"microbatch_size": 2, "compile": True, "watch": EPOCHS, "parallel": kind}
-        state = pl.run(an_epoch(nn.Linear(3, 1), data, algorithms=algorithms, **options))
-        return [full_tensor(tensor) for tensor in state.params.values()]
+        return evaluated.metrics["eval"]["loss"], [state.outputs for _, state in predicted]
 
     def program(rank):
         with interpreted():
-            plain = run()
-            events = (Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH)
-            runs = {event: run(pl.algorithm(event)(changes_nothing)) for event in events}
-            return [event for event, found in runs.items() if not all(map(torch.equal, found, plain))]
+            return looks(compile=True), looks()
 
-    assert pool(kind=kind).run(program) == [[], []]
-
-
-def _draws_as_rank_0():
-    real = MultiRankEngine.single_rank
-
-    def alone(self):
-        engine = real(self)
-        engine.rank = 0
-        return engine
-
-    return patch.object(MultiRankEngine, "single_rank", alone)
-
-
-def _counts_a_rank_twice():
-    def parts(self, sums, group, copies):
-        return real(self, sums, group, copies) if dist.get_rank() else real(self, 2 * sums, group, copies)
-
-    real = _Bucket.parts
-    return patch.object(_Bucket, "parts", parts)
+    for found, eager in pool(kind=kind).run(program):
+        torch.testing.assert_close(found, eager)
 
 
 WRONG = {
-    "adds nothing up": (
-        "replicate",
-        lambda: patch.object(ReplicateEngine, "accumulate", lambda self, state, before, last: state),
-    ),
-    "draws as rank 0": ("replicate", _draws_as_rank_0),
-    "draws as rank 0, sharded": ("shard", _draws_as_rank_0),
-    "forgets microbatches": ("shard", lambda: patch.object(UnshardedParameters, "add", lambda self, gradients: None)),
-    "counts a rank twice": ("shard", _counts_a_rank_twice),
+    "replicate": lambda: patch.object(ReplicateEngine, "accumulate", lambda self, state, before, last: state),
+    "shard": lambda: patch.object(UnshardedParameters, "add", lambda self, gradients: None),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_engine_is_found(name):
-    """By comparing with eager ranks."""
-    kind, wrong = WRONG[name]
-    plan = Plan(batches=(5, 3), max_duration="3ba", microbatch_size=2)
-    case = testing.Case(plan=plan, problem="mlp" if name.startswith("draws") else "linear")
-    eager = pool(kind=kind).run(lambda rank: witness(case.stream(parallel=kind, watch=BATCHES)))
-    found = compiled(case, wrong=wrong, watch=BATCHES, kind=kind)
-
-    def hold():
-        for one, other in zip(found, eager, strict=True):
-            compare(one, other, "a rank", 1e-5)
-
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_forgets_microbatches_is_found(kind):
+    """The law compares."""
+    case = testing.Case(plan=Plan(batches=(5, 3), max_duration="3ba", microbatch_size=2), problem="linear")
+    alone = witness(whole(case, 2).stream(watch=BATCHES))
+    found = compiled(case, wrong=WRONG[kind], watch=BATCHES, kind=kind)
     with pytest.raises(LawViolation):
-        hold()
+        compare(found[0], alone, "rank 0", 1e-5)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,28 +15,21 @@ from torch.nn.functional import mse_loss
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError
-from pure_loop.random.seeds import derive, generator, seeded, seeded_all
+from pure_loop.errors import CompileError
+from pure_loop.random.seeds import derive, generator, seeded
 from tests.support import problem
-from tests.support.compiling import (
-    BATCHES,
-    EPOCHS,
-    FIVE,
-    INSIDE,
-    NAMED,
-    PROBLEMS,
-    SHORT,
-    WITH_NAN,
-    Named,
-    default_dtype,
-    fit,
-    net,
-    same,
-)
+from tests.support.compiling import BATCHES, EPOCHS, FIVE, INSIDE, NAMED, WITH_NAN, Named, fit, net, same
 from tests.support.problem import cross_entropy
-from tests.support.refused import Refusal, check, rows
+from tests.support.refused import Refusal, check
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pytest.fixture(autouse=True)
+def float32() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+
 
 PLAIN: dict[str, Any] = {"model": problem.mlp, "data": FIVE[:2], "max_duration": "2ba", "watch": BATCHES}
 FORWARD, BEFORE_LOSS, LOSS = ({event, *BATCHES} for event in INSIDE[:3])
@@ -69,22 +61,6 @@ def slopes(state: pl.State, **options: Any) -> pl.State:
     return state.replace(loss=state.loss + size) if options.get("create_graph") else state.remember("size", size)
 
 
-def slope_of_outputs(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
-    total = outputs["more"].sum() + 0.5 * outputs["out"].square().sum()
-    (found,) = torch.autograd.grad(total, outputs["out"], create_graph=True)
-    return found.square().mean()
-
-
-@pl.algorithm(Event.AFTER_FORWARD)
-def remembers_a_graph(state: pl.State) -> pl.State:
-    return state.remember("size", state.outputs.square().mean())
-
-
-@pl.algorithm(Event.AFTER_LOSS)
-def adds_what_was_remembered(state: pl.State) -> pl.State:
-    return state.replace(loss=state.loss + state.algorithm_state["size"]).remember("size", torch.zeros(()))
-
-
 def numbered(state: pl.State) -> pl.State:
     return state.replace(outputs=(state.outputs, state.timestamp.batch))
 
@@ -96,30 +72,6 @@ class Closed:
         self.scores = scores
 
 
-class Reading(torch.autograd.Function):
-    """Its backward reads a number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient if float(gradient.sum()) < 1e9 else gradient
-
-
-def in_float64(self: Any, x: Tensor) -> Tensor:
-    with default_dtype(torch.float64):
-        weights = torch.linspace(0, 1, 4)
-    out: Tensor = self.one((x * weights).float())
-    return out
-
-
-def thirds(state: pl.State) -> pl.State:
-    with default_dtype(torch.float64):
-        return state.replace(loss=state.loss * ((state.loss.detach() * 100).long() / 3))
-
-
 def for_good(state: pl.State) -> pl.State:
     torch.set_default_dtype(torch.float64)
     return state
@@ -128,24 +80,18 @@ def for_good(state: pl.State) -> pl.State:
 COUNTS, OWN = torch.zeros(2), torch.Generator()
 
 
-def counting(self: Any, x: Tensor) -> Tensor:
-    COUNTS[:] = COUNTS + 1
-    out: Tensor = self.one(x)
-    return out
-
-
-def counts_batches(state: pl.State) -> pl.State:
-    COUNTS[1].add_(1)
-    return state
-
-
 def counted(outputs: Tensor, targets: Tensor) -> Tensor:
     torch.add(COUNTS, 1, out=COUNTS)
     return cross_entropy(outputs, targets)
 
 
+SQUARE = partial(nn.Linear, 4, 4)
 PAIRS = [(each[:8], each[:8]) for each in (x.repeat(2, 1) for x, _ in FIVE[:2])]
 ITEMS = [{**batch, "name": [f"{i}", "b"], "index": i} for i, batch in enumerate(NAMED * 4)]
+CLOSED: dict[str, Any] = {
+    "model": net(lambda self, x: Closed(self.two(self.one(x)))),
+    "loss": lambda outputs, _: outputs.scores.square().sum(),
+}
 # What is refused: settings of a run, and what the error says; "where possible" they train as eager steps do.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an if about a tensor": (
@@ -161,35 +107,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         doing(Event.AFTER_LOSS, "slopes", partial(slopes, retain_graph=True)) | {"watch": FORWARD},
         "'slopes' at AFTER_LOSS can't be compiled: it differentiates",
     ),
-    "a loss that differentiates": (
-        PROBLEMS["outputs that share memory"] | {"loss": slope_of_outputs, "watch": BEFORE_LOSS},
-        "the loss can't be compiled: it differentiates",
-    ),
-    "memory with a graph": (
-        {"algorithms": [remembers_a_graph, adds_what_was_remembered], "watch": BEFORE_LOSS},
-        "state.algorithm_state['size'] carries a graph",
-    ),
-    "a backward that reads": (
-        {"loss": lambda outputs, targets: cross_entropy(Reading.apply(outputs), targets), "watch": FORWARD},
-        "the backward can't be compiled: |reads a number",
-    ),
-    "a model of another dtype": ({"model": net(in_float64)}, "the forward of Net can't be|another default dtype"),
-    "an algorithm of another dtype": (doing(Event.AFTER_LOSS, "thirds", thirds), "'thirds' at AFTER_LOSS can't"),
     "another dtype for good": (doing(Event.BATCH_END, "for_good", for_good), "'for_good' at BATCH_END|another default"),
-    "a model that counts": ({"model": net(counting)}, "the forward of Net can't be compiled: it writes to a tensor"),
-    "an algorithm that counts": (
-        doing(Event.AFTER_TRAIN_BATCH, "counts", counts_batches),
-        "'counts' at AFTER_TRAIN_BATCH can't be compiled: it writes to a tensor outside of the State",
-    ),
     "a loss that counts": ({"loss": counted}, "the loss can't be compiled: it writes to a tensor outside of the State"),
     "inputs that are targets": (
-        {
-            "model": net(lambda self, x: self.two(x.relu_()), None, partial(nn.Linear, 4, 4)),
-            "data": PAIRS,
-            "loss": mse_loss,
-        },
+        {"model": net(lambda self, x: self.two(x.relu_()), None, SQUARE), "data": PAIRS, "loss": mse_loss},
         "the forward of Net can't be | shares |x = x.clone()",
     ),
+    "closed outputs": (CLOSED, "a Closed holds tensors where no graph finds them"),
     "what each batch holds besides": (
         {"model": Named, "data": ITEMS, "loss": None, "max_duration": "1ep"},
         "batch 8 would need |'index'] is 8, |'name'] is ['8', 'b'].",
@@ -200,13 +124,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_graph_can_not_hold_is_refused_or_runs_eagerly(name: str) -> None:
     settings, says = PLAIN | REFUSED[name][0], tuple(REFUSED[name][1].split("|"))
-    with default_dtype(torch.float32):
-        error = check(Refusal(name, partial(fit, compile=True, **settings), CompileError, says))
-        assert type(error) is CompileError
-        assert torch.get_default_dtype() is torch.float32
-        found = fit(compile="where possible", **settings)
-    with default_dtype(torch.float32):
-        wanted = fit(**settings)
+    error = check(Refusal(name, partial(fit, compile=True, **settings), CompileError, says))
+    assert type(error) is CompileError
+    assert torch.get_default_dtype() is torch.float32
+    found = fit(compile="where possible", **settings)
+    torch.set_default_dtype(torch.float32)
+    wanted = fit(**settings)
     for (_, one), (_, other) in zip(found, wanted, strict=True):
         torch.testing.assert_close(dict(one.params), dict(other.params))
 
@@ -220,76 +143,40 @@ def with_numbers(function: Callable[[Any], Any], name: str = "own") -> dict[str,
     return doing(Event.BATCH_END, name, lambda state: state.remember(name, function(state)), init=function)
 
 
-def by_the_batch(state: pl.State, name: str = "x") -> Any:
-    return derive(state.seed, name, state.timestamp.batch)
+def seed_of(state: pl.State) -> Any:
+    return derive(state.seed, "x", state.timestamp.batch)
 
 
 def one_of(state: pl.State) -> torch.Generator:
     return generator(state.seed, "x")
 
 
-def from_what_it_wrote_data_to(state: pl.State) -> Tensor:
-    chances = torch.zeros(3)
-    chances[1:] += state.params["2.bias"].detach()[1:].sigmoid()
-    return torch.bernoulli(chances, generator=one_of(state))
-
-
 def seeded_again(state: pl.State) -> Tensor:
-    with seeded(by_the_batch(state)):
+    with seeded(seed_of(state)):
         torch.manual_seed(3)
         return torch.rand(3)
 
 
-def put_back(state: pl.State) -> Tensor:
-    with seeded(by_the_batch(state)), torch.random.fork_rng(devices=[]):
-        return torch.rand(3)
-
-
-def of_all_by_the_batch(state: pl.State) -> Tensor:
-    with seeded_all(by_the_batch(state)):
-        return torch.rand(3) + random.random()
-
-
 NONE = torch.zeros(())
-A_GENERATOR = 'Draw from pl.random.generator(seed, "name", state.timestamp.batch, '
-TAKES_INT = "'own' at BATCH_END |write int(number)"
+DRAW = '|Draw from pl.random.generator(seed, "name", state.timestamp.batch, '
+OF_ITS_OWN = "seeds a generator of its own" + DRAW
 BY_DATA = "by what the graph is given|(aten.bernoulli.default)"
+new = torch.Generator
 # How numbers of the step and random numbers are used.
 USED: dict[str, tuple[Callable[[pl.State], Any], str]] = {
-    "a size among others": (lambda state: torch.ones(state.timestamp.batch + 1, 2).sum(), TAKES_INT),
-    "a size of an expansion": (lambda state: NONE.expand(state.timestamp.batch + 1, 2).sum(), TAKES_INT),
-    "its own generator": (
-        lambda state: torch.rand(3, generator=OWN),
-        "generator=OWN|a generator of its own|" + A_GENERATOR,
-    ),
-    "seeded again": (lambda state: torch.rand(3, generator=one_of(state).manual_seed(3)), "a generator of its own"),
+    "a size": (lambda s: NONE.expand(s.timestamp.batch + 1, 2).sum(), "'own' at BATCH_END |write int(number)"),
+    "its own generator": (lambda s: torch.rand(3, generator=OWN), "generator=OWN|a generator of its own" + DRAW),
     "by data": (
-        lambda state: torch.bernoulli(state.params["2.bias"].sigmoid(), generator=one_of(state)),
+        lambda s: torch.bernoulli(s.params["2.bias"].sigmoid(), generator=one_of(s)),
         f"test_refusals|{BY_DATA}|torch.rand_like(p) <",
     ),
-    "by what was written": (from_what_it_wrote_data_to, BY_DATA),
-    "by what was drawn": (
-        lambda state: torch.bernoulli(torch.rand(3, generator=one_of(state)), generator=one_of(state)),
-        BY_DATA,
-    ),
-    "Python's": (lambda state: NONE + random.Random(by_the_batch(state)).random(), "has no hash|" + A_GENERATOR),
-    "Python's, by an int": (
-        lambda state: NONE + random.Random(int(by_the_batch(state))).random(),
-        "decides by state.timestamp.batch",
-    ),
-    "NumPy's": (
-        lambda state: NONE + numpy.random.default_rng(by_the_batch(state)).random(),
-        "bit_generator|seeds a generator of its own|" + A_GENERATOR,
-    ),
-    "one that it makes": (
-        lambda state: torch.rand(3, generator=torch.Generator().manual_seed(by_the_batch(state))),
-        "manual_seed|seeds a generator of its own|" + A_GENERATOR,
-    ),
-    "Python's global": (lambda state: NONE + random.random(), "it calls random.random|" + A_GENERATOR),
-    "NumPy's global": (lambda state: NONE + numpy.random.beta(1, 1), "calls functions of numpy.random (in <lambda>"),
-    "torch's, seeded": (seeded_again, "it calls torch.manual_seed|" + A_GENERATOR),
-    "torch's, put back": (put_back, "it calls torch.fork_rng|" + A_GENERATOR),
-    "all, by the batch": (of_all_by_the_batch, "decides by state.timestamp.batch"),
+    "by draws": (lambda s: torch.bernoulli(torch.rand(3, generator=one_of(s)), generator=one_of(s)), BY_DATA),
+    "Python's": (lambda s: NONE + random.Random(seed_of(s)).random(), "has no hash" + DRAW),
+    "NumPy's": (lambda s: NONE + numpy.random.default_rng(seed_of(s)).random(), "bit_generator|" + OF_ITS_OWN),
+    "torch's": (lambda s: torch.rand(3, generator=new().manual_seed(seed_of(s))), "manual_seed|" + OF_ITS_OWN),
+    "Python's global": (lambda s: NONE + random.random(), "it calls random.random" + DRAW),
+    "NumPy's global": (lambda s: NONE + numpy.random.beta(1, 1), "calls functions of numpy.random (in <lambda>"),
+    "torch's global": (seeded_again, "it calls torch.manual_seed" + DRAW),
 }
 
 
@@ -306,90 +193,23 @@ def of_real(which: str, *before: Any) -> dict[str, Any]:
     return {"model": net(lambda self, z: self.one(z.real)), "data": [*before, (lazy, TARGETS)]}
 
 
-def shrinking() -> dict[str, Any]:
-    weights = torch.ones(3)
-
-    def shrink(event: Event, state: pl.State) -> None:
-        if event is Event.BATCH_END:
-            weights.resize_(())
-
-    return {"loss": lambda outputs, targets: (cross_entropy(outputs, targets) * weights).sum(), "callbacks": [shrink]}
-
-
-def compiled(**settings: Any) -> Callable[[], Any]:
-    return lambda: fit(compile=True, **PLAIN | settings)
-
-
-RUNS = [
-    Refusal(
-        "a generator that is remembered",
-        compiled(**with_numbers(lambda state: (torch.zeros(1), one_of(state)))),
-        CompileError,
-        ("can't be compiled: its memory is a generator",),
-    ),
-    Refusal(
-        "an optimizer that draws",
-        compiled(optimizer=NOISY),
-        CompileError,
-        ("optimizer 'own' can't be compiled: ", "global generator", A_GENERATOR),
-    ),
-    Refusal(
-        "a second derivative",
-        compiled(**doing(Event.AFTER_LOSS, "slopes", partial(slopes, create_graph=True)) | {"watch": LOSS}),
-        CompileError,
-        ("create_graph=True", "leave its event out of watch="),
-    ),
-    Refusal(
-        "a number in every graph",
-        compiled(**doing(Event.AFTER_LOSS, "own", by_a_float), data=FIVE, max_duration="2ep"),
-        CompileError,
-        ("'own'", "AFTER_LOSS", "state.timestamp.batch", "where possible"),
-    ),
-    Refusal("a negative", compiled(**of_real("neg", (Z.imag, TARGETS))), CompileError, ("tensor.resolve_neg()",)),
-    Refusal("a conjugate", compiled(**of_real("conj", (Z, TARGETS))), CompileError, ("tensor.resolve_conj()",)),
-    Refusal("a first conjugate", compiled(**of_real("conj")), CompileError, ("tensor.resolve_conj()",)),
-    Refusal("another shape", compiled(**shrinking()), CompileError, ("shape (3,) and dtype ", " () ", " at batch 1")),
-    Refusal(
-        "closed outputs",
-        compiled(
-            model=net(lambda self, x: Closed(self.two(self.one(x)))), loss=lambda outputs, _: outputs.scores.sum()
-        ),
-        CompileError,
-        ("a Closed holds tensors where no graph finds them",),
-    ),
-    Refusal(
-        "a number as an output",
-        compiled(**doing(Event.AFTER_FORWARD, "x", numbered), loss=lambda o, _: o[0].sum() * o[1], watch=BEFORE_LOSS),
-        CompileError,
-        ("a number of the step is put into",),
-    ),
-]
+SECOND = doing(Event.AFTER_LOSS, "slopes", partial(slopes, create_graph=True))
+NUMBERED = doing(Event.AFTER_FORWARD, "x", numbered) | {"loss": lambda o, _: o[0].sum() * o[1], "watch": BEFORE_LOSS}
+EVERY = doing(Event.AFTER_LOSS, "own", by_a_float) | {"data": FIVE, "max_duration": "2ep"}
+RUNS: dict[str, tuple[dict[str, Any], str]] = {
+    "an optimizer that draws": ({"optimizer": NOISY}, "'own' can't be compiled: |global generator" + DRAW),
+    "a second derivative": (SECOND | {"watch": LOSS}, "create_graph=True|leave its event out of watch="),
+    "a number in every graph": (EVERY, "'own'|AFTER_LOSS|state.timestamp.batch|where possible"),
+    "a negative": (of_real("neg", (Z.imag, TARGETS)), "tensor.resolve_neg()"),
+    "a conjugate": (of_real("conj", (Z, TARGETS)), "tensor.resolve_conj()"),
+    "a number as an output": (NUMBERED, "a number of the step is put into"),
+    **{name: (with_numbers(function), says) for name, (function, says) in USED.items()},
+}
 
 
-def test_numbers_that_are_used_or_drawn_as_no_graph_can_are_refused() -> None:
-    for name, (function, says) in USED.items():
-        more = {"data": FIVE, "max_duration": "2ep"} if says.startswith("decides") else {}  # by graph after graph
-        check(Refusal(name, compiled(**with_numbers(function), **more), CompileError, tuple(says.split("|"))))
-
-
-DOOR = [
-    Refusal("always", lambda: fit(compile="always"), ArgumentError, ("where possible",)),
-    Refusal("1", lambda: fit(compile=1), ArgumentError, ("compile=1",)),
-    Refusal("no step", lambda: fit(compile=True, steps_per_call=0), ArgumentError, ("at least 1",)),
-    Refusal("half a step", lambda: fit(compile=True, steps_per_call=2.5), ArgumentTypeError, ("whole number",)),
-    Refusal("eager steps", lambda: fit(steps_per_call=2), ArgumentError, ("compile=True",)),
-    Refusal("2021", lambda: fit(compile=True, steps_per_call=2, order="2021"), ArgumentError, ("2021",)),
-]
-
-
-def test_the_door() -> None:
-    for refusal in DOOR:
-        check(refusal)
-
-
-@rows(RUNS)
-def test_what_can_not_be_is_refused(refusal: Refusal) -> None:
-    check(refusal)
+def test_what_can_not_be_is_refused() -> None:
+    for name, (run, says) in RUNS.items():
+        check(Refusal(name, partial(fit, compile=True, **PLAIN | run), CompileError, tuple(says.split("|"))))
 
 
 def test_what_is_not_finite_is_named_with_its_batch() -> None:
@@ -401,31 +221,10 @@ def test_what_is_not_finite_is_named_with_its_batch() -> None:
 
 
 def test_a_second_derivative_is_part_of_a_graph() -> None:
-    slope = doing(Event.AFTER_LOSS, "slopes", partial(slopes, create_graph=True))
-    same(PLAIN | slope | {"watch": {Event.BEFORE_BACKWARD, Event.BATCH_END}})
-
-
-def test_a_generator_does_not_outlive_its_trace() -> None:
-    kept: list[Any] = []
-    fit(compile=True, **PLAIN | with_numbers(lambda state: kept.append(one_of(state)) or torch.zeros(3)))
-    with pytest.raises(CompileError, match=r"generator=kept\[-1\].* a generator of its own"):
-        fit(compile=True, **PLAIN | with_numbers(lambda state: torch.rand(3, generator=kept[-1])))
-
-
-def test_a_seed_that_python_cannot_take_is_refused_however_large_it_is() -> None:
-    for small in (True, False):
-        is_small = lambda name: (derive(0, name, 0) < sys.hash_info.modulus) is small  # noqa: E731
-        name = next(filter(is_small, map(str, range(99))))
-        settings = with_numbers(lambda state, name=name: NONE + random.Random(by_the_batch(state, name)).random())
-        with pytest.raises(CompileError, match="has no hash"):
-            fit(compile=True, **PLAIN | settings)
+    same(PLAIN | SECOND | {"watch": {Event.BEFORE_BACKWARD, Event.BATCH_END}})
 
 
 # What is an error in eager steps, too, is the same one.
-
-
-def replaces(state: pl.State) -> pl.State:
-    return state.replace(params={name: 2 * each for name, each in state.params.items()})
 
 
 def penalised() -> dict[str, Any]:
@@ -443,54 +242,24 @@ def at_the_end(function: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 BYTES = torch.arange(9).reshape(3, 3).byte()
+BATCH_2: dict[str, Callable[[Any], Any]] = {  # in the third batch, after two that go through the same graph
+    "a number decides": lambda n: 1 if 1 / (2 - n) < 2 else 2,
+    "beside a tensor": lambda n: NONE + 1 / (2 - n),
+    "a tensor of bytes": lambda n: torch.tensor(n + 254, dtype=torch.uint8),
+    "clamped": lambda n: BYTES.clamp(max=n + 254),
+    "large": lambda n: torch.tensor(n << 62),
+}
+NO_GRAPH = {"loss": lambda outputs, _: outputs.detach().mean(), "watch": FORWARD}
 ALIKE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "parameters replaced inside": (
-        lambda: doing(Event.AFTER_FORWARD, "replaces", replaces) | {"watch": LOSS},
-        "AlgorithmStructureError|replaced params at AFTER_FORWARD, between",
-    ),
-    "complex gradients": (
-        lambda: {"clip_grad": lambda grads, _: {name: 1j * grad for name, grad in grads.items()}},
-        "ArgumentError|clip_grad=|returned a gradient of dtype torch.complex64",
-    ),
-    "a loss without a graph": (
-        lambda: {"loss": lambda outputs, _: outputs.detach().mean(), "watch": FORWARD},
-        "LossError|does not depend on any parameter",
-    ),
+    "a loss without a graph": (lambda: NO_GRAPH, "LossError|does not depend on any parameter"),
     "a loss that closes over the module": (penalised, "ModelError|was not called with"),
-    "a path of something else": (
-        lambda: with_numbers(lambda state: NONE + generator(state.seed, 1.5).initial_seed()),
-        "ArgumentTypeError|1.5 is a float",
-    ),
-    # In the third batch, after two that go through the same graph.
-    "a number decides": (
-        lambda: at_the_end(lambda n: 1 if 1 / (2 - n) < 2 else 2),
-        "ZeroDivisionError|division|batch 2",
-    ),
-    **{
-        name: (lambda function=function: at_the_end(function), "batch 2")
-        for name, function in {
-            "beside a tensor": lambda n: NONE + 1 / (2 - n),
-            "remembered": lambda n: 1 / (2 - n),
-            "a tensor of bytes": lambda n: torch.tensor(n + 254, dtype=torch.uint8),
-            "filled": lambda n: torch.full((2,), n + 254, dtype=torch.uint8),
-            "filled in": lambda n: BYTES.clone().fill_(n + 254),
-            "masked": lambda n: BYTES.masked_fill(BYTES > 3, n + 254),
-            "clamped": lambda n: BYTES.clamp(max=n + 254),
-            "one of two": lambda n: torch.where(BYTES > 3, BYTES, n + 254),
-            "an exponent": lambda n: BYTES ** (n + 254),
-            "large": lambda n: torch.tensor(n << 62),
-            "large beside a tensor": lambda n: BYTES.long() + (n << 63),
-        }.items()
-    },
+    **{name: (partial(at_the_end, function), "batch 2") for name, function in BATCH_2.items()},
 }
 
 
-def test_an_error_is_that_of_eager_steps() -> None:
-    for name, (make, says) in ALIKE.items():
-        assert_alike(name, make, says)
-
-
-def assert_alike(name: str, make: Callable[[], dict[str, Any]], says: str) -> None:
+@pytest.mark.parametrize("name", ALIKE)
+def test_an_error_is_that_of_eager_steps(name: str) -> None:
+    make, says = ALIKE[name]
     errors = []
     for compiles in (False, True):
         with pytest.raises(Exception) as caught:  # noqa: PT011 - its class is compared
@@ -502,28 +271,3 @@ def assert_alike(name: str, make: Callable[[], dict[str, Any]], says: str) -> No
     if name == "large":  # torch's own class is another one there
         errors = [notes for _, notes in errors]
     assert errors[0] == errors[1]
-
-
-def test_a_graph_is_of_the_default_dtype_that_it_was_made_under() -> None:
-    def numbers_in_float64(state: pl.State) -> pl.State:
-        return state.replace(loss=state.loss * torch.linspace(0.1, 1, 3).prod() / torch.tensor(3.0))
-
-    settings = SHORT | {"model": lambda: problem.mlp().double(), "data": [(x.double(), y) for x, y in FIVE]}
-    with default_dtype(torch.float64):
-        same(settings | doing(Event.AFTER_LOSS, "thirds", numbers_in_float64), 1e-12)
-
-
-@pytest.mark.parametrize("event", [Event.AFTER_FORWARD, Event.AFTER_LOSS])
-def test_closed_outputs_of_an_eager_forward_go_by_a_graph(event: Event) -> None:
-    def doubled(state: pl.State) -> pl.State:
-        return state.replace(grads={name: 2 * gradient for name, gradient in state.grads.items()})
-
-    settings = PLAIN | doing(Event.AFTER_TRAIN_BATCH, "doubled", doubled) | {"watch": {event, *BATCHES}}
-    settings |= {
-        "model": net(lambda self, x: Closed(self.two(self.one(x)))),
-        "loss": lambda o, _: o.scores.square().sum(),
-    }
-    found, wanted = (fit(compile=each, **settings) for each in ("where possible", False))
-    for (_, one), (_, other) in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.outputs.scores, other.outputs.scores)
-        torch.testing.assert_close(dict(one.params), dict(other.params))

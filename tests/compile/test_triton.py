@@ -15,9 +15,9 @@ from torch.nn import functional
 
 import pure_loop as pl
 from bench.performance.workloads import WORKLOADS, Workload
+from tests.simulated_gpu.lowering import Lowered, lowering
+from tests.simulated_gpu.triton_interpreter import IS_ON
 from tests.support.compiling import EPOCHS
-from tests.support.lowering import Lowered, lowering
-from tests.support.triton_interpreter import IS_ON
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,14 +59,10 @@ def assert_for_a_gpu(graphs: list[Lowered]) -> None:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fp32": {},
     "bf16": {"precision": "amp_bf16"},
     "fp16": {"precision": "amp_fp16"},
-    "skip": {"nonfinite": "skip"},
-    "clipped": {"clip_grad": 1.0},
     "ema": {"algorithms": [pl.algorithms.ema(half_life="10ba"), pl.algorithms.label_smoothing(0.1)]},
     "sam": {"algorithms": [pl.algorithms.sam()]},
-    "sgd": {"optimizer": pl.optim.sgd(lr=pl.schedules.cosine("4ep", peak=0.1), momentum=0.9)},
     "several steps": {"steps_per_call": 4},
     "every event": {"watch": None},
 }

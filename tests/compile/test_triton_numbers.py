@@ -12,22 +12,20 @@ import pytest
 
 import pure_loop as pl
 from pure_loop import Event
+from tests.simulated_gpu.triton_interpreter import IS_ON, interpreting
 from tests.support.compiling import BATCHES, EPOCHS, FIVE, PROBLEMS, WITH_NAN, assert_close, fit, several
 from tests.support.problem import points
-from tests.support.triton_interpreter import IS_ON, interpreting
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not IS_ON or importlib.util.find_spec("triton") is None,
-        reason="needs triton, and TRITON_INTERPRET=1",
+        not IS_ON or importlib.util.find_spec("triton") is None, reason="needs triton, and TRITON_INTERPRET=1"
     ),
 ]
 
 SGD = pl.optim.sgd(lr=pl.schedules.cosine("4ep", peak=0.1), momentum=0.9, weight_decay=0.01)
 # In half precision Adam makes whole steps of signs of gradients that are rounding errors.
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
-    "each batch": ({}, 1e-5),
     "several steps": ({"watch": EPOCHS, "steps_per_call": 4}, 1e-5),
     "inside": ({"watch": {Event.AFTER_FORWARD, Event.AFTER_LOSS}}, 1e-5),
     # None has two samples: of two, a BatchNorm makes 1 and -1, and the gradient of that is rounding error.
@@ -35,7 +33,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "algorithms": ({"algorithms": several()}, 1e-5),
     "sam": ({"algorithms": [pl.algorithms.sam()]}, 1e-5),
     "skip": ({"nonfinite": "skip", "data": WITH_NAN}, 1e-5),
-    "sgd": ({"optimizer": SGD}, 1e-5),
     "embedding": (PROBLEMS["mappings, and a loss of its own"], 1e-5),
     "amsgrad": ({"optimizer": pl.optim.adam(lr=0.01, amsgrad=True, weight_decay=0.01)}, 1e-5),
     "bf16": ({"precision": "amp_bf16", "optimizer": SGD, "max_duration": "1ep"}, 3e-2),
@@ -46,7 +43,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_kernels_compute_what_eager_steps_do(name: str) -> None:
     settings, tolerance = SETTINGS[name]
-    settings = {"data": FIVE[:4], "max_duration": "2ep", "device": "cuda", "watch": BATCHES} | settings
+    settings = {"data": FIVE[:4], "device": "cuda", "watch": BATCHES} | settings
     steps_per_call = settings.pop("steps_per_call", 1)
     eager = fit(**settings)
     with interpreting() as launched:

@@ -69,6 +69,14 @@ def stream(loggers: Iterable[pl.Logger], folder: Path | None = None, start: Any 
     return problem.fit(start, DATA, loggers=list(loggers), **{**settings, **options})
 
 
+def failing(at: int) -> Any:
+    def fail(event: pl.Event, state: pl.State) -> None:
+        if event is pl.Event.BATCH_END and state.timestamp.batch == at:
+            raise RuntimeError("<http://x|y>")
+
+    return fail
+
+
 def killed(logger: Any, folder: Path, at: int, event: pl.Event = pl.Event.BATCH_START) -> None:
     """Train to an event after ``at`` batches, and leave as a kill does: nothing is flushed and nothing closed."""
     run = stream([logger], folder)
@@ -219,15 +227,11 @@ class Backend:
         package: that it needs.
         code: makes it for a ``folder``.
         read: its series; the images are those of ``"inputs"``.
-        drops: whether a fork of a run takes the place of what came after it.
-        is_quick: whether its package is imported within a second.
     """
 
     package: str
     code: str
     read: Callable[[Path], Series]
-    drops: bool = True
-    is_quick: bool = True
 
     @property
     def is_installed(self) -> bool:
@@ -242,18 +246,14 @@ BACKENDS = {
     "CSVLogger": Backend("csv", 'pl.loggers.CSVLogger(folder / "m.csv")', of_csv),
     "JSONLinesLogger": Backend("json", 'pl.loggers.JSONLinesLogger(folder / "m.jsonl")', of_json_lines),
     "TensorBoardLogger": Backend("tensorboard", "pl.loggers.TensorBoardLogger(folder)", of_tensorboard),
-    "WandBLogger": Backend("wandb", 'pl.loggers.WandBLogger("digits", folder=folder)', of_wandb, False, False),
-    "CometMLLogger": Backend(
-        "comet_ml", 'pl.loggers.CometMLLogger("digits", folder=folder, mode="offline")', of_comet, False, False
-    ),
+    "WandBLogger": Backend("wandb", 'pl.loggers.WandBLogger("digits", folder=folder)', of_wandb),
+    "CometMLLogger": Backend("comet_ml", 'pl.loggers.CometMLLogger("digits", folder=folder, mode="offline")', of_comet),
     "MLFlowLogger": Backend(
         "mlflow",
         'pl.loggers.MLFlowLogger("digits", tracking_uri=f"sqlite:///{folder}/mlflow.db", folder=folder)',
         of_mlflow,
-        False,
-        False,
     ),
     "NeptuneLogger": Backend(
-        "neptune", 'pl.loggers.NeptuneLogger("team/digits", folder=folder, mode="offline")', of_neptune, False, False
+        "neptune", 'pl.loggers.NeptuneLogger("team/digits", folder=folder, mode="offline")', of_neptune
     ),
 }

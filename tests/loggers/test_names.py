@@ -72,12 +72,13 @@ def run(loggers: list[Any], start: Any = None, names: list[Any] = AWKWARD, **opt
     return problem.run(start, callbacks=[Records(names)], loggers=loggers, **given)
 
 
+@needs("tensorboard")
 def test_no_name_ends_training_or_breaks_a_record_that_is_read_line_by_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, table = tmp_path / "metrics.jsonl", tmp_path / "metrics.csv"
-    loggers = [JSONLinesLogger(path), CSVLogger(table), ConsoleLogger("1ba", include="*"), InMemoryLogger()]
-    state = run(loggers)
+    others = [ConsoleLogger("1ba", include="*"), InMemoryLogger(), TensorBoardLogger(tmp_path / "t")]
+    state = run([JSONLinesLogger(path), CSVLogger(table), *others])
     run([JSONLinesLogger(path), CSVLogger(table)], state, max_duration="3ba")
     record = records.lines(path)
     numbers = {line["name"]: line["value"] for line in record if line["kind"] == "metric"}
@@ -90,78 +91,59 @@ def test_no_name_ends_training_or_breaks_a_record_that_is_read_line_by_line(
     assert (len(found), len(set(found[0]))) == (4, len(found[0]))
     assert {len(row) for row in found} == {len(found[0])}
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+    assert {printable(name) for name in AWKWARD} <= set(records.accumulator(tmp_path / "t").Tags()["scalars"])
 
 
-@needs("tensorboard")
-def test_tensorboard_takes_each_name(tmp_path: Path) -> None:
-    run([TensorBoardLogger(tmp_path)])
-    assert {printable(name) for name in AWKWARD} <= set(records.accumulator(tmp_path).Tags()["scalars"])
+OUTSIDE = ["../../x", "/etc/x", "a/../x", "a\\..\\x", "C:\\x", "C:x", "", "a//b", "a/", ".", "a\nb", "s3://b/x"]
 
 
-def test_what_is_no_name_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_name_or_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    """At the call, by the group that callbacks are given and by each kind of logger, before anything is stored."""
     for name, words in (("", "is not empty"), (3, "a name is a text")):
         with pytest.raises(pl.PureLoopError, match=f"callback Records records something under the name .*{words}"):
             run([InMemoryLogger()], names=[name])
     for name in ["", " ", "a/b", "a\\b", ".hidden", "x" * 200, "tab\t", "a:b", 3]:
         with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match="run_name"):
             run([], run_name=name)
-
-
-OUTSIDE = ["../../x", "/etc/x", "a/../x", "a\\..\\x", "C:\\x", "C:x", "", "a//b", "a/", ".", "a\nb", "s3://b/x"]
-
-
-def test_a_name_of_a_file_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
-    """At the call, by the group that callbacks are given and by each kind of logger, before anything is stored."""
-    (tmp_path / "x").write_text("mine")
-    loggers: list[Any] = [
-        LoggerGroup([InMemoryLogger()]),
-        InMemoryLogger(),
-        JSONLinesLogger(tmp_path / "a" / "m.jsonl"),
-    ]
-    for logger in [*loggers, pl.loggers.RemoteUploader("memory://a/b/c")]:
+    memory = InMemoryLogger()
+    others: list[Any] = [JSONLinesLogger(tmp_path / "m.jsonl"), pl.loggers.RemoteUploader("memory://a/b/c")]
+    for logger in [LoggerGroup([memory]), memory, *others]:
         for name in OUTSIDE:
             with pytest.raises(pl.ArgumentError, match="no name of a file inside a folder"):
-                logger.log_file(name, str(tmp_path / "x"))
-    memory = InMemoryLogger()
+                logger.log_file(name, "/tmp/x")
     LoggerGroup([memory]).log_file("samples/final..txt", "/tmp/x")
     assert memory.files == {"samples/final..txt": "/tmp/x"}
     with pytest.raises(pl.ArgumentTypeError, match="a text"):
         LoggerGroup([memory]).log_file(3, "/tmp/x")  # type: ignore[arg-type]
 
 
-def of_json_lines(folder: Path, name: str) -> Any:
-    content = {"time": 1.0, "event": None, "epoch": 0, "batch": 0, "kind": "run", "name": "run_name", "value": name}
-    (folder / "metrics.jsonl").write_text(json.dumps(content) + "\n")
-    return JSONLinesLogger(folder / "metrics.jsonl")
-
-
-def of_csv(folder: Path, name: str) -> Any:
-    (folder / "metrics.csv").write_text("batch,epoch,time\n")
-    (folder / "metrics.run.json").write_text(json.dumps({"run_name": name}))
-    return CSVLogger(folder / "metrics.csv")
-
-
-def of_tensorboard(folder: Path, name: str) -> Any:
-    (folder / "events.out.tfevents.1700000000.host.1.0").write_bytes(b"")
-    (folder / "tensorboard_run.json").write_text(json.dumps({"run_name": name}))
-    return TensorBoardLogger(folder)
-
-
-def of_slack(folder: Path, name: str) -> Any:
-    (folder / "slack_run.json").write_text(json.dumps({"run_name": name}))
-    return SlackLogger("#runs", token="t", folder=folder, base_url="http://127.0.0.1:9/")
+RUN = {"time": 1.0, "event": None, "epoch": 0, "batch": 0, "kind": "run", "name": "run_name"}
+# Files of a record: the line or the text that names the run, and beside it; and the logger that reads it.
+RECORDED: dict[str, tuple[str, Any]] = {
+    "metrics.jsonl": ("", lambda folder: JSONLinesLogger(folder / "metrics.jsonl")),
+    "metrics.run.json": ("metrics.csv", lambda folder: CSVLogger(folder / "metrics.csv")),
+    "tensorboard_run.json": ("events.out.tfevents.1700000000.host.1.0", TensorBoardLogger),
+    "slack_run.json": (
+        "",
+        lambda folder: SlackLogger("#runs", token="t", folder=folder, base_url="http://127.0.0.1:9/"),
+    ),
+}
 
 
 @needs("tensorboard", "slack_sdk")
-@pytest.mark.parametrize("make", [of_json_lines, of_csv, of_tensorboard, of_slack])
-def test_a_recorded_name_of_a_run_is_checked_as_one_that_is_passed(tmp_path: Path, make: Any) -> None:
+@pytest.mark.parametrize("file", RECORDED)
+def test_a_recorded_name_of_a_run_is_checked_as_one_that_is_passed(tmp_path: Path, file: str) -> None:
     """It named folders to which records were moved, and uploads."""
-    for number, name in enumerate(["../../escaped", "/etc/escaped", "..", "a\nb", "\x1b[31m", "x" * 300]):
+    beside, make = RECORDED[file]
+    for number, name in enumerate(["../../escaped", "..", "a\nb", "\x1b[31m", "x" * 300]):
         place = tmp_path / str(number)
         folder = place / "a" / "b" / "c"
         folder.mkdir(parents=True)
-        logger = make(folder, name)
-        before = sorted(place.rglob("*"))
+        content = RUN | {"value": name} if file.endswith("jsonl") else {"run_name": name}
+        (folder / file).write_text(json.dumps(content) + "\n")
+        if beside:
+            (folder / beside).write_text("batch,epoch,time\n" if beside.endswith("csv") else "")
+        logger, before = make(folder), sorted(place.rglob("*"))
         with pytest.raises(pl.ArgumentError, match="was changed, or is not of this library") as caught:
             run([logger], autoresume=place / "checkpoints", run_name=None)
         assert str(caught.value).isprintable()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.lowering import pretend
+from tests.simulated_gpu.lowering import pretend
 
 __all__ = ["IS_ON", "interpreting"]
 
