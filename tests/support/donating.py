@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import pure_loop as pl
-from pure_loop import Event
 from pure_loop._internal.bits import same
 from pure_loop.stages.workspace import Workspace
 from tests.support import problem
@@ -70,23 +69,6 @@ class Kept:
             now = [torch.as_tensor(each).detach() for each in read(thing)]
             assert len(now) == len(numbers)
             assert all(same(a, b) for a, b in zip(now, numbers, strict=True)), f"{what} changed"
-
-
-CONSUMERS = ["for", "next", "list"]
-
-
-def consume(stream: Any, how: str, keeps: Callable[[str, Event, pl.State], None], kept: Kept) -> None:
-    """Go through a stream in one of the ways in :data:`CONSUMERS`; ``keeps`` is told what the body saw."""
-    if how == "for":
-        for event, state in stream:
-            keeps("body", event, state)
-    elif how == "next":
-        while (pair := next(stream, None)) is not None:
-            keeps("body", *pair)
-    else:
-        for pair in stream:
-            keeps("body", *pair)
-            kept.keep("a pair of a list", pair[1])
 
 
 def gradients(state: pl.State) -> Any:

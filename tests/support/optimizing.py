@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop.frozendict import FrozenDict
-from pure_loop.optim import Optimizer, master_weights, partition
+from pure_loop.optim import Optimizer
 from pure_loop.random import derive, seeded, seeded_all
 from pure_loop.ranges import settings_of
 from pure_loop.time import Timestamp
@@ -29,12 +29,6 @@ RULES: dict[str, Callable[..., Optimizer]] = {
 """The optimizers of the library, by their names: the functions with a learning rate that has a range."""
 ELEMENTWISE = {name: make for name, make in RULES.items() if make().elementwise}
 """Those that take parameters of every shape, each number by itself."""
-WRAPPERS: dict[str, Callable[[Optimizer], Optimizer]] = {
-    "by itself": lambda optimizer: optimizer,
-    "master_weights": master_weights,
-    "partition": lambda optimizer: partition({"all": optimizer}, label=lambda name, tensor: "all"),
-}
-"""An optimizer by itself, or inside of another one, by the names of these."""
 
 
 def tensors(seed: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
