@@ -119,8 +119,9 @@ def test_on_a_slow_disk_training_goes_on_two_saves_ahead(faulty: str, donate: bo
         )
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), RuntimeError("lost")], ids=["full", "lost"])
-@pytest.mark.parametrize("failing", [1, 3])
+@pytest.mark.parametrize(
+    ("error", "failing"), [(OSError(errno.ENOSPC, "full"), 1), (RuntimeError("lost"), 3)], ids=["full", "lost"]
+)
 def test_an_error_surfaces_at_the_next_event(faulty: str, error: Exception, failing: int) -> None:
     name = f"ba{failing}.safetensors"
     Faulty.fail = staticmethod(lambda path: error if name in path else None)

@@ -18,7 +18,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.distributed import Parallel
 from tests.support.tiers import examples
-from tests.support.worlds import KINDS, an_epoch, pool
+from tests.support.worlds import KINDS, NUMBERS, an_epoch, pool
 
 SIZES = (6, 5, 6, 1)
 mse = torch.nn.functional.mse_loss
@@ -206,7 +206,7 @@ def differences(draw):
     return what, mine, differing, None, r"raised ValueError after \w+ of batch \d+: no more"
 
 
-@given(differences(), st.sampled_from(KINDS), st.sampled_from((2, 2, 3)), st.data())
+@given(differences(), st.sampled_from(KINDS), st.sampled_from(NUMBERS), st.data())
 @examples(fast=8, thorough=400)
 def test_ranks_that_differ(difference, kind, ranks, data):
     what, mine, differing, act, words = difference

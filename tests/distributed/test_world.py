@@ -23,7 +23,7 @@ from pure_loop.testing.laws.ranks import compare, whole, witness
 from pure_loop.testing.ranks import Pool
 from tests.conftest import THOROUGH
 from tests.support.tiers import examples, tiers
-from tests.support.worlds import ALGORITHMS, KINDS, an_epoch, pool
+from tests.support.worlds import ALGORITHMS, KINDS, NUMBERS, an_epoch, pool
 
 # The sums of a gradient in bfloat16 are rounded to 8 bits, here and there in another place, and steps add up.
 TOLERANCES = {"fp32": 1e-5, "amp_bf16": 2e-2}
@@ -36,7 +36,7 @@ def gradients(case, **more):
     return [each.values["grads"] for each in witness(stream) if each.event is Event.AFTER_TRAIN_BATCH]
 
 
-@given(LINEAR, EXACT, cases(), st.sampled_from(KINDS), st.sampled_from((2, 2, 3)))
+@given(LINEAR, EXACT, cases(), st.sampled_from(KINDS), st.sampled_from(NUMBERS))
 @examples(fast=6, thorough=1500)
 def test_ranks_are_one_rank(case, exact, any_case, kind, ranks):
     """Bitwise where sums are exact; and of any case all ranks yield the same events, counts, times and values."""

@@ -203,6 +203,7 @@ def test_what_does_not_fit_is_named() -> None:
         check(refusal)
 
 
+@pytest.mark.slow  # each process imports torchmetrics
 def test_ranks_measure_what_one_rank_does() -> None:
     """Of batches of 5, 1 and 4 samples, so that the second rank has none of one of them."""
 

@@ -43,6 +43,10 @@ ALGORITHMS = {
 }
 
 
+# How many ranks a property draws; three processes more take as long to start as the property does.
+NUMBERS = (2, 2, 3) if THOROUGH else (2,)
+
+
 class Ranks:
     """A pool whose processes look for garbage in what a program has made alone.
 
