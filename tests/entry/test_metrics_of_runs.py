@@ -178,11 +178,10 @@ def test_compiled_and_on_ranks_metrics_and_steps_of_several_batches_are_the_same
     data = ragged()
     data[1] = tuple(tensor[:1] for tensor in data[1])  # rank 1 has no sample of it
     for per_step in (1, 2):
-        options: dict[str, Any] = {"data": data, "evaluators": evaluators(), "batches_per_step": per_step}
-        options |= {"train_metrics": METRICS, "max_duration": "1ep", "strict": None}
+        options: dict[str, Any] = {"data": data, "batches_per_step": per_step, "max_duration": "1ep", "strict": None}
 
         def found(options: dict[str, Any] = options, **more: Any) -> Any:
-            last = run(**options | more)
+            last = run(evaluators=evaluators(), train_metrics=METRICS, **options | more)
             return {"train": dict(last.metrics["train"]), "evaluated": losses(last), "params": dict(last.params)}
 
         one, other = pool().run(lambda rank, found=found: found(parallel="replicate"))

@@ -230,8 +230,7 @@ def test_generators_are_as_they_were_however_a_stream_ends() -> None:
 
         with around(1), contextlib.suppress(KeyError):
             pairs = fit(callbacks=[draws], evaluators=points(1), eval_interval="1ba")
-            next(at for at, _ in pairs if at is event)
-            _ = pairs.close() if how == "close" else None
+            _ = next(at for at, _ in pairs if at is event), how == "close" and pairs.close()
 
 
 def test_what_observers_and_metrics_draw_does_not_depend_on_what_stands_beside_them() -> None:
@@ -243,8 +242,7 @@ def test_what_observers_and_metrics_draw_does_not_depend_on_what_stands_beside_t
         callbacks = [*[lambda event, state: drawn() and None] * beside, partial(noted.note, place="callback")]
         evaluators, loggers = {"val": pl.Evaluator(points(1), metrics=metrics)}, [Noting(noted)]
         with around(beside):
-            stream = fit(train_metrics=metrics[-1:], evaluators=evaluators, callbacks=callbacks, loggers=loggers)
-            state = pl.run(stream)
+            state = pl.run(fit(train_metrics=metrics[-1:], evaluators=evaluators, callbacks=callbacks, loggers=loggers))
         found.append((noted.log, [float(state.metrics[label]["drawn"]) for label in ("val", "train")]))
     assert found[0] == found[1]
 

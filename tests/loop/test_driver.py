@@ -129,9 +129,7 @@ def test_what_algorithms_change_is_what_the_next_stage_takes_and_a_loss_is_not_r
     def parts(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {"total": cross_entropy(outputs, targets), "penalty": outputs.square().mean()}
 
-    def numbers(loss: Any) -> list[float]:
-        return [float(part.detach()) for part in loss.values()]
-
+    numbers = lambda loss: [float(part.detach()) for part in loss.values()]  # noqa: E731
     at = (Event.AFTER_LOSS, Event.AFTER_BACKWARD)
     shown = [(s.loss, numbers(s.loss)) for e, s in fit(loss=parts, microbatch_size=2) if e in at]
     assert all(numbers(loss) == before for loss, before in shown)
