@@ -132,6 +132,9 @@ def test_only_a_batch_that_is_larger_than_those_before_is_tried() -> None:
     calls.clear()
     run(found, sized(6, 6), **AUTO | {"microbatch_size": 1})
     assert calls == [1] * 6  # a size by hand is taken, whatever was found before
+    several = AUTO | {"batches_per_step": 2}  # found for batches of the dataloader
+    first = run(Limited(), data := sized(2, 3, 8, 1), **several | {"max_duration": "1ba"})
+    same(run(Limited(3), data, **several), run(first, data, **several | {"microbatch_size": 2}))
 
 
 class Long(nn.Linear):

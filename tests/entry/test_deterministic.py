@@ -94,7 +94,11 @@ def test_switches_are_set_while_a_stream_computes_alone(around: tuple[bool, ...]
         next(stream)
         with pytest.raises(KeyError):
             stream.throw(KeyError("x"))
-    assert set(seen) <= {SET, around}
+    assert set() < set(seen) <= {SET, around}
+    places = []
+    for _, state in fit(nn.Linear(4, 200), watch={Event.BATCH_END}, **ON):  # the variable is seen through the switches
+        places.append(state.params["weight"].data_ptr())
+    assert len(set(places[2:])) == 1
 
 
 class Unpools(nn.Module):

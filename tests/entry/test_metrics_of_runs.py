@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.compile import interpreted
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.metrics import accuracy, confusion_matrix, f1, loss, mean
 from tests.support.problem import cross_entropy, fit, mlp, points, run
 from tests.support.streams import assert_same
 from tests.support.tiers import examples
+from tests.support.worlds import pool
 
 METRICS = [accuracy(), confusion_matrix(), loss("mean_loss"), mean(lambda outputs, batch: outputs.sum(dim=1), "total")]
 HELD_OUT = points(3, seed=1)
@@ -169,3 +171,22 @@ def test_resumed_in_the_middle_of_an_epoch_they_are_bitwise_the_same(tmp_path: A
             assert_same(resumed, value, f"from batch {batch}")
     # Another metric, which the State knows nothing of, begins with the rest of the epoch.
     assert list(run(kept[0], **options | {"train_metrics": [accuracy("other")]}).metrics["train"]) == ["other"]
+
+
+@pytest.mark.slow  # graphs and ranks
+def test_compiled_and_on_ranks_metrics_and_steps_of_several_batches_are_the_same() -> None:
+    data = ragged()
+    data[1] = tuple(tensor[:1] for tensor in data[1])  # rank 1 has no sample of it
+    for per_step in (1, 2):
+        options: dict[str, Any] = {"data": data, "batches_per_step": per_step, "max_duration": "1ep", "strict": None}
+
+        def found(options: dict[str, Any] = options, **more: Any) -> Any:
+            last = run(evaluators=evaluators(), train_metrics=METRICS, **options | more)
+            return {"train": dict(last.metrics["train"]), "evaluated": losses(last), "params": dict(last.params)}
+
+        one, other = pool().run(lambda rank, found=found: found(parallel="replicate"))
+        assert_same(one, other, "on ranks")
+        torch.testing.assert_close(one, found())
+        with interpreted():
+            compiled = found(compile=True, steps_per_call=2, watch={Event.EPOCH_END, Event.FIT_END})
+        torch.testing.assert_close(compiled, found())

@@ -89,7 +89,8 @@ def test_two_streams_in_turn_give_what_they_give_alone(one: Case, two: Case) -> 
                 streams.remove((stream, found))
             else:
                 found.append(pair)
-    assert_same_stream(turns[0], one.run(), "in turn with another")
+    assert_same_stream(turns[0], alone := one.run(), "in turn with another")
+    assert_same_stream(one.run(strict=True), alone, "strict, which finds nothing")
     assert_same_stream(turns[1], two.run(), "in turn with another")
 
 

@@ -7,10 +7,12 @@ generators around the run, which are found there afterwards; a run that resumes 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,6 +219,46 @@ def test_unguarded_draws_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StageSettings, "guard", nothing)
     with pytest.raises(AssertionError):
         check("python", ["algorithm"], 1, Event.AFTER_LOSS)
+
+
+def test_generators_are_as_they_were_however_a_stream_ends() -> None:
+    for how, event in itertools.product(("break", "close", "error"), (Event.AFTER_LOSS, Event.EVAL_BATCH_END)):
+
+        def draws(at: Event, state: pl.State, how: str = how, event: Event = event) -> None:
+            if at is event and sum(drawn(kind) for kind in ("torch", "python", "numpy")) and how == "error":
+                raise KeyError
+
+        with around(1), contextlib.suppress(KeyError):
+            pairs = fit(callbacks=[draws], evaluators=points(1), eval_interval="1ba")
+            _ = next(at for at, _ in pairs if at is event), how == "close" and pairs.close()
+
+
+def test_what_observers_and_metrics_draw_does_not_depend_on_what_stands_beside_them() -> None:
+    found = []
+    for beside in (0, 1):
+        noted = Drawn("python", [*OBSERVERS, "metric"])
+        mean = lambda outputs, batch, by=noted: outputs.mean(1) * by.factor("metric")  # noqa: E731
+        metrics = [pl.metrics.mean(mean, name) for name in ["other"] * beside + ["drawn"]]
+        callbacks = [*[lambda event, state: drawn() and None] * beside, partial(noted.note, place="callback")]
+        evaluators, loggers = {"val": pl.Evaluator(points(1), metrics=metrics)}, [Noting(noted)]
+        with around(beside):
+            state = pl.run(fit(train_metrics=metrics[-1:], evaluators=evaluators, callbacks=callbacks, loggers=loggers))
+        found.append((noted.log, [float(state.metrics[label]["drawn"]) for label in ("val", "train")]))
+    assert found[0] == found[1]
+
+
+def test_an_optimizer_draws_alike_in_place_and_on_copies() -> None:
+    sgd = pl.optim.sgd(lr=0.1)
+
+    def noisy(step: Any) -> Any:
+        return lambda grads, *rest: step({n: g + torch.randn_like(g) for n, g in grads.items()}, *rest)
+
+    own = pl.Optimizer(name="noisy", init=sgd.init, update=noisy(sgd.update), overwrite=noisy(sgd.overwrite), lr=sgd.lr)
+    found = []
+    for seed, donate in ((1, "auto"), (2, "auto"), (3, False)):
+        with around(seed):
+            found.append(numbers(pl.run(fit(optimizer=own, donate=donate))))
+    assert found[0] == found[1] == found[2]
 
 
 def fit(**options: Any) -> Any:

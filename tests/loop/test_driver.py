@@ -117,6 +117,25 @@ def test_where_a_run_starts_and_ends() -> None:
     assert_same(run(watch={Event.EVAL_END}), run(), "at the end")
 
 
+def test_what_algorithms_change_is_what_the_next_stage_takes_and_a_loss_is_not_rescaled_in_place() -> None:
+    """In Composer a batch is split before BEFORE_TRAIN_BATCH, and the parts of a loss are multiplied in place."""
+    plus_one = pl.algorithm(Event.AFTER_BACKWARD)(lambda state: state.replace(loss=state.loss.detach() + 1))
+    losses = [[s.loss for e, s in fit(algorithms=a) if e is Event.BATCH_END] for a in ([plus_one], [])]
+    torch.testing.assert_close(losses[0], [loss + 1 for loss in losses[1]])
+    cut = pl.algorithm(Event.BEFORE_TRAIN_BATCH)(lambda s: s.replace(batch=tuple(part[:3] for part in s.batch)))
+    wanted = run(data=[tuple(part[:3] for part in batch) for batch in DATA], microbatch_size=2).params
+    assert_same(dict(run(algorithms=[cut], microbatch_size=2).params), dict(wanted), "cut before the split")
+
+    def parts(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"total": cross_entropy(outputs, targets), "penalty": outputs.square().mean()}
+
+    numbers = lambda loss: [float(part.detach()) for part in loss.values()]  # noqa: E731
+    at = (Event.AFTER_LOSS, Event.AFTER_BACKWARD)
+    shown = [(s.loss, numbers(s.loss)) for e, s in fit(loss=parts, microbatch_size=2) if e in at]
+    assert all(numbers(loss) == before for loss, before in shown)
+    assert [before for _, before in shown[::2]] == [before for _, before in shown[1::2]]
+
+
 def test_outputs_of_a_class_that_torch_knows_lose_their_graph() -> None:
     class Output(dict[str, Any]):
         pass

@@ -27,6 +27,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
 from pure_loop.checkpoint.background import Background
+from pure_loop.loggers import RemoteUploader
 from tests.support.problem import fit, mlp, points
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
@@ -84,6 +85,16 @@ def test_a_child_does_not_wait_for_what_was_given_to_a_thread() -> None:
         gate.set()
     background.close()
     assert ran == [0, 1]
+
+
+def test_a_child_does_not_upload_what_waits_in_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    uploader = RemoteUploader(f"file://{tmp_path}/there", wait=0.0)
+    uploader.log_file("file", str(tmp_path / "file"))
+    with uploader._changed:  # as if the thread had it
+        assert in_a_child(lambda: uploader.close() or "ended") == "ended"
+    uploader.close()
+    assert sorted(os.listdir(tmp_path / "there")) == ["file"]
 
 
 def batches_of(folder: Path) -> set[int]:

@@ -93,6 +93,10 @@ def test_what_the_rules_forbid_is_refused_and_what_was_legal_is_named() -> None:
     }.items():
         with pytest.raises(OrderError, match=says):
             check(events(text))
+    loaded = events("load FIT_START BEFORE_DATALOADER EPOCH_END")  # resumes at the boundary of a checkpoint
+    assert check(loaded, loaded=True) is None
+    with pytest.raises(OrderError, match=r"event 4 of the stream is Event\.BEFORE_DATALOADER"):
+        check(loaded)
     asks: list[Any] = [order.Checker, order.table, order.outline, order.mermaid]
     for ask in asks:
         with pytest.raises(ArgumentError, match="order='2020' is not known; write 'current' or '2021'"):

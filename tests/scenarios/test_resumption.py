@@ -114,6 +114,24 @@ def test_autoresume_goes_on_from_the_newest_that_it_can_go_on_from(
             small(start, autoresume=folder)
 
 
+def test_what_may_be_another_on_going_on() -> None:
+    start = pl.run(small(algorithms=[pl.algorithms.ema(half_life="4ba")], max_duration="1ep"))
+    plain = pl.run(small(start)).params["0.weight"]
+    for change in (
+        {"optimizer": pl.optim.sgd(lr=0.001)},
+        {"algorithms": [pl.algorithms.sam()], "evaluators": problem.points(1), "microbatch_size": 2, "clip_grad": 0.1},
+    ):
+        last = pl.run(small(start, **change))
+        assert (last.timestamp.epoch, torch.equal(last.params["0.weight"], plain)) == (2, False), change
+
+
+def test_an_epoch_that_the_order_of_2021_cuts_short_is_counted() -> None:
+    older = {"max_duration": "5ba", "order": "2021", "watch": {Event.BATCH_END, Event.EPOCH_END}}
+    *_, (_, last), (_, end) = small(**older)
+    assert [(s.timestamp.epoch, s.timestamp.batch_in_epoch) for s in (last, end)] == [(1, 2), (2, 0)]
+    assert [[at for at, _ in small(start, **older)] for start in (last, end)] == [[Event.EPOCH_END], []]
+
+
 def test_what_may_not_be_another_on_going_on(tmp_path: Path) -> None:
     path, middle = tmp_path / "x.safetensors", tmp_path / "middle.safetensors"
     pl.save(pl.run(small(seed=3)), path)

@@ -46,6 +46,9 @@ def test_what_raises_and_what_can_not_be_sent_leaves_the_processes_as_they_are(m
         dist.all_reduce(x)
         return x.item()
 
+    def stubborn(rank):
+        raise type("StubbornError", (Exception,), {"__reduce__": lambda self: (int, ("no number",))})
+
     with Pool(2, timeout=20) as pool:
         with pytest.raises(RankError, match="rank 1 of 2 raised ZeroDivisionError: on one") as caught:
             pool.run(raising)
@@ -62,6 +65,7 @@ def test_what_raises_and_what_can_not_be_sent_leaves_the_processes_as_they_are(m
             (lambda rank: lock, ArgumentTypeError, "can't be sent to another process"),
             (3, ArgumentTypeError, "pass a function of the rank"),
             (lambda rank: (i for i in range(3)) if rank else 0, RankError, "1 of 2 returned a generator that can't"),
+            (stubborn, RankError, r"rank \d of 2 raised .*StubbornError"),
             (lambda rank: dist.destroy_process_group(), RankError, "the program destroyed the default process group"),
         ):
             with pytest.raises(kind, match=says):
