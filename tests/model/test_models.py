@@ -6,6 +6,7 @@ Buffers that forwards register, set, reshape and remove are in test_changing_buf
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,28 @@ def pruned() -> nn.Module:
     model(torch.ones(2, 4)).sum().backward()  # it was used before
     model.zero_grad()
     return model
+
+
+def of_hooks() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates both
+        return around(nn.utils.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4)))
+
+
+class Forwarding(By):
+    """What it lacks is that of its inner module."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def shared() -> nn.Module:
+    layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+    head = Forwarding(lambda m, x: functional.linear(x, m.weight, m.bias), inner=nn.Linear(4, 2))
+    return nn.Sequential(layer, norm, nn.Tanh(), layer, norm, head)
 
 
 class Bound(nn.Module):
@@ -149,6 +172,8 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "convolutions, channels last": (conv, IMAGES),
     "parametrizations": (parametrized, DATA),
     "pruned": (pruned, DATA),
+    "weight norm and spectral norm by hooks": (of_hooks, DATA),
+    "shared submodules, __getattr__": (shared, DATA),
     "hooks and bound methods": (Bound, DATA),
     "assigned buffers": (lambda: By(running_mean, o=nn.Linear(4, 2), mean=torch.zeros(2), count=torch.tensor(0)), DATA),
     "one storage": (one_storage, DATA),
