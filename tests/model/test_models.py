@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, vmap
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -142,6 +143,10 @@ def branching() -> nn.Module:
     return By(lambda m, x: m.ls[int(x.sum() > 0) + int(x[0, 0] > 0)](x), ls=layers, never=nn.Linear(4, 2))
 
 
+def energy(model: Any, x: Tensor) -> Any:
+    return model.o(x + vmap(grad(lambda row: model.n(row).square().sum()))(x))
+
+
 def odd_shapes() -> nn.Module:
     """Strided, viewing, scalar and empty parameters, by themselves, in a list and in a dict."""
     turned, halves = nn.Parameter(torch.ones(2, 4).t()), torch.ones(8, 2)
@@ -178,6 +183,7 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "assigned buffers": (lambda: By(running_mean, o=nn.Linear(4, 2), mean=torch.zeros(2), count=torch.tensor(0)), DATA),
     "one storage": (one_storage, DATA),
     "branching on data": (branching, DATA),
+    "vmap of grad": (lambda: By(energy, o=nn.Linear(4, 2), n=around(nn.Linear(4, 4))), DATA),
     "odd shapes": (odd_shapes, DATA),
     "bfloat16": (lambda: around(nn.Linear(4, 4)).bfloat16(), [(x.bfloat16(), y.bfloat16()) for x, y in DATA], HALF),
     "complex": (waves, DATA, WAVES),
