@@ -16,12 +16,13 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop._internal.names import Pattern
 from pure_loop.callbacks import CheckpointSaver
-from pure_loop.checkpoint import container
+from pure_loop.checkpoint import container, storage
 from pure_loop.checkpoint.index import INDEX
 from pure_loop.checkpoint.paths import Names
 from pure_loop.checkpoint.run_folder import Links, Retention, RunFolder, Saved
 from pure_loop.checkpoint.storage import storage_of
 from tests.support.checkpoint_runs import DATA, fit, messages, names, place, small, state_at, trained
+from tests.support.streams import assert_same
 from tests.support.tiers import examples
 
 # Of one run, in the order in which it passes them.
@@ -76,6 +77,18 @@ def test_files_that_go_or_are_damaged_are_passed_over(tmp_path: Path, monkeypatc
         patch.setattr(container, "verify", gone)
         assert pl.latest(tmp_path) == str(older)
     assert "the disk has a hole" in said[0]
+
+    # What was opened is read, and not what has its name by then.
+    opened, wanted = storage._Local.open, pl.load(newer, model=small())
+
+    def replaced(self: Any) -> Any:
+        found = opened(self)
+        pl.save(state_at(9), newer)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage._Local, "open", replaced)
+        assert_same(pl.load(newer, model=small()), wanted, "the file that was opened")
 
     for path in (older, newer):
         path.write_bytes(path.read_bytes()[:-1])

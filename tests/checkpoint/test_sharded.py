@@ -334,6 +334,7 @@ def test_savers_do_on_ranks_what_they_do_on_one(tmp_path, kind):
         found = {"best": (pl.best(tmp_path / "best"), min(scores, key=scores.__getitem__))}
         saves = partial(at_batch, train(frozen(), parallel=kind), tmp_path / "refused", trained_only=True)
         found["refused"] = outcome(saves)
+        found["at"], _ = at_batch(train(frozen(), parallel=kind), tmp_path / "at.safetensors", weights_only=True)
         found["resumed"] = last(train(frozen(), parallel=kind, load_path=one))
         found["other base"] = outcome(lambda: train(frozen(1), parallel=kind, load_path=one))
         clock, seen = [0.0], [0]
@@ -363,9 +364,9 @@ def test_savers_do_on_ranks_what_they_do_on_one(tmp_path, kind):
         assert found["limit"][0] == "SystemExit: 75"
         assert found["limit"][1] < 8
         assert_same(found["rest"], found["whole"], "resumed")
-    weights = pl.load(tmp_path / "w" / "latest", model=network(), weights_only=True)
-    for name, tensor in weights.params.items():
-        assert torch.equal(tensor, ranks[0]["whole"][f"params.{name}"])
+    for path, state in ((tmp_path / "w" / "latest", "whole"), (tmp_path / "at.safetensors", "at")):
+        for name, tensor in pl.load(path, model=network(), weights_only=True).params.items():
+            assert torch.equal(tensor, ranks[0][state][f"params.{name}"]), path
 
 
 def dies_at(moment):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import json
+import time
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,6 +175,7 @@ def test_a_file_holds_a_state_of_its_class_and_nothing_of_the_batch(tmp_path: Pa
     assert_same(found, state.replace(loss=None, grads=None, batch=None, outputs=None, microbatch=None), "saved")
     said = pl.checkpoint.describe(path)
     assert (said["epoch"], said["batch"], said["event"], said["seed"]) == (0, 1, Event.BATCH_END, 4)
+    assert 0 <= time.time() - said["saved_at"] < 3600
     assert (said["notes"], said["model"]) == ({"why": "a test"}, "torch.nn.modules.container.Sequential")
     with safe_open(path, "pt") as file:
         document = json.loads(file.metadata()["pure_loop"])

@@ -79,6 +79,12 @@ def test_odd_modules_come_back(tmp_path: Path) -> None:
     pl.save(state, path, weights_only=True)
     assert set(load_file(path)) == {"first.weight", "second.weight", "second.bias", "table", "wave", "late"}
     same_weights(pl.load(path, model=Odd(), weights_only=True), state)
+    # As other libraries write them: what state_dict() leaves out stays the model's own.
+    plain = {name: each.resolve_conj().contiguous() for name, each in Odd().state_dict().items() if name[:4] != "tied"}
+    save_file(plain, path)
+    loaded = pl.load(path, model=Odd())
+    assert torch.equal(loaded.params["second.weight"], plain["second.weight"])
+    assert loaded.buffers["hidden"].tolist() == [1.0] * 4
 
 
 def test_a_saver_keeps_the_last_and_the_best(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def train(batch: Any, task: Any, **options: Any) -> pl.State:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDED.get(kind, [])) for kind in KINDS])
-def test_it_is_counted_cut_and_moved_as_a_copy(kind: str) -> None:
+def test_it_is_counted_cut_moved_as_a_copy_and_trained_as_by_hand(kind: str) -> None:
     make, samples, targets = KINDS[kind]
     batch = make()
     assert num_samples(batch) == SAMPLES
@@ -132,6 +132,13 @@ def test_it_is_counted_cut_and_moved_as_a_copy(kind: str) -> None:
         assert all(
             torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, samples(batch), strict=True)
         )
+
+    def means(model: nn.Module, some: Any) -> Any:
+        return model(torch.stack([torch.as_tensor(each).float().mean().expand(3) for each in samples(some)]))
+
+    task: Any = pl.Task(forward=means, loss=lambda outputs, some: mse(outputs, targets(some)))
+    for size in (None, 2):
+        assert train(make(), task, microbatch_size=size, strict=True).timestamp.sample == 2 * SAMPLES
     moved = to_device(batch, "meta")
     assert targets(moved).device.type == "meta"
     assert targets(batch).device.type == "cpu"

@@ -348,6 +348,9 @@ def test_what_is_changed_in_a_sampler_holds_from_the_next_epoch_on() -> None:
 
     sampler = Outer()
     data = source(loader(size=4, sampler=sampler), seed=0, stream="train")
+    knowing = loaders.Knowing()
+    assert samples(epoch_of(loader(sampler=knowing), 3)) == order_of(3)
+    assert not vars(knowing), "a copy is told the epoch"
     for _ in range(3):  # evaluations all see the first pass
         assert samples(list(data.epoch(0))) == order_of(0, 4)
     sampler.inner.n = 3

@@ -15,7 +15,7 @@ import pure_loop as pl
 from pure_loop import Event
 from tests.support.holding import DATA, WAYS, ends, fit, last, made, mse
 from tests.support.problem import close
-from tests.support.worlds import pool
+from tests.support.worlds import KINDS, pool
 
 
 class Named(nn.Parameter):
@@ -154,13 +154,18 @@ def test_surgery_at_init_may_declare_them_and_so_may_who_calls_an_optimizer() ->
     assert list(whole.init(params)["no_decay"]["exp_avg"]) == ["b"]
 
 
-def test_on_ranks() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_ranks(kind: str) -> None:
     """Where parameters are sharded, the forward has those of torch's fully_shard."""
+    cls = Net if kind == "replicate" else Marked
 
     def program(rank: int) -> dict[str, Tensor]:
-        module: Any = run(made(Marked), parallel="shard").module()
-        assert module.bias._no_weight_decay
+        module: Any = run(made(cls), parallel=kind).module()
+        if cls is Net:
+            assert_declared(module)
+        else:
+            assert module.bias._no_weight_decay
         return {name: param.detach() for name, param in module.named_parameters()}
 
-    for params in pool(kind="shard").run(program):
-        close(params, by_hand(Marked), 1e-5)
+    for params in pool(kind=kind).run(program):
+        close(params, by_hand(cls), 1e-5)

@@ -12,7 +12,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms.ema import averaged, moving_average
 from pure_loop.gradients import clip_by_value
-from tests.support.holding import DATA, LR, WAYS, ends, fit, last, made
+from tests.support.holding import DATA, LR, WAYS, ends, fit, last, made, mse
 from tests.support.problem import close
 
 A = pl.algorithms
@@ -115,6 +115,15 @@ class Clipping(torch.optim.SGD):
         super().step()
 
 
+def sharp(module: nn.Module, batch: Any) -> Tensor:
+    """The loss where the gradient leads to, each parameter moved in its own dtype."""
+    params = dict(module.named_parameters())
+    grads = torch.autograd.grad(mse(module(batch[0]), batch[1]), list(params.values()))
+    size = torch.stack([each.float().norm() for each in grads]).norm()
+    moved = {n: p + (g * (0.1 / size)).to(p.dtype) for (n, p), g in zip(params.items(), grads, strict=True)}
+    return mse(torch.func.functional_call(module, moved, (batch[0],)), batch[1])
+
+
 def assert_close(state: pl.State, module: nn.Module, **tolerance: Any) -> None:
     for name, param in module.named_parameters():
         assert state.params[name].dtype is param.dtype
@@ -126,11 +135,14 @@ COMPILED = {"compile": True, "watch": {Event.BATCH_END}}
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("way", [*WAYS[:4], COMPILED])
-def test_they_are_clipped_and_scaled_as_by_hand(way: dict[str, Any]) -> None:
+def test_they_are_clipped_moved_and_scaled_as_by_hand(way: dict[str, Any]) -> None:
     """Float64 is the wider of both; where bfloat16 is rounded, a graph may round the other way."""
     narrow = torch.float64 if way is COMPILED or "strict" in way else torch.bfloat16
     clipped = last(made(Scaled, narrow), optimizer=Clipping)
     assert_close(pl.run(fit(made(Scaled, narrow), clip_grad=0.1, **way)), clipped)
+    loose = {"rtol": 1e-2, "atol": 1e-3} if way is COMPILED else {}
+    sam = pl.run(fit(made(Scaled, torch.bfloat16), DATA, [A.sam(rho=0.1)], **way))
+    assert_close(sam, last(made(Scaled, torch.bfloat16), loss=sharp), **loose)
     # The loss scale is a float32 tensor of shape (), by which gradients are divided.
     model = made(Scaled, torch.float16, torch.float16)
     settings: dict[str, Any] = {"precision": "amp_fp16", "microbatch_size": 4, "clip_grad": 1.0}

@@ -6,6 +6,7 @@ Buffers that forwards register, set, reshape and remove are in test_changing_buf
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, vmap
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -71,6 +73,28 @@ def pruned() -> nn.Module:
     return model
 
 
+def of_hooks() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates both
+        return around(nn.utils.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4)))
+
+
+class Forwarding(By):
+    """What it lacks is that of its inner module."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def shared() -> nn.Module:
+    layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+    head = Forwarding(lambda m, x: functional.linear(x, m.weight, m.bias), inner=nn.Linear(4, 2))
+    return nn.Sequential(layer, norm, nn.Tanh(), layer, norm, head)
+
+
 class Bound(nn.Module):
     """Bound methods as an attribute and as a hook, whose copies belong to the copy of the module; and other hooks."""
 
@@ -119,6 +143,10 @@ def branching() -> nn.Module:
     return By(lambda m, x: m.ls[int(x.sum() > 0) + int(x[0, 0] > 0)](x), ls=layers, never=nn.Linear(4, 2))
 
 
+def energy(model: Any, x: Tensor) -> Any:
+    return model.o(x + vmap(grad(lambda row: model.n(row).square().sum()))(x))
+
+
 def odd_shapes() -> nn.Module:
     """Strided, viewing, scalar and empty parameters, by themselves, in a list and in a dict."""
     turned, halves = nn.Parameter(torch.ones(2, 4).t()), torch.ones(8, 2)
@@ -149,10 +177,13 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "convolutions, channels last": (conv, IMAGES),
     "parametrizations": (parametrized, DATA),
     "pruned": (pruned, DATA),
+    "weight norm and spectral norm by hooks": (of_hooks, DATA),
+    "shared submodules, __getattr__": (shared, DATA),
     "hooks and bound methods": (Bound, DATA),
     "assigned buffers": (lambda: By(running_mean, o=nn.Linear(4, 2), mean=torch.zeros(2), count=torch.tensor(0)), DATA),
     "one storage": (one_storage, DATA),
     "branching on data": (branching, DATA),
+    "vmap of grad": (lambda: By(energy, o=nn.Linear(4, 2), n=around(nn.Linear(4, 4))), DATA),
     "odd shapes": (odd_shapes, DATA),
     "bfloat16": (lambda: around(nn.Linear(4, 4)).bfloat16(), [(x.bfloat16(), y.bfloat16()) for x, y in DATA], HALF),
     "complex": (waves, DATA, WAVES),

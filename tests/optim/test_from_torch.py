@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +23,7 @@ from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.optim import Optimizer, from_torch, partition
 from pure_loop.time import Timestamp
 from tests.support import problem, scripted
-from tests.support.optimizing import by_hand
+from tests.support.optimizing import assert_same, batches, by_hand, ours, tensors
 from tests.support.scripted import Grows, Scripted
 from tests.support.tiers import examples
 
@@ -37,6 +38,15 @@ def test_a_class_that_writes_to_gradients_with_other_kernels_copies(monkeypatch:
     monkeypatch.setattr(Writes, "__module__", "torch.optim.writes")
     assert from_torch(Writes).overwrite is None
     assert from_torch(Writes, foreach=False).overwrite is not None
+
+
+def test_runs_in_threads_at_one_time_leave_nothing_behind_for_each_other() -> None:
+    """One optimizer, whose class writes to what it keeps, for several parameters."""
+    mine = from_torch(Scripted, script=((1, 9, "attribute", "tensor in place"), (2, 9, "group", "list")), alias=True)
+    each = [(mine, tensors(seed, torch.float64), batches(seed, torch.float64, 5)) for seed in range(3)]
+    wanted = [ours(*some) for some in each]
+    with ThreadPoolExecutor(len(each)) as threads:
+        assert_same(list(threads.map(ours, *zip(*each, strict=True))), wanted)
 
 
 # Runs

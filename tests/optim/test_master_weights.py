@@ -17,7 +17,7 @@ from pure_loop import Event
 from pure_loop.optim import adamw, from_torch, master_weights, partition, sgd
 from pure_loop.random import seeded
 from tests.support import problem
-from tests.support.optimizing import assert_same
+from tests.support.optimizing import assert_same, ours
 
 LR = pl.schedules.linear(0.02, 0.01, "1dur")
 DATA = problem.points(6)
@@ -65,6 +65,15 @@ def test_a_run_is_the_optimizer_on_float32_rounded_and_resumes(tmp_path: Path) -
         for start in (model(), kept[4], pl.load(tmp_path / "x.safetensors", model=model())):
             resumed = pl.run(fit(start, optimizer))
             assert_same((resumed.params, resumed.opt_state), (kept[-1].params, kept[-1].opt_state))
+
+
+def test_updates_add_up_that_are_small_beside_the_spacing_of_a_dtype() -> None:
+    """Without copies, the parameter stays as it is."""
+    start, steps, plain = [torch.ones(3).bfloat16()], [[torch.ones(3).bfloat16()]] * 200, sgd(2.0**-14)
+    (*_, (alone, _)), (*_, (params, memory)) = (ours(made, start, steps) for made in (plain, master_weights(plain)))
+    assert torch.equal(alone["p0"], start[0])
+    assert torch.equal(memory["master"]["p0"], torch.full((3,), 1 - 200 * 2.0**-14))
+    assert torch.equal(params["p0"], memory["master"]["p0"].bfloat16())
 
 
 def test_what_an_algorithm_writes_to_parameters_holds() -> None:

@@ -173,7 +173,7 @@ def cases(draw: st.DrawFn, name: Any) -> Case:
     if not isinstance(name, str):
         (cls, options), rate = name, draw(rates)
         made = lambda params, lr: cls(params, lr=lr, **options)  # noqa: E731
-        exact = frozenset({torch.float32, torch.float64})
+        exact = frozenset({torch.float32, torch.float64, torch.bfloat16})
         return Case(from_torch(cls, **options, lr=rate), lambda start: Reference(made, {"lr": rate}, start).step, exact)
     if name == "partition":
         one, other = draw(cases("adamw")), draw(cases("sgd"))

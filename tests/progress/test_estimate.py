@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pure_loop as pl
 from pure_loop.progress.estimate import Facts, MeanLoss
@@ -146,13 +147,24 @@ def test_the_mean_is_weighed_by_samples_and_begins_anew(pairs, times, dtype):
         assert (mean.count, mean.take()) == (0, None)
 
 
-def test_a_mean_keeps_no_graph_and_few_losses():
+class NoReading(TorchDispatchMode):
+    """Refuses what waits for a device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten._to_copy.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mean_reads_nothing_from_a_device_and_keeps_no_graph_and_few_losses():
     """What is no number is left out, and NaN is not hidden."""
     weight, mean = torch.full((), 2.0, requires_grad=True), MeanLoss()
-    for _ in range(640):
-        mean.add(weight, 4)
-        assert len(mean._losses) <= 64
-    result = mean.take()
+    with NoReading():
+        for _ in range(640):
+            mean.add(weight, 4)
+            assert len(mean._losses) <= 64
+        result = mean.take()
+    with pytest.raises(AssertionError), NoReading():
+        float(torch.tensor(2.0))  # as it notices
     assert (float(result.detach()), result.requires_grad) == (2.0, False)
     for loss in (None, torch.ones(3), torch.full((1,), 2.0), 4.0):
         mean.add(loss, 4)
