@@ -284,31 +284,33 @@ class Iterated(_Unindexed):
     def _run(self, copy: Private[Any], number: int) -> Batches:
         return self._pass(self._copy() if number and self._selects else copy, number)
 
-    def _pass(self, copy: Private[Any], number: int) -> Batches:
+    def _pass(self, copy: Private[Any], number: int, drawn: int | None = None) -> Batches:
+        """The batches of a pass; ``drawn`` is the pass whose random numbers it has, if those of another."""
+        drawn = number if drawn is None else drawn
         batches: Iterator[Batch] | None = None
         try:
-            with seeded_all(derive(self._seed, number, "iter")):
-                batches = iter(self._for_pass(copy, number))
+            with seeded_all(derive(self._seed, drawn, "iter")):
+                batches = iter(self._for_pass(copy, number, drawn))
             iterator_made(batches)
             guard = nullcontext if self._in_workers else self._guard_of([batches])
             for position in count():
-                with guard(derive(self._seed, number, position)):
+                with guard(derive(self._seed, drawn, position)):
                     batch = next(batches, END)
                 if batch is END:
                     return
                 yield batch
                 del batch
         finally:
-            with seeded_all(derive(self._seed, number, "close")):
+            with seeded_all(derive(self._seed, drawn, "close")):
                 if not copy.keeps(batches):
                     shut(batches)
 
     def _copy(self) -> Private[Any]:
         return Private(self._loader, seeds=False)
 
-    def _for_pass(self, copy: Private[Iterable[Batch]], number: int) -> Iterable[Batch]:
-        """What to iterate over in a pass."""
-        return copy.begin(derive(self._seed, number, "order"), number)
+    def _for_pass(self, copy: Private[Iterable[Batch]], number: int, drawn: int) -> Iterable[Batch]:
+        """What to iterate over in a pass, with the random numbers of the pass ``drawn``."""
+        return copy.begin(derive(self._seed, drawn, "order"), number)
 
     def _independent(self, copy: Private[Any]) -> bool | None:
         return True if self._selects else copy.independent
@@ -337,8 +339,8 @@ class Iterated(_Unindexed):
         return not are_alike(first, second) or are_alike(second, self._first(copy, 1))
 
     def _first(self, copy: Private[Any], number: int) -> Batch:
-        """The first batch of a pass."""
-        with closing(self._pass(copy, number)) as batches:
+        """The first batch of a pass, with the random numbers of pass 0: noise in it is the same in each."""
+        with closing(self._pass(copy, number, drawn=0)) as batches:
             return next(batches, END)
 
 

@@ -398,6 +398,9 @@ LOADERS: dict[str, Make] = {
     "stream with epochs": lambda: loader(StreamWithEpochs(RandomSampler(range(N)))),
     "bare stream with epochs": lambda: StreamWithEpochs(DRAWN["torch"]()),
     "bare stream with epochs, counting": lambda: StreamWithEpochs(CountingStream()),
+    # Each sample is noisy.
+    "bare stream with epochs, counting in a sampler": lambda: StreamWithEpochs(Counted()),
+    "stream with epochs, counting in a sampler": lambda: loader(StreamWithEpochs(Counted()), size=None),
 }
 
 
