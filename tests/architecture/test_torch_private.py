@@ -95,13 +95,13 @@ def train():
     rows = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
     loss = torch.nn.functional.cross_entropy
     numbers = []
-    for optimizer in (pl.optim.adamw(lr=0.1), pl.optim.adam(lr=0.1), pl.optim.sgd(lr=0.1, momentum=0.9)):
-        for options in ({}, {"precision": "amp_fp16"}, {"microbatch_size": 2}):
-            loader = torch.utils.data.DataLoader(rows, batch_size=4)
-            for _, state in pl.fit(model, loader, loss=loss, optimizer=optimizer, max_duration="2ba", **options):
-                pass
-            assert state.timestamp.batch == 2
-            numbers += [tensor.clone() for tensor in state.params.values()]
+    optimizers = pl.optim.adamw(lr=0.1), pl.optim.adam(lr=0.1), pl.optim.sgd(lr=0.1, momentum=0.9)
+    for optimizer, options in zip(optimizers, ({}, {"precision": "amp_fp16"}, {"microbatch_size": 2}), strict=True):
+        loader = torch.utils.data.DataLoader(rows, batch_size=4)
+        for _, state in pl.fit(model, loader, loss=loss, optimizer=optimizer, max_duration="2ba", **options):
+            pass
+        assert state.timestamp.batch == 2
+        numbers += [tensor.clone() for tensor in state.params.values()]
     return numbers, pl._internal.torch_private.missing
 
 
