@@ -152,6 +152,38 @@ def test_several_averages_begin_where_they_are_first_listed_and_may_change_their
     assert frozen.algorithm_state["ema"]["params"]["0.weight"] is frozen.params["0.weight"], "it costs no memory"
 
 
+def test_a_half_life_in_parts_of_epochs_goes_by_batches() -> None:
+    wanted, *found = (
+        averaged(run(None, None, [average], max_duration="4ep")).params
+        for average in (ema("2ba"), ema(f"{1 / 6!r}dur"), ema(f"{1 / 6!r}dur", interval=f"{1 / 12!r}dur"))
+    )
+    for params in found:  # of 12 batches
+        close(params, wanted)
+
+
+def test_half_precision_is_averaged_in_float32() -> None:
+    """In bfloat16 a thousandth of a difference, and a mean of a thousand, would be rounded away."""
+    model, data = mlp().to(torch.bfloat16), [(x.bfloat16(), y) for x, y in points()]
+    for algorithm, kept in ((ema(smoothing=0.999), every(1, 0.999)), AVERAGES["a mean"]):
+        state = run(model, data, [algorithm])
+        wanted = average_by_hand([each.params for each in states_of(model, data=data)], kept)
+        for name, tensor in state.algorithm_state[algorithm.name]["params"].items():
+            assert tensor.dtype is torch.float32
+            torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-5, atol=1e-6)
+            assert torch.equal(averaged(state, algorithm.name).params[name], tensor.bfloat16())
+
+
+@pytest.mark.parametrize("make", [lambda: ema("2ba"), lambda: swa("0ba", interval="1ba"), lambda: lookahead(1, 0.5)])
+def test_infinite_parameters_stay_so(make: Callable[[], Any], tmp_path: Path) -> None:
+    """Between two equal infinities there is no number; from a file they are other tensors than before."""
+    model: Any = mlp()
+    model.register_parameter("mask", nn.Parameter(torch.tensor([0.0, -INF]), requires_grad=False))
+    pl.save(run(model, None, [make()], max_duration="1ep"), tmp_path / "a.safetensors")
+    state = run(pl.load(tmp_path / "a.safetensors", model=model), None, [make()])
+    shown = state if make().name == "lookahead" else averaged(state, make().name)
+    assert state.params["mask"].tolist() == shown.params["mask"].tolist() == [0.0, -INF]
+
+
 # Buffers
 
 
