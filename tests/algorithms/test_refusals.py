@@ -134,7 +134,6 @@ REFUSALS = [
     of(lambda: A.with_length((TOKENS[0][0], torch.zeros(2)), 2, "reshape"), DATA, "has no 3 tokens a sample"),
     runs(A.transform(growing), DATA, "which are no samples of one batch"),
     made(A.transform, TYPE, "is not a function of an input", function=3),
-    of(lambda: A.with_length((torch.zeros(3), torch.zeros(3)), 2), DATA, "has no tensor of two dimensions"),
     of(lambda: A.with_length(WORDS, 3, keys=["labels"]), DATA, "has no 'labels', which keys= names"),
     # Schedules of training
     runs(A.layer_freezing(), MODEL, "has 1 layer with parameters that are trained", model=nn.Linear(4, 3)),
@@ -164,7 +163,6 @@ REFUSALS = [
     of(lambda: A.apply_factorize(NARROW, 2, min_features=8), MODEL, "0 has 3 inputs", "1 has 2 groups"),
     of(lambda: A.apply_factorize(TIED, 2, min_features=8), MODEL, "head shares its weight with another layer"),
     made(A.gated_linear_units, ARG, "write bias=True", init="old"),
-    made(A.gated_linear_units, TYPE, "is no function of a tensor", activation=3),
     made(A.gated_linear_units, ARG, "is none of 'gelu', 'silu', 'sigmoid'", activation="relu"),
     of(lambda: A.apply_gated_linear_units(BLOCK, blocks=dropped), MODEL, "'2' in the model, Sequential, is a Dropout"),
     of(lambda: A.apply_ghost_batchnorm(nn.SyncBatchNorm(3)), MODEL, "SyncBatchNorm, which has one statistic"),
