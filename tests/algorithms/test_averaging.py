@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 
 import pure_loop as pl
 from pure_loop import Event, State
-from pure_loop.algorithms import averaged, ema, lookahead, step_towards, swa, update_batchnorm
+from pure_loop.algorithms import averaged, ema, lookahead, moving_average, step_towards, swa, update_batchnorm
 from pure_loop.random import seeded
 from tests.support.problem import LR, by_hand, close, convnet, cross_entropy, fit, images, mlp, points, run
 from tests.support.streams import equal
@@ -83,6 +83,8 @@ AVERAGES: dict[str, tuple[pl.Algorithm, Callable[[int], float]]] = {
     "batches": (ema(half_life="2ba"), every(1, 0.5**0.5)),
     "samples": (ema("8sp"), every(1, 0.5**0.5)),
     "part of the run": (ema(half_life="0.5dur"), every(1, 0.5 ** (1 / 3))),
+    "within epochs": (ema(f"{1 / 3!r}dur"), every(1, 0.5**0.5)),
+    "an interval within epochs": (ema(f"{1 / 3!r}dur", interval=f"{1 / 6!r}dur"), every(1, 0.5**0.5)),
     "an interval": (ema(half_life="3ba", interval="2ba"), every(2, 0.5 ** (2 / 3))),
     "an interval of samples": (ema(smoothing=0.9, interval="8sp"), every(2, 0.9)),
     "an interval of the run": (ema(half_life="0.5dur", interval="0.5dur"), every(3, 0.5)),
@@ -150,6 +152,34 @@ def test_several_averages_begin_where_they_are_first_listed_and_may_change_their
     model[0].weight.requires_grad_(False)
     frozen = run(model, None, [ema(half_life="2ba")])
     assert frozen.algorithm_state["ema"]["params"]["0.weight"] is frozen.params["0.weight"], "it costs no memory"
+
+
+def test_half_precision_is_averaged_in_float32() -> None:
+    """In bfloat16 a thousandth of a difference, and a mean of a thousand, would be rounded away."""
+    model, data = mlp().to(torch.bfloat16), [(x.bfloat16(), y) for x, y in points()]
+    for algorithm, kept in ((ema(smoothing=0.999), every(1, 0.999)), AVERAGES["a mean"]):
+        state = run(model, data, [algorithm])
+        wanted = average_by_hand([each.params for each in states_of(model, data=data)], kept)
+        for name, tensor in state.algorithm_state[algorithm.name]["params"].items():
+            assert tensor.dtype is torch.float32
+            torch.testing.assert_close(tensor.double(), wanted[name], rtol=1e-5, atol=1e-6)
+            assert torch.equal(averaged(state, algorithm.name).params[name], tensor.bfloat16())
+    for kind in (torch.complex64, torch.float8_e5m2):
+        one, none = ({"w": torch.tensor([value]).to(kind)} for value in (1.0, 0.0))
+        assert moving_average(one, none, 0.75)["w"] == 0.75
+
+
+@pytest.mark.parametrize("make", [lambda: ema("2ba"), lambda: swa("0ba", interval="1ba"), lambda: lookahead(1, 0.5)])
+def test_infinite_parameters_stay_so(make: Callable[[], Any]) -> None:
+    """Between two equal infinities there is no number; what is not trained may be another tensor at each batch."""
+    model: Any = mlp()
+    model.register_parameter("mask", nn.Parameter(torch.tensor([0.0, -INF]), requires_grad=False))
+    copies = pl.algorithm(Event.BATCH_START, name="copies")(
+        lambda state: state.replace(params={name: tensor.clone() for name, tensor in state.params.items()})
+    )
+    state = run(model, None, [copies, make()])
+    shown = state if make().name == "lookahead" else averaged(state, make().name)
+    assert state.params["mask"].tolist() == shown.params["mask"].tolist() == [0.0, -INF]
 
 
 # Buffers

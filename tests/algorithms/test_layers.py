@@ -247,6 +247,10 @@ def test_gates_multiply_what_is_activated() -> None:
     x = torch.randn(3, 5, 8)
     with torch.no_grad():
         same(old(x, x), layer(x, x))
+    nested = nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.GELU()), nn.Sequential(nn.Linear(16, 8)))
+    where = lambda name, _: None if name else A.FeedForward("0.0", "0.1", "1.0")  # noqa: E731 - as in a BERT
+    same(A.apply_gated_linear_units(nested, "gelu", bias=True, init="old", blocks=where)(x), nested(x))
+    assert not torch.equal(A.apply_gated_linear_units(nested, "gelu", blocks=where)(x), nested(x))
 
 
 # Normalization, and gates of channels

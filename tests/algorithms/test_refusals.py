@@ -133,6 +133,8 @@ REFUSALS = [
     made(A.sequence_length_warmup, ARG, "leave keep_end out", mode="reshape", keep_end=True),
     of(lambda: A.with_length((TOKENS[0][0], torch.zeros(2)), 2, "reshape"), DATA, "has no 3 tokens a sample"),
     runs(A.transform(growing), DATA, "which are no samples of one batch"),
+    made(A.transform, TYPE, "is not a function of an input", function=3),
+    of(lambda: A.with_length(WORDS, 3, keys=["labels"]), DATA, "has no 'labels', which keys= names"),
     # Schedules of training
     runs(A.layer_freezing(), MODEL, "has 1 layer with parameters that are trained", model=nn.Linear(4, 3)),
     made(A.selective_backprop, ARG, "it would never run", interrupt=1),
@@ -155,6 +157,8 @@ REFUSALS = [
     of(lambda: A.apply_blurpool(nn.MaxPool2d(2, ceil_mode=True)), MODEL, "ceil_mode or return_indices"),
     of(lambda: A.apply_blurpool(type("Own", (nn.MaxPool2d,), {})(2)), MODEL, "a subclass"),
     made(A.factorize, ARG, "rank=2.5 is no number of values", rank=2.5),
+    made(A.factorize, ARG, "both False", convs=False, linears=False),
+    of(lambda: A.set_rank(WIDE, 2), MODEL, "modules that apply_factorize has made"),
     of(lambda: A.apply_factorize(WIDE, 10, min_features=8), ARG, "rank 10 of 0, 16 x 16, saves nothing: at most 7"),
     of(lambda: A.apply_factorize(NARROW, 2, min_features=8), MODEL, "0 has 3 inputs", "1 has 2 groups"),
     of(lambda: A.apply_factorize(TIED, 2, min_features=8), MODEL, "head shares its weight with another layer"),
@@ -166,6 +170,7 @@ REFUSALS = [
     runs(A.gyro_dropout(), ARG, "write the period in batches", model=BLOCK, data=iter(points())),
     of(lambda: A.apply_squeeze_excite(NARROW, min_channels=129), MODEL, "0 has 3 input and 16 output"),
     of(lambda: A.apply_weight_standardization(CONVS, skip_last=2), MODEL, "each filter of 1 is one weight"),
+    made(A.stochastic_depth, TYPE, "is no class of modules", blocks=(nn.Linear, 3)),
     runs(A.stochastic_depth(nn.Linear), MODEL, "block '4', Linear, has an input of shape (4, 4)", model=plus()),
     of(lambda: pl.Algorithm("mine", ENDS, claims="text"), TYPE, "'mine': claims="),  # type: ignore[arg-type]
     of(lambda: pl.Algorithm("mine", ENDS, bind=divmod), TYPE, "'mine': bind="),  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from pure_loop.testing.comparison import differences
 from tests.support.problem import convnet, cross_entropy, fit, images, noise, points, run
 from tests.support.streams import equal
 from tests.support.tiers import examples
+from tests.support.worlds import pool
 
 DATA = [(torch.full((2, 3), 0.1 * i), torch.ones(2, 1)) for i in range(1, 4)]
 
@@ -145,6 +146,23 @@ def test_a_resumed_run_and_a_compiled_one_do_what_the_whole_would_have_done(name
     if name == "evaluations":
         later = pl.run(stream([algorithm], end.replace(stop=False), **options))
         assert (later.timestamp.epoch, later.stop) == (end.timestamp.epoch + 1, True)
+
+
+@pytest.mark.slow  # two processes train
+@pytest.mark.parametrize("parallel", ["replicate", "shard"])
+def test_two_ranks_come_to_what_one_comes_to(parallel: Any) -> None:
+    """Their samples, and with them their losses, differ: one that stopped alone would leave the other waiting."""
+    data = [(x, x[:, :1].tanh()) for x, _ in points(2, 8)]
+    options: dict[str, Any] = {"loss": functional.mse_loss, "evaluators": {"val": data}, "max_duration": "9ep"}
+
+    def outcome(name: str, **more: Any) -> Any:
+        with pl.random.seeded(0):
+            end = run(nn.Linear(4, 1), data, [RUNS[name][0]], strict=False, **options, **more)
+        return end.timestamp.batch, end.stop, None if end.lr_scale is None else float(end.lr_scale)
+
+    alone = {name: outcome(name) for name in RUNS}
+    assert all(stop or (scale is not None and scale < 1) for _, stop, scale in alone.values()), alone
+    assert pool().run(lambda rank: {name: outcome(name, parallel=parallel) for name in RUNS}) == [alone] * 2
 
 
 @examples(15, 300)

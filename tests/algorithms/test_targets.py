@@ -128,16 +128,18 @@ SUMS: dict[str, tuple[list[pl.Algorithm], list[pl.Algorithm], Any]] = {
 
 @pytest.mark.parametrize("name", SUMS)
 def test_mixing_the_loss_is_mixing_the_targets_whatever_the_order_and_the_microbatches(name: str) -> None:
-    """Smoothing is affine, SAM's second pass has both, positions without a target have none in both."""
+    """Smoothing is affine, SAM's second pass has both, positions without a target have none; losses measured, too."""
     algorithms, others, loss = SUMS[name]
     pictures = name == "images"
     model = nn.Sequential(nn.Flatten(), nn.Linear(432, 3)).double() if pictures else None
     data = [(x.double(), y) for x, y in images()] if pictures else points()
     if "ignored" in name:
         data = [(x, torch.where(torch.arange(4) == 1, -100, y)) for x, y in data]
-    wanted = run(model, data, others, loss=loss).params
+    options: dict[str, Any] = {"train_metrics": [pl.metrics.loss()]}
+    wanted = run(model, data, others, loss=loss, **options)
     for size in (None, 3) if "ignored" not in name else (None,):
-        close(run(model, data, algorithms, microbatch_size=size).params, wanted, 1e-5)
+        found = run(model, data, algorithms, microbatch_size=size, **options)
+        close({**found.params, **found.metrics["train"]}, {**wanted.params, **wanted.metrics["train"]}, 1e-5)
 
 
 def test_targets_in_nestings_losses_in_mappings_and_batches_with_names() -> None:

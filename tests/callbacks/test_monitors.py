@@ -76,6 +76,9 @@ def test_speed_is_a_mean_over_the_window_without_evaluations() -> None:
     assert [*found["speed/tokens_per_second"].values()] == [10, 20 / 4, 20 / 4, 20 / 5]
     still, _ = timed(lambda clock: C.SpeedMonitor(clock=clock), [0.0] * 4)
     assert not any(name.startswith("speed") for name in still), "a clock that stands still"
+    used = C.SpeedMonitor(window=50)
+    runs = [timed(lambda _: used, [seconds] * 4)[0] for seconds in (4.0, 1.0)]
+    assert [each["speed/samples_per_second"][1] for each in runs] == [1.0, 4.0], "a second run has a new window"
 
 
 FLOPS = 22_528  # 2 * 8 * (16 * 32 + 32 * 4), twice for the weights' gradients, and 2 * 8 * 32 * 4 for the inputs of one

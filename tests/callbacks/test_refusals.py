@@ -40,6 +40,11 @@ def driven(callback: Callable[[], Any], *says: str) -> Refusal:
     return Refusal(says[0], lambda: pl.drive((pair for pair in ()), callbacks=[callback()]), ARG, says)
 
 
+def explain(**options: Any) -> Any:
+    settings: dict[str, Any] = {"loss": nn.functional.cross_entropy, "optimizer": pl.optim.sgd(lr=0.1)}
+    return pl.explain(nn.Linear(4, 3), points(), max_duration="1ep", **settings, **options)
+
+
 def generate(**settings: Any) -> Any:
     return C.Generate(**{"prompts": "a", "generate": lambda module, prompt: "", **settings})
 
@@ -54,6 +59,7 @@ def mlperf(metric: str = "val/loss", **settings: Any) -> Any:
 
 REFUSALS = [
     attached(own("Never", bind=never), ARG, "never in fit"),
+    Refusal("explained", lambda: explain(callbacks=[own("Never", bind=never)()]), ARG, ("never in fit",)),
     attached(own("Binding", bind=lambda self, name, value: None), TYPE, "Binding has a method bind(name", "the run"),
     attached(own("Alone", needs_grad_norm=True), ARG, "Alone has needs_grad_norm = True, and not all_ranks = True"),
     driven(C.LRMonitor, "write LRMonitor(optimizer)"),

@@ -184,7 +184,7 @@ def test_any_number_of_streams_in_one_script(job):
 
 
 FAULTY = """
-@pl.algorithm(Event.BEFORE_FORWARD)
+@pl.algorithm(Event.{event})
 def faulty(state):
     if state.timestamp.batch == 1 and rank == {who}:
         os.kill(os.getpid(), signal.{sent})
@@ -200,14 +200,17 @@ say("done")
 
 def test_a_rank_that_stops_dies_or_never_starts_is_named(job, tmp_path):
     """Of three processes the two others name it, and of two the other."""
-    others = [Job(tmp_path / name) for name in ("killed", "alone")]
+    others = [Job(tmp_path / name) for name in ("killed", "alone", "halfway")]
     for each in others:
         each.folder.mkdir()
         each.processes = job.processes
-    killed, alone = others
-    job.rank_by_rank(FAULTY.format(kind="replicate", sent="SIGSTOP", who=0), 2)
+    killed, alone, halfway = others
+    job.rank_by_rank(FAULTY.format(kind="replicate", event="BEFORE_FORWARD", sent="SIGSTOP", who=0), 2)
     job.check_named(1, words="rank 0 did not come to what follows .* hanging; .* the timeout is 6 s")
-    killed.rank_by_rank(FAULTY.format(kind="shard", sent="SIGKILL", who=1), 3)
+    # In the middle of a sharded batch the others wait for its parts of the parameters.
+    halfway.rank_by_rank(FAULTY.format(kind="shard", event="BEFORE_LOSS", sent="SIGSTOP", who=0), 2)
+    halfway.check_named(1, words="rank 0 did not come to what follows .* hanging; .* the timeout is 6 s")
+    killed.rank_by_rank(FAULTY.format(kind="shard", event="BEFORE_FORWARD", sent="SIGKILL", who=1), 3)
     killed.check_named(0, 2, words="rank 1 did not come to what follows .*: killed")
     alone.rank_by_rank('say(told(lambda: fit("replicate")))\nsay("done")', 2, without=0)
     alone.check_named(1, words="rank 1 of 2 could not meet the others within 6 s: rank 0")

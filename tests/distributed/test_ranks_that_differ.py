@@ -175,6 +175,19 @@ def test_other_data_is_named_with_both_numbers():
         check_all_told([texts], DATA * 2)
 
 
+def test_sharded_ranks_that_would_wait_for_each_other_are_told():
+    """One that stops alone, and one with another batch in an evaluator without a length."""
+
+    def program(rank):
+        evaluators = {"evaluators": iter(batches((4,) * (2 + rank), seed=1))}
+        stops = outcome(rank, "shard", stopping(9), stopping(1), 1, lambda *_: False)
+        return stops, outcome(rank, "shard", evaluators, evaluators, 1)
+
+    for stops, uneven in pool(kind="shard").run(program):
+        assert "DistributedError: " in stops
+        assert re.search("at different events.*EVAL", uneven), uneven
+
+
 @st.composite
 def differences(draw):
     """What all ranks have, what one rank has, what it does in its loop, and what the errors of all the others say."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -208,7 +209,30 @@ def leaves_where_the_module_has_others(kept: Kept) -> None:
     pl.run(fit(algorithms=[pl.algorithm(Event.AFTER_FORWARD, Event.AFTER_TRAIN_BATCH, name="keep")(keep)]))
 
 
+def thread_that_reads(kept: Kept) -> None:
+    """It reads a global variable while steps run: whole parameters or an error, which never change."""
+    scope: dict[str, Any] = {"state": None, "stream": fit(max_duration="30ep")}
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(1e-4):
+            with suppress(pl.errors.DonatedStateError):
+                if (state := scope["state"]) is not None:
+                    kept.keep("what a thread reads", state.params["0.weight"])
+            state = None
+
+    thread = threading.Thread(target=watch)
+    with _set("switchinterval", 1e-4):
+        thread.start()
+        try:
+            exec("for event, state in stream: pass", scope)
+        finally:
+            ended.set()
+            thread.join(30)
+
+
 ROUTES: dict[str, Callable[[Kept], None]] = {
+    "a thread": thread_that_reads,
     "leaves of an evaluation": of_an_evaluation,
     "a clock": clock_that_reads,
     "all functions in one batch": partial(mode_of_a_batch, TorchFunctionMode, "__torch_function__"),

@@ -64,11 +64,13 @@ def test_everything_stays_as_it_was(tmp_path: Path) -> None:
 
     before, callback = outside(), Noting()
     saver = pl.callbacks.CheckpointSaver(tmp_path / "checkpoints", keep_best=1, metric="val/accuracy")
+    writers: list[Any] = [pl.callbacks.ExportForInferenceCallback(tmp_path / "model.pt")]
+    writers.append(pl.callbacks.MLPerfCallback(tmp_path / "results", "linear", 0.9, "val/accuracy"))
     report = rehearse(
         *(model, data),
         evaluators={"val": data},
         algorithms=[pl.algorithms.ema(half_life="4ba"), pl.algorithms.sam(rho=0.1)],
-        callbacks=[callback, saver, pl.callbacks.LRMonitor(), pl.callbacks.GradMonitor()],
+        callbacks=[callback, saver, pl.callbacks.LRMonitor(), pl.callbacks.GradMonitor(), *writers],
         loggers=[Refusing(), pl.loggers.CSVLogger(tmp_path / "log" / "metrics.csv")],
         autoresume=tmp_path / "checkpoints",
     )

@@ -478,6 +478,11 @@ def test_accuracy_ignores_what_the_loss_ignores() -> None:
         (no_loss, [0, 1, -100, 1], 2 / 3),
     ):
         assert float(accuracy(scores, torch.tensor(targets), loss)) == pytest.approx(wanted)
+    for index, wanted in ((1, 1.0), (None, 3 / 4)):
+        metrics = pl.metrics.loss(), pl.metrics.accuracy(ignore_index=index)
+        assert float(accuracy(scores, torch.tensor([0, 1, 1, 0]), no_loss, *metrics)) == pytest.approx(wanted), index
+    with pytest.raises(pl.ArgumentTypeError, match=r"ignore_index.*whole number"):
+        pl.metrics.accuracy(ignore_index=0.5)  # type: ignore[arg-type]
 
 
 def test_accuracy_finds_the_classes_by_shapes_and_is_refused_where_two_axes_fit() -> None:

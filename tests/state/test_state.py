@@ -199,6 +199,11 @@ def test_the_users_module_stays_as_it_was_and_tied_weights_are_one_parameter() -
     assert not torch.equal(module.encode.weight, user.encode.weight)
     assert not module.head.bias.requires_grad
     assert torch.equal(module.head.bias, user.head.bias), "frozen"
+    kept = {name: tensor.clone() for name, tensor in (state.params | state.buffers).items()}
+    with torch.no_grad():
+        for tensor in (*module.state_dict().values(), *user.state_dict().values()):
+            tensor.zero_()
+    assert_same(dict(state.params | state.buffers), kept, "the State")
 
 
 def test_with_module() -> None:
