@@ -31,7 +31,7 @@ LONG_FUNCTION = 80
 # callbacks, checkpoints and the kit, a file each, and a smaller number takes a feature out.
 LINES = 47_700
 # Of tests, without the simulated GPU. One property is worth more than dozens of examples: half of this says as much.
-LINES_OF_TESTS = 34_850
+LINES_OF_TESTS = 35_130
 # Names that say nothing of what they are the name of.
 VAGUE = frozenset(
     {
