@@ -15,9 +15,6 @@ from pure_loop.testing.comparison import Keeper
 from pure_loop.testing.laws.ranks import compare, witness
 from tests.support.worlds import KINDS, A, an_epoch, pool
 
-# On three ranks and more a sum depends on how it is put together.
-RANKS = 3
-
 
 def case_of(sizes=(4, 4), duration="2ep", **options):
     size = options.pop("microbatch_size", None)
@@ -68,7 +65,7 @@ def test_what_each_rank_brings_is_made_equal_before_training():
             stream.close()
         return before, found
 
-    (before, first), *others = pool(RANKS).run(program)
+    (before, first), *others = pool().run(program)
     for _, other in others:
         for one, two in zip(first, other, strict=True):
             assert all(torch.equal(one[name], two[name]) for name in one)
@@ -112,7 +109,7 @@ def test_going_on_is_bitwise_the_rest(tmp_path):
             case.run(algorithms(), start=state, parallel=False)
         return found
 
-    for found in pool(RANKS).run(program):
+    for found in pool().run(program):
         assert len(found) == 10
         for went_on, wanted, tolerance in found:
             compare(went_on, wanted, "going on", tolerance)
@@ -148,6 +145,7 @@ def in_buckets(cap, frozen, unused, microbatch_size):
     return dict(state.params), dict(pl.run(an_epoch(kept, data, **options)).params)
 
 
+@pytest.mark.slow  # of three ranks, whose sums can be put together in several ways
 def test_resumption_is_bitwise_however_sums_are_put_together():
     """It depends on the bucket that it is in: with several, frozen and unused parameters, and where
     torch has no way to fix its buckets. And where an algorithm is not linear, and batches are of other sizes."""
@@ -168,7 +166,7 @@ def test_resumption_is_bitwise_however_sums_are_put_together():
         kept = [state for event, state in stream(torch.nn.Linear(3, 2)) if event is Event.BATCH_END]
         return [*found, *((dict(kept[-1].params), dict(pl.run(stream(state)).params)) for state in kept[:-1])]
 
-    for pairs in pool(RANKS).run(program):
+    for pairs in pool(3).run(program):
         assert len(pairs) == 10
         for straight, resumed in pairs:
             assert all(torch.equal(straight[name], resumed[name]) for name in straight)
@@ -196,6 +194,6 @@ def test_a_state_resumes_after_an_error_in_the_stream_that_it_was_kept_of():
                 found.append((went_on[-1:], wanted[-1:], 0.0 if kind == then else 1e-6))
         return found
 
-    for found in pool(RANKS).run(program):
+    for found in pool().run(program):
         for went_on, wanted, tolerance in found:
             compare(went_on, wanted, "after an error", tolerance)

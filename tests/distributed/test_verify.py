@@ -98,7 +98,7 @@ def test_of_shards_those_of_each_rank_are_compared() -> None:
     assert [(each["rank"], each["transient"]) for each in one] == [(where, True) for _, where in ways]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])  # three processes more
 def test_ranks_with_other_parameters_are_noticed(ranks: int) -> None:
     """The last rank's are others from the second batch on."""
 
