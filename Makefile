@@ -39,10 +39,10 @@ $(STAMP): $(DEMO_STAMP)
 demo: $(DEMO_STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
 	$(BIN)/python examples/digits.py
 
-test: $(STAMP)  ## the fast tier: five to ten minutes on two cores
+test: $(STAMP)  ## the fast tier: five minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not thorough"
 
-test-slow: $(STAMP)  ## the slow tier of CI: real processes, real compilers, the code of the docs; ten to twenty minutes
+test-slow: $(STAMP)  ## the slow tier of CI: real processes, real compilers, the code of the docs; ten minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not thorough"
 
 test-thorough: $(STAMP)  ## more examples and the slow laws
@@ -66,7 +66,7 @@ $(TRITON_STAMP): constraints.txt
 	@touch $@
 
 # What is compiled, and what is interpreted, are processes of their own: triton asks which when it is imported.
-test-triton: $(STAMP) $(TRITON_STAMP)  ## compiled steps as kernels for a GPU, on a simulated one: four minutes, with g++
+test-triton: $(STAMP) $(TRITON_STAMP)  ## compiled steps as kernels for a GPU, on a simulated one: two minutes, with g++
 	PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin \
 		-m "gpu and not thorough" tests/compile/test_triton.py
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -p tests.simulated_gpu.plugin \
