@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -162,22 +163,40 @@ def of_wandb(folder: Path) -> Series:
     )
 
 
-def records_of_wandb(folder: Path) -> Iterator[Any]:
-    """What all processes wrote, in the order of their starts."""
+def records_of_wandb(folder: Path) -> list[Any]:
+    """What all processes wrote, in the order of their starts.
+
+    The service of wandb writes the end of a file when ``finish`` has returned; the file of a process that was killed
+    has none.
+    """
+    result = []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        found = list(_records_in(file))
+        while not any(map(_is_exit, found)) and time.time() - file.stat().st_mtime < 2:
+            time.sleep(0.02)
+            found = list(_records_in(file))
+        result += found
+    return result
+
+
+def _is_exit(record: Any) -> bool:
+    return bool(record.WhichOneof("record_type") == "exit")
+
+
+def _records_in(file: Path) -> Iterator[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        raw, at, record = file.read_bytes(), 7, b""
-        while at + 7 <= len(raw):
-            if 32768 - at % 32768 < 7:
-                at += 32768 - at % 32768
-                continue
-            _, length, kind = struct.unpack("<IHB", raw[at : at + 7])
-            record += raw[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):
-                yield Record.FromString(record)
-                record = b""
+    raw, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(raw):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", raw[at : at + 7])
+        record += raw[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4) and at <= len(raw):
+            yield Record.FromString(record)
+            record = b""
 
 
 def of_comet(folder: Path) -> Series:
