@@ -169,19 +169,19 @@ def test_a_stream_that_begins_in_a_child_is_the_childs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_of_a_loader_stay_the_parents(persistent: bool) -> None:
     data = TensorDataset(torch.ones(16, 4), torch.zeros(16, dtype=torch.int64))
-    pairs = stream(data=DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent))
-    up_to(pairs)
-
-    def child(way: str) -> str:
-        nonlocal pairs
-        with contextlib.suppress(KeyError):
-            WAYS[way][0](pairs)
-        pairs = None
-        return "ended"
-
     for way in ("left", "closed", "an error"):
-        assert in_a_child(lambda way=way: child(way)) == "ended"
-    assert pl.run(pairs).timestamp.batch == 4
+        pairs = stream(data=DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent))
+        up_to(pairs)
+
+        def child(way: str = way) -> str:
+            nonlocal pairs
+            with contextlib.suppress(KeyError):
+                WAYS[way][0](pairs)
+            pairs = None
+            return "ended"
+
+        assert in_a_child(child) == "ended"
+        assert pl.run(pairs).timestamp.batch == 4
 
 
 SCRIPT = """
