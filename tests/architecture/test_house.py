@@ -30,8 +30,8 @@ LONG_FUNCTION = 80
 # About 40,000 would be read sooner. What is left has no twin and no dead function: two thirds are methods, loggers,
 # callbacks, checkpoints and the kit, a file each, and a smaller number takes a feature out.
 LINES = 47_700
-# Of tests, without the simulated GPU. One property is worth more than dozens of examples: 26,000 should say as much. What
-# is above that are rows of one line and tables of formulas; models and loops of a file's own are the first to go.
+# Of tests, without the simulated GPU. One property is worth more than dozens of examples: 26,000 should say as much.
+# What is above that are rows of one line and tables of formulas; models and loops of a file's own are the first to go.
 LINES_OF_TESTS = 35_140
 # Names that say nothing of what they are the name of.
 VAGUE = frozenset(
