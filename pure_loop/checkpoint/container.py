@@ -157,7 +157,8 @@ def pieces_of(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, one after the other."""
-    return tensor.view(-1).view(torch.uint8)
+    # Not view(-1): torch calls tensors of at most one number contiguous whatever their strides, which that leaves.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def raw(tensor: Tensor) -> Tensor:

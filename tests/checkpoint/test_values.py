@@ -144,6 +144,8 @@ def test_every_dtype_and_shape_and_one_that_stands_twice(tmp_path: Path) -> None
     shapes = [(), (0,), (3,), (2, 0, 3), (2, 1, 3), (300, 900)]
     values = {f"{dtype} {shape}": numbers(dtype, shape) for dtype in DTYPES for shape in shapes}
     assert identical(saved(values, tmp_path / "x.safetensors"), values)
+    assert saved(torch.zeros(4)[::2][:0], tmp_path / "x.safetensors").shape == (0,)
+    assert saved(torch.ones(4)[::4], tmp_path / "x.safetensors").tolist() == [1.0]
     memory = saved({"a": values["torch.float32 (3,)"], "b": [values["torch.float32 (3,)"]]}, tmp_path / "x.safetensors")
     assert memory["a"] is memory["b"][0]
 
