@@ -61,7 +61,7 @@ def _condensed(tensor: Tensor) -> list[Tensor]:
     """The bytes of a tensor; of a large one those of its sums by row and by column, as integers of 8 bytes."""
     tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
     numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
-    # Of at most one number strides may be any: container._flat says more.
+    # Not view(-1), which leaves the strides of at most one number, and these may be any.
     flat = numbers.contiguous().as_strided((numbers.numel(),), (1,)).view(torch.uint8)
     length = flat.numel() // _BLOCK * _BLOCK
     if length < _LARGE:

@@ -327,10 +327,10 @@ class _Rebuilt(Iterated):
         shared = () if isinstance(loader.dataset, IterableDataset) and not self._in_workers else (loader.dataset,)
         return Private(loader, shared=shared, seeds=False)
 
-    def _for_pass(self, copy: Private[Any], number: int, drawn: int) -> Any:
+    def _for_pass(self, copy: Private[Any], number: int, seed_pass: int) -> Any:
         if self._keeps_workers and isinstance(copy.value.dataset, _loaders.Passing):
             return copy.value
-        loader = copy.begin(derive(self._seed, drawn, "order"), number)
+        loader = copy.begin(derive(self._seed, seed_pass, "order"), number)
         changes: dict[str, object] = {"persistent_workers": False}
         if _is_plain(loader):
             changes |= _loaders.pinning_anew(self._loader)
@@ -338,7 +338,7 @@ class _Rebuilt(Iterated):
             changes |= _loaders.passing(self._loader, derive(self._seed, "passes"), number, self._keeps_workers)
         if self._keeps_workers:
             self._kept = loader
-        return _loaders.adapted(loader, derive(self._seed, drawn, "workers"), changes)
+        return _loaders.adapted(loader, derive(self._seed, seed_pass, "workers"), changes)
 
     @property
     def _has_epochs(self) -> bool:

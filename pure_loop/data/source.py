@@ -284,33 +284,33 @@ class Iterated(_Unindexed):
     def _run(self, copy: Private[Any], number: int) -> Batches:
         return self._pass(self._copy() if number and self._selects else copy, number)
 
-    def _pass(self, copy: Private[Any], number: int, drawn: int | None = None) -> Batches:
-        """The batches of a pass; ``drawn`` is the pass whose random numbers it has, if those of another."""
-        drawn = number if drawn is None else drawn
+    def _pass(self, copy: Private[Any], number: int, seed_pass: int | None = None) -> Batches:
+        """The batches of a pass; ``seed_pass`` is the pass whose seeds it has, if another."""
+        seed_pass = number if seed_pass is None else seed_pass
         batches: Iterator[Batch] | None = None
         try:
-            with seeded_all(derive(self._seed, drawn, "iter")):
-                batches = iter(self._for_pass(copy, number, drawn))
+            with seeded_all(derive(self._seed, seed_pass, "iter")):
+                batches = iter(self._for_pass(copy, number, seed_pass))
             iterator_made(batches)
             guard = nullcontext if self._in_workers else self._guard_of([batches])
             for position in count():
-                with guard(derive(self._seed, drawn, position)):
+                with guard(derive(self._seed, seed_pass, position)):
                     batch = next(batches, END)
                 if batch is END:
                     return
                 yield batch
                 del batch
         finally:
-            with seeded_all(derive(self._seed, drawn, "close")):
+            with seeded_all(derive(self._seed, seed_pass, "close")):
                 if not copy.keeps(batches):
                     shut(batches)
 
     def _copy(self) -> Private[Any]:
         return Private(self._loader, seeds=False)
 
-    def _for_pass(self, copy: Private[Iterable[Batch]], number: int, drawn: int) -> Iterable[Batch]:
-        """What to iterate over in a pass, with the random numbers of the pass ``drawn``."""
-        return copy.begin(derive(self._seed, drawn, "order"), number)
+    def _for_pass(self, copy: Private[Iterable[Batch]], number: int, seed_pass: int) -> Iterable[Batch]:
+        """What to iterate over in a pass, with the seeds of the pass ``seed_pass``."""
+        return copy.begin(derive(self._seed, seed_pass, "order"), number)
 
     def _independent(self, copy: Private[Any]) -> bool | None:
         return True if self._selects else copy.independent
@@ -340,7 +340,7 @@ class Iterated(_Unindexed):
 
     def _first(self, copy: Private[Any], number: int) -> Batch:
         """The first batch of a pass, with the random numbers of pass 0: noise in it is the same in each."""
-        with closing(self._pass(copy, number, drawn=0)) as batches:
+        with closing(self._pass(copy, number, seed_pass=0)) as batches:
             return next(batches, END)
 
 

@@ -717,7 +717,8 @@ def _memory_written(old: FrozenDict[str, Any], result: FrozenDict[str, Any]) -> 
         if value is there or not (isinstance(value, Tensor) and isinstance(there, Tensor)):
             continue
         # Of sparse gradients the first step makes a sparse memory.
-        if all(getattr(value, name) == getattr(there, name) for name in ("shape", "dtype", "device", "layout")):
+        kind = value.shape, value.dtype, value.device, value.layout
+        if kind == (there.shape, there.dtype, there.device, there.layout):
             values[key] = there.copy_(value)
     return _in_order_of(old, values)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pure_loop._internal.bits import same, tensors_differ
-from pure_loop.data.batch import tensors_in
+from pure_loop.data.batch import leaves, tensors_in
 from pure_loop.state import State
 from pure_loop.verify.leaves import leaves_of
 
@@ -71,8 +72,11 @@ def _are_unequal(a: Any, b: Any) -> bool | Tensor:
         return not bool(a == b or (a != a and b != b))
     if hasattr(a, "__array__"):
         return not same(a, b)
+    if isinstance(a, SimpleNamespace):  # its `==` takes the truth of tensors, which they don't have
+        items, others = dict(leaves(vars(a))), dict(leaves(vars(b)))
+        return items.keys() != others.keys() or any(bool(_are_unequal(items[name], others[name])) for name in items)
     # An object of a user's class: by its tensors, or by an `==` of its own.
-    tensors_a, tensors_b = (tensors_in(each) or tensors_in(getattr(each, "__dict__", None)) for each in (a, b))
+    tensors_a, tensors_b = tensors_in(a), tensors_in(b)
     if tensors_a or tensors_b:
         return len(tensors_a) != len(tensors_b) or any(
             bool(_are_unequal(x, y)) for x, y in zip(tensors_a, tensors_b, strict=True)

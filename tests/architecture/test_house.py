@@ -32,7 +32,7 @@ LONG_FUNCTION = 80
 LINES = 47_700
 # Of tests, without the simulated GPU. One property is worth more than dozens of examples: 26,000 should say as much.
 # What is above that are rows of one line and tables of formulas; models and loops of a file's own are the first to go.
-LINES_OF_TESTS = 35_140
+LINES_OF_TESTS = 35_150
 # Names that say nothing of what they are the name of.
 VAGUE = frozenset(
     {

@@ -272,6 +272,17 @@ def test_outputs_of_a_class_of_the_users_own(outputs_of: Any) -> None:
     run(Model(4, 3), loss=lambda outputs, y: cross_entropy(outputs.scores, y), strict=False, verify="1ba")
 
 
+def test_namespaces_are_compared_by_what_they_hold() -> None:
+    state = pl.State.create(nn.Linear(1, 1))
+
+    def holding(**items: Any) -> pl.State:
+        return state.remember("mine", SimpleNamespace(scores=torch.ones(2), inner=SimpleNamespace(**items)))
+
+    assert unequal_leaves(holding(count=1), holding(count=1))[0] == []
+    for items in ({"count": 2}, {"other": 1}, {"count": torch.ones(2)}):
+        assert unequal_leaves(holding(count=1), holding(**items))[0]
+
+
 TENSORS: dict[str, torch.Tensor] = {
     "float64": torch.tensor([1.0, -2.0], dtype=torch.float64),
     "bfloat16": torch.tensor([1.0], dtype=torch.bfloat16),
