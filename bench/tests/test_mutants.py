@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.areas import AREAS, guards_of
-from bench.mutants import carried, compared, described, drawn, scores
+from bench.mutants import Copy, carried, compared, described, drawn, scores
 from bench.mutation import mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,3 +108,20 @@ def test_what_stands_in_for_a_test_that_is_gone_is_named() -> None:
     )
     assert lines[2].startswith("LOST ")
     assert len(lines) == 3
+
+
+def test_a_test_that_found_the_mutant_before_is_run_first_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(self: Copy, *command: str, seconds: float) -> tuple[str, str]:
+        ran.append(command[-1])
+        return "failed", "FAILED"
+
+    monkeypatch.setattr(Copy, "run", run)
+    copy = object.__new__(Copy)
+    copy.root, copy.passed = ROOT, {}
+    here = "bench/tests/test_mutants.py::test_a_mutant_differs_in_one_place"
+    for known, first in ((f"{here}[1]", here), (f"{here}s", "::11"), (None, "::11")):
+        ran.clear()
+        judged = copy.judge("loop", "pure_loop/loop/driver.py", known)
+        assert (ran, judged["outcome"], judged["by"]) == ([first], "killed", "tests" if first == here else "golden")
