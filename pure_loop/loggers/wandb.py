@@ -78,7 +78,8 @@ class WandBLogger(Tracker):
         self._first_step = 0
 
     def connect(self, run_id: str) -> None:
-        # What earlier processes wrote of the run offline, finished ones among them, before this one writes.
+        # What processes that were killed wrote of the run offline. W&B writes the end of a finished one after `finish`
+        # has returned; what that had sent is in the file of the run.
         files = sorted(self.folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
         self._offline = {pair for file in files for pair in _sent(file)}
         arguments = {"settings": self._wandb.Settings(console="off"), **self._options, **self._settings}
@@ -90,10 +91,10 @@ class WandBLogger(Tracker):
         return self._offline
 
     def has_step(self, name: str, step: int) -> bool:
-        return step < self._first_step or (name, step) in self._received
+        return step < self._first_step or super().has_step(name, step)
 
     def pass_on(self, entries: Sequence[Entry]) -> None:
-        for step, group in groupby(entries, key=lambda entry: entry.moment.batch):
+        for step, group in groupby(self.counted_entries(entries), key=lambda entry: entry.moment.batch):
             row: dict[str, object] = {}
             for entry in group:
                 if entry.kind == "hyperparameters":
