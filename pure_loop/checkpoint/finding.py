@@ -129,8 +129,9 @@ def latest(folder: PathLike) -> str | None:
 
     Newest is the State that is furthest on: by its counts of batches, epochs and iterations, and where these are equal
     by its boundary; of equal States the last by name. No clock is read, neither the one by which files are dated nor
-    the one at saving. Each file is read through and compared with its digest; one that is damaged, cut off or
-    contradicts itself is passed over, with a message to the log ``pure_loop.checkpoint``.
+    the one at saving. From the newest on, files are read through and compared with their digests until one is whole;
+    one that is damaged, cut off or contradicts itself is passed over, with a message to the log
+    ``pure_loop.checkpoint``.
 
     Raises:
         ArgumentTypeError: it is no path.

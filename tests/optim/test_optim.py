@@ -78,7 +78,7 @@ def torch_sgd(params: list[Tensor], **options: Any) -> torch.optim.Optimizer:
 
 
 class Reference:
-    """One parameter, contiguous and real, with an optimizer of its own, which has the numbers of each batch."""
+    """One parameter, dense and real, with an optimizer of its own, which has the numbers of each batch."""
 
     def __init__(self, theirs: Callable[..., torch.optim.Optimizer], options: dict[str, Any], start: Tensor) -> None:
         self.options, self.complex = options, start.is_complex()
@@ -86,17 +86,19 @@ class Reference:
         self.optimizer = theirs([self.param], **self.numbers(0))
 
     def plain(self, tensor: Tensor) -> Tensor:
-        copied = tensor.detach().clone(memory_format=torch.contiguous_format).resolve_neg().clone()
+        # In the order that the elements have in memory: the last bit of torch's fused kernels depends on the place.
+        copied = tensor.detach().resolve_neg().clone()
         return torch.view_as_real(copied).clone() if self.complex else copied
 
     def numbers(self, batch: int) -> dict[str, Any]:
         def at(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(at, value))
-            # Where a number is 0, torch keeps no buffers: the smallest number does nothing else.
-            return (value(Timestamp(batch=batch)) or 1e-30) if callable(value) else value
+            return value(Timestamp(batch=batch)) if callable(value) else value
 
         numbers = {name: at(value) for name, value in self.options.items() if name != "independent_decay"}
+        if numbers.get("momentum") == 0:  # for which torch keeps no buffer; the smallest number does nothing else
+            numbers["momentum"] = 1e-30
         self.shrinks = self.options.get("independent_decay", False) and numbers["weight_decay"]
         return numbers | {"weight_decay": 0.0} if self.shrinks else numbers
 
@@ -105,7 +107,7 @@ class Reference:
             self.optimizer.param_groups[0].update(self.numbers(batch))
             if self.shrinks:
                 self.param.data *= 1 - self.shrinks
-            self.param.grad = self.plain(gradient).to(self.param.dtype)
+            self.param.grad = torch.empty_like(self.param).copy_(self.plain(gradient))
             self.optimizer.step()
         values = self.param.detach().clone()
         return torch.view_as_complex(values) if self.complex else values
