@@ -97,8 +97,8 @@ class Reference:
             return value(Timestamp(batch=batch)) if callable(value) else value
 
         numbers = {name: at(value) for name, value in self.options.items() if name != "independent_decay"}
-        if numbers.get("momentum") == 0:  # for which torch keeps no buffer; the smallest number does nothing else
-            numbers["momentum"] = 1e-30
+        # Where its momentum is 0, torch keeps no buffer; the smallest number does nothing else.
+        numbers |= {"momentum": 1e-30} if numbers.get("momentum") == 0 else {}
         self.shrinks = self.options.get("independent_decay", False) and numbers["weight_decay"]
         return numbers | {"weight_decay": 0.0} if self.shrinks else numbers
 
