@@ -7,7 +7,6 @@ global generators, and which samples an epoch has.
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import random
 import weakref
@@ -21,10 +20,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import RandomSampler, Sampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, Sampler, Subset, TensorDataset
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop._internal.torch_private import end_workers, iterator_of_loader
 from pure_loop.data.copies import Private
 from pure_loop.data.dataloaders import source
 from pure_loop.data.group import Share
@@ -65,14 +65,17 @@ def parts_of(value: Any) -> list[Any]:
 
 def by_hand(make: Make, seed: int, epochs: int) -> list[list[int]]:
     """Passes over a new object, which is told the epoch where a part of it has a ``set_epoch``."""
-    given = make()
-    parts = [part for part in parts_of(given) if callable(getattr(part, "set_epoch", None))]
+    given, result = make(), list[list[int]]()
+    parts = parts_of(given)
+    settable = [part for part in parts if callable(getattr(part, "set_epoch", None))]
     loaders.scramble(seed)
-    result = []
     for epoch in range(epochs):
-        for part in parts:
+        for part in settable:
             part.set_epoch(epoch)
         result.append(samples(list(given)))
+    # Workers that stay, where they are collected together with their queues, are waited for in vain: 5 s for each.
+    for dataloader in [part for part in parts if isinstance(part, DataLoader)]:
+        end_workers(iterator_of_loader(dataloader))
     return result
 
 
@@ -184,10 +187,9 @@ def test_over_everything_in_workers(persistent: bool) -> None:
     cases: list[tuple[str, list[str]]] = [(kind, []) for kind in IN_WORKERS]
     cases += [("shuffle", ["wrapper"]), ("stream, own sampler", ["set_epoch", "list"]), ("counting stream", ["lambda"])]
     for number, (kind, around) in enumerate(cases):
-        workers = 1 if "counting" in kind or around else 1 + number % 2
-        make = functools.partial(IN_WORKERS[kind], num_workers=workers, **options)
-        check(functools.partial(surrounded, make, around), epochs=2, workers=True)
-        gc.collect()  # a loader that was gone through by hand has its workers until it is collected
+        options["num_workers"] = 1 if "counting" in kind or around else 1 + number % 2
+        make = functools.partial(surrounded, functools.partial(IN_WORKERS[kind], **options), around)
+        check(make, epochs=2, workers=True)
 
 
 def test_two_workers_have_two_orders() -> None:
@@ -289,8 +291,7 @@ def test_a_tables_rows_are_what_its_loader_gives() -> None:
     whole = TensorDataset(image, torch.arange(5))
     for dataset in (whole, Subset(whole, torch.arange(5))):  # type: ignore[arg-type]
         given = loader(dataset, 2, sampler=[*range(5), -1])
-        got, expected = epoch_of(given), list(given)
-        assert same(got, expected)
+        assert same(got := epoch_of(given), expected := list(given))
         for mine, theirs in zip(got, expected, strict=True):
             assert [x.stride() for x in mine] == [x.stride() for x in theirs]
             assert mine[0].untyped_storage().data_ptr() != image.untyped_storage().data_ptr()
