@@ -188,8 +188,8 @@ def test_over_everything_in_workers(persistent: bool) -> None:
     cases += [("shuffle", ["wrapper"]), ("stream, own sampler", ["set_epoch", "list"]), ("counting stream", ["lambda"])]
     for number, (kind, around) in enumerate(cases):
         options["num_workers"] = 1 if "counting" in kind or around else 1 + number % 2
-        make = functools.partial(surrounded, functools.partial(IN_WORKERS[kind], **options), around)
-        check(make, epochs=2, workers=True)
+        make = functools.partial(IN_WORKERS[kind], **options)
+        check(functools.partial(surrounded, make, around), epochs=2, workers=True)
 
 
 def test_two_workers_have_two_orders() -> None:
@@ -291,7 +291,8 @@ def test_a_tables_rows_are_what_its_loader_gives() -> None:
     whole = TensorDataset(image, torch.arange(5))
     for dataset in (whole, Subset(whole, torch.arange(5))):  # type: ignore[arg-type]
         given = loader(dataset, 2, sampler=[*range(5), -1])
-        assert same(got := epoch_of(given), expected := list(given))
+        got, expected = epoch_of(given), list(given)
+        assert same(got, expected)
         for mine, theirs in zip(got, expected, strict=True):
             assert [x.stride() for x in mine] == [x.stride() for x in theirs]
             assert mine[0].untyped_storage().data_ptr() != image.untyped_storage().data_ptr()

@@ -311,8 +311,7 @@ def check(case: Case, params: Sequence[Drawn], seed: int) -> None:
         pure, pure_state = result
         assert_same((numbers(mine), my_state), (numbers(pure), pure_state))
         for reference, grad, found in zip(references, grads.values(), numbers(pure), strict=True):
-            expected = reference(grad, batch)
-            if expected is not None:
+            if (expected := reference(grad, batch)) is not None:
                 is_close(found, expected, case.exact)
     assert torch.equal(torch.get_rng_state(), random)
 
