@@ -134,8 +134,7 @@ def test_whatever_a_header_or_a_description_says(folder: Folder, data: st.DataOb
         return
     header, numbers = header_of(checkpoint())
     metadata = header.pop("__metadata__")
-    text = data.draw(changes(header))
-    folder.check(sealed(f'{{"__metadata__": {json.dumps(metadata)}, {text[1:]}', numbers))
+    folder.check(sealed(f'{{"__metadata__": {json.dumps(metadata)}, {data.draw(changes(header))[1:]}', numbers))
 
 
 NASTY = "a\nWARNING all is well\r\x1b[2J\u2028" + "x" * 3000

@@ -255,8 +255,7 @@ class Machine(RuleBasedStateMachine):
     )
     def is_left(self, ahead: int, event: Event, told: bool) -> None:
         """Nothing is saved then, unless a signal was held back: it comes again where the loop was left."""
-        at = min(self.reached + ahead, BATCHES - 1)
-        told = told and event is Event.BEFORE_DATALOADER
+        at, told = min(self.reached + ahead, BATCHES - 1), told and event is Event.BEFORE_DATALOADER
 
         def leave() -> None:
             for current, state in self.stream():
@@ -268,6 +267,8 @@ class Machine(RuleBasedStateMachine):
 
         if told:
             self.ends("interrupted", leave, at)
+            for sender in [thread for thread in threading.enumerate() if thread.name == "pure_loop-signal"]:
+                sender.join(9)  # it may end a moment after its signal has come
         else:
             leave()
             self.saves(at)
@@ -291,8 +292,8 @@ class Machine(RuleBasedStateMachine):
             if os.path.exists(f"{there}/run"):
                 shutil.rmtree(self.folder)
                 shutil.copytree(f"{there}/run", self.folder, symlinks=True)
-        found = {name for name in storage_of(self.folder).names() if name.startswith("ep")}
-        self.files = {name: self.files.get(name, "good") for name in found}
+        names = storage_of(self.folder).names()
+        self.files = {name: self.files.get(name, "good") for name in names if name.startswith("ep")}
         for name in [name for name, how in self.files.items() if how != "good" and self.whole(name)]:
             self.files[name] = "good"  # which was saved again
         assert self.reached >= before, "the last complete one stays"
@@ -333,8 +334,7 @@ class Machine(RuleBasedStateMachine):
         with fsspec.open(f"{self.folder}/mine.safetensors", "rb") as file:
             assert file.read() == b"of another origin"
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("pure_loop")]
-        good = [name for name, how in self.files.items() if how == "good"]
-        newest = max(good, key=parsed, default=None)
+        newest = max((name for name, how in self.files.items() if how == "good"), key=parsed, default=None)
         with messages() as said:
             assert pl.latest(self.folder) == (None if newest is None else f"{self.folder}/{newest}")
         for name, how in self.files.items():
@@ -342,10 +342,9 @@ class Machine(RuleBasedStateMachine):
             if how == "cut" or (how == "flipped" and (newest is None or parsed(name) > parsed(newest))):
                 assert any(f"{path} is passed over" in each for each in said)
             stamp = storage_of(path).stamp() if self.local else None
-            if stamp is not None and self.checked.get(name) == (how, stamp):
-                continue
-            self.checked[name] = how, stamp
-            self.check(name, path, how)
+            if stamp is None or self.checked.get(name) != (how, stamp):
+                self.checked[name] = how, stamp
+                self.check(name, path, how)
 
     def check(self, name: str, path: str, how: str) -> None:
         model = RUNS[self.kind].get("start", small)()
