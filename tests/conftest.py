@@ -13,10 +13,12 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from torch import Tensor
 
 torch.set_num_threads(1)
 # cuBLAS reads it once, before it computes; without it some of a GPU's tests would not be deterministic.
@@ -81,6 +83,23 @@ def every_gradient_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of small models are added up as those of large ones, where they are not observed."""
     for user in ("engine", "ownership"):
         monkeypatch.setattr(f"pure_loop.stages.{user}.LARGE", 0)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Which of the times that a graph asked for memory it was given copies."""
+    from pure_loop.stages.ownership import Ownership
+
+    asked: list[bool] = []
+    real = Ownership.writable_or_copies
+
+    def own(this: Ownership, tensors: list[Tensor], alone: Any) -> list[Tensor]:
+        memory = real(this, tensors, alone)
+        asked.append(memory is not tensors)
+        return memory
+
+    monkeypatch.setattr(Ownership, "writable_or_copies", own)
+    return asked
 
 
 @pytest.fixture(params=["small", "large"])

@@ -189,7 +189,8 @@ def _copies(tensors: Mapping[str, Tensor], offload: bool) -> FrozenDict[str, Ten
         return chosen
     if are_sharded(chosen):
         raise ArgumentError("ema: offload=True with parallel='shard': each rank has a shard of the average already.")
-    return FrozenDict((key, tensor.detach().to("cpu")) for key, tensor in chosen.items())
+    # Tensors without numbers, of which only shapes are asked, can't be copied.
+    return FrozenDict((key, tensor if tensor.is_meta else tensor.detach().to("cpu")) for key, tensor in chosen.items())
 
 
 @attrs.frozen

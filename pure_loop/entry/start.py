@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from numbers import Number
+from typing import Any, NoReturn
 
 import attrs
 import optree
@@ -225,12 +226,13 @@ Path = tuple[Any, ...]
 
 
 def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None:
-    """Refuse a State with an algorithm state of other shapes or dtypes than the algorithms' ``init`` returns for it.
+    """Refuse a State with an algorithm state of another structure than the algorithms' ``init`` returns for it.
 
-    Tensors at the same place of both are compared. Numbers may differ; a tree may have further entries; a dtype may be
-    wider, of the same kind; a dimension of size 0 in the result of ``init``, by which an algorithm declares that it
-    grows, may have any size; so may values for a buffer of a shape that changes. If ``init`` makes a tensor under the
-    name of a parameter, the State must have one, and its mapping may have no names that are not in the State.
+    What ``init`` makes has to be there: each key of a mapping, each item of a list, a tensor or number where it makes
+    one, tensors of its shape and dtype. Numbers may differ; a tree may have further entries; a dtype may be wider, of
+    the same kind; a dimension of size 0 in the result of ``init``, by which an algorithm declares that it grows, may
+    have any size; a buffer may have come, gone or changed its shape. A mapping with tensors under names of parameters
+    may have no names that are not in the State.
 
     ``init`` is called with tensors on the meta device, so it computes nothing; where it reads their numbers, nothing
     is compared.
@@ -242,11 +244,10 @@ def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None
     if not requested:
         return
     meta = _without_numbers(state)
-    changing = set(state.model.altered)
     for algorithm in requested:
         expected = _asked(algorithm, meta)
         if expected is not None:
-            _compare(algorithm.name, state, _tensors(expected[0]), changing)
+            _compare((algorithm.name,), state.algorithm_state[algorithm.name], expected[0], state)
 
 
 def _without_numbers(state: State) -> State:
@@ -266,28 +267,60 @@ def _asked(algorithm: Algorithm, state: State) -> tuple[object] | None:
         return None
 
 
-def _compare(name: str, state: State, wanted: Mapping[Path, Tensor], changing: set[str]) -> None:
-    result = _tensors(state.algorithm_state[name])
+def _compare(path: Path, value: PyTree, expected: PyTree, state: State) -> None:
+    """Refuse a value, at this path of ``algorithm_state``, of another structure than what ``init`` makes there."""
+    wanted, children = _children(expected), _children(value)
+    if isinstance(expected, Tensor):
+        names = {key for key in path[1:] if isinstance(key, str)}
+        if isinstance(value, Tensor):
+            is_right = _fits(value, expected) or not names.isdisjoint(state.model.altered)
+        else:
+            is_right = _is_number(value) and names.isdisjoint(state.params)
+    elif wanted is None:
+        is_right = _is_number(value) or not _is_number(expected)
+    else:
+        is_right = children is not None and isinstance(value, Mapping) is isinstance(expected, Mapping)
+    if not is_right:
+        _refuse(path, f"{_described(value)}, and init makes {_described(expected)}")
+    if wanted is None or children is None:
+        return
+    for key, child in wanted.items():
+        if key in children:
+            _compare((*path, key), children[key], child, state)
+        elif key not in state.buffers:
+            _refuse((*path, key), f"missing, and init makes {_described(child)}")
     names = {*state.params, *state.buffers}
+    if any(isinstance(child, Tensor) and key in names for key, child in wanted.items()):
+        for key, child in children.items():
+            if isinstance(child, Tensor) and key not in wanted and key not in names:
+                _refuse((*path, key), f"{_described(child)}, and the model has no parameter or buffer of that name")
 
-    def refuse(path: Path, what: str, instead: str) -> None:
-        leaf = "".join(f"[{key!r}]" for key in (name, *path))
-        raise ResumeError(
-            f"algorithm_state{leaf} is {what}, and {instead}: the memory is of another model or algorithm, or was "
-            "altered. Give the State that was trained with this one, or let it start afresh: state.replace("
-            f"algorithm_state={{...}}) without {name!r}. (A memory that grows begins with a dimension of size 0.)"
-        )
 
-    for path, tensor in wanted.items():
-        if path not in result:
-            if any(key in state.params for key in _texts(path)):
-                refuse(path, "no tensor", f"init makes one of {shape_and_dtype(tensor)}")
-        elif changing.isdisjoint(_texts(path)) and not _fits(result[path], tensor):
-            refuse(path, shape_and_dtype(result[path]), f"init makes {shape_and_dtype(tensor)}")
-    by_name = {path[:-1] for path in wanted if path and path[-1] in names}
-    for path, tensor in result.items():
-        if path not in wanted and path and path[:-1] in by_name and path[-1] not in names:
-            refuse(path, shape_and_dtype(tensor), "the model has no parameter or buffer of that name")
+def _is_number(value: PyTree) -> bool:
+    return isinstance(value, Number) or hasattr(value, "dtype")  # arrays of any library
+
+
+def _described(value: PyTree) -> str:
+    return shape_and_dtype(value) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    from pure_loop.checkpoint.validation import shortened  # only on the way to an error
+
+    raise ResumeError(
+        f"algorithm_state{''.join(f'[{shortened(key)}]' for key in path)} is {what}: the memory is of another model or "
+        "algorithm, or was altered. Give the State that was trained with this one, or let it begin anew: pl.load(path, "
+        f"model=model, exclude=[{f'algorithm_state/{path[0]}'!r}]), or state.replace(algorithm_state={{...}}) without "
+        f"{path[0]!r}. (A memory that grows begins with a dimension of size 0, or without the key.)"
+    )
+
+
+def _children(tree: PyTree) -> Mapping[Any, PyTree] | None:
+    """The items of a container by key or number; None: it is a leaf, or None itself."""
+    if tree is None or optree.tree_is_leaf(tree, namespace=NAMESPACE):
+        return None
+    level: Any = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
+    return dict(zip(level.entries, level.children, strict=True))
 
 
 def _fits(tensor: Tensor, expected: Tensor) -> bool:
@@ -297,12 +330,3 @@ def _fits(tensor: Tensor, expected: Tensor) -> bool:
     # An average of float16 is kept in float32.
     same_kind = tensor.is_floating_point() == expected.is_floating_point()
     return same_kind and torch.promote_types(tensor.dtype, expected.dtype) is tensor.dtype
-
-
-def _tensors(tree: PyTree) -> Mapping[Path, Tensor]:
-    paths, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
-    return {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)}
-
-
-def _texts(path: Path) -> Iterable[str]:
-    return (key for key in path if isinstance(key, str))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from pure_loop.errors import ResumeError
 from tests.conftest import THOROUGH
 from tests.support import problem
 from tests.support.checkpoint_runs import small
-from tests.support.hostile import Folder, at, checkpoint, described, document_of, header_of, sealed
+from tests.support.hostile import Folder, at, checkpoint, described, document_of, header_of, places, sealed
 from tests.support.tiers import examples
 
 
@@ -78,12 +77,6 @@ TENSORS = (
     *(f'"dtype": "{dtype}", "shape": [5, 4]' for dtype in ("int32", "float64", "bool", "quint8", "float4_e2m1fn_x2")),
     *('"dtype": "float64", "shape": [10]', '"device": "cuda"', '"device": "meta"', '"device": 7', '"more": 1'),
 )
-
-
-def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
-        yield (*path, key), value
-        yield from places(value, (*path, key))
 
 
 def is_tensor(value: Any) -> bool:

@@ -22,7 +22,6 @@ import pure_loop as pl
 from pure_loop import Event, FrozenDict
 from pure_loop.algorithms import ema
 from pure_loop.compile.trees import Memory
-from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.references import can_count
 from tests.support import problem
 from tests.support.compiling import BATCHES, EPOCHS, Kept
@@ -39,21 +38,6 @@ INSIDE: list[Any] = [{Event.AFTER_TRAIN_BATCH, *BATCHES}, {Event.AFTER_BACKWARD,
 # What these write to besides is no mapping: counts that are fields themselves, and a loss scale.
 SCALED: dict[str, Any] = {"nonfinite": "skip", "precision": "amp_fp16"}
 ONCE = [True] + [False] * 9  # the first step is given the memory of the model
-
-
-@pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Which of the times that a graph asked for memory it was given copies."""
-    asked: list[bool] = []
-    real = Ownership.writable_or_copies
-
-    def own(this: Any, tensors: list[Tensor], alone: Any) -> list[Tensor]:
-        given = real(this, tensors, alone)
-        asked.append(given is not tensors)
-        return given
-
-    monkeypatch.setattr(Ownership, "writable_or_copies", own)
-    return asked
 
 
 def norm() -> nn.Module:

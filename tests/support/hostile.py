@@ -13,7 +13,7 @@ import json
 import operator
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,12 @@ def rewritten(content: bytes, path: tuple[Any, ...], text: str) -> bytes:
 
 def at(tree: Any, path: Sequence[Any]) -> Any:
     return functools.reduce(operator.getitem, path, tree)
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield (*path, key), value
+        yield from places(value, (*path, key))
 
 
 class Folder:
