@@ -69,7 +69,7 @@ class Algorithm:
             ``(state, stages) -> state``: see :class:`pure_loop.loop.batch.LoopStages`).
         init: ``state -> value``, any pytree; called once, after INIT. The value is the first
             ``state.algorithm_state[name]``. When training resumes, ``init`` is called with tensors on the meta device,
-            and the algorithm state has to have what it makes: keys, items, and tensors of its shapes and dtypes.
+            and the shapes of its value are compared with those of the algorithm state.
         when: how often the handlers run, such as ``pl.every("10ba")``; None: always.
         claims: names of effects that two algorithms of a run can't both have, as strings: ``{"mixes targets"}``.
         bind: ``run -> None``, called once before the stream of ``fit`` starts, with a :class:`pure_loop.callback.Run`;

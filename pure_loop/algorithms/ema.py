@@ -153,7 +153,10 @@ def ema(
         _refuse_inside_duration(life, period, state.timestamp)
         params = _copies(state.params, offload)
         memory = FrozenDict(params=params, buffers=buffers_of(state), updated=_counts(state.timestamp))
-        return memory | {"updates": 0} if warmup else memory
+        before = state.algorithm_state.get(name)
+        # Where training goes on with warm-up that began without, its updates were not counted.
+        counts = warmup and not (isinstance(before, Mapping) and "updates" not in before)
+        return memory | {"updates": 0} if counts else memory
 
     def update(state: State) -> State:
         assert state.event is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from numbers import Number
+from numbers import Real
 from typing import Any, NoReturn
 
 import attrs
@@ -59,9 +59,8 @@ def first_state(model_or_state: nn.Module | State, seed: int, device: torch.devi
 def any_state(model_or_state: nn.Module | State, seed: int, device: torch.device | str | None) -> State:
     """The State to evaluate or predict with, kept anywhere."""
     if isinstance(model_or_state, State):
-        state = model_or_state
-        refuse_misfit(state)
-        state = sort_by_model(state)
+        refuse_misfit(model_or_state)
+        state = sort_by_model(model_or_state)
         wanted = read_device(device)
         return state if wanted is None else _moved(state, wanted)
     refuse_untrainable(model_or_state)
@@ -74,9 +73,7 @@ def _moved(state: State, device: torch.device) -> State:
 
 def _map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     tree: PyTree = state  # a node by its registration
-    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
-    new_leaves = (function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    result: PyTree = optree.tree_unflatten(structure, new_leaves)
+    result = optree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE)
     assert isinstance(result, State)
     return result
 
@@ -168,9 +165,7 @@ class Start:
         t = state.timestamp
         start = t.batch_in_epoch
         if start:
-            changed = (
-                None not in (t.batches_per_epoch, self.source.length) and t.batches_per_epoch != self.source.length
-            )
+            changed = len({t.batches_per_epoch, self.source.length} - {None}) > 1
             start = self.source.resume(t.epoch, start, t.sample_in_epoch, self.task.samples, changed=changed)
         fields: TimestampFields = {"max_duration": self.max_duration, "batches_per_epoch": self.source.length}
         state = state.replace(
@@ -228,11 +223,12 @@ Path = tuple[Any, ...]
 def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None:
     """Refuse a State with an algorithm state of another structure than the algorithms' ``init`` returns for it.
 
-    What ``init`` makes has to be there: each key of a mapping, each item of a list, a tensor or number where it makes
-    one, tensors of its shape and dtype. Numbers may differ; a tree may have further entries; a dtype may be wider, of
-    the same kind; a dimension of size 0 in the result of ``init``, by which an algorithm declares that it grows, may
-    have any size; a buffer may have come, gone or changed its shape. A mapping with tensors under names of parameters
-    may have no names that are not in the State.
+    Tensors at the same place of both are compared. Numbers may differ; a tree may have further entries; a dtype may be
+    wider, of the same kind; a dimension of size 0 in the result of ``init``, by which an algorithm declares that it
+    grows, may have any size; so may values for a buffer of a shape that changes. If ``init`` makes a tensor under the
+    name of a parameter, the State must have one, and its mapping may have no names that are not in the State. Of an
+    algorithm of the library all that ``init`` makes has to be there, but for buffers; one of the user's may know how to
+    go on without.
 
     ``init`` is called with tensors on the meta device, so it computes nothing; where it reads their numbers, nothing
     is compared.
@@ -243,11 +239,12 @@ def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None
     requested = [item for item in algorithms if item.init is not None and item.name in state.algorithm_state]
     if not requested:
         return
-    meta = _without_numbers(state)
+    meta, names = _without_numbers(state), frozenset({*state.params, *state.buffers, *state.model.altered})
     for algorithm in requested:
         expected = _asked(algorithm, meta)
         if expected is not None:
-            _compare((algorithm.name,), state.algorithm_state[algorithm.name], expected[0], state)
+            comparison = _Comparison(state, bool(algorithm.factory), names)
+            comparison.refuse_other((algorithm.name,), state.algorithm_state[algorithm.name], expected[0])
 
 
 def _without_numbers(state: State) -> State:
@@ -267,41 +264,57 @@ def _asked(algorithm: Algorithm, state: State) -> tuple[object] | None:
         return None
 
 
-def _compare(path: Path, value: PyTree, expected: PyTree, state: State) -> None:
-    """Refuse a value, at this path of ``algorithm_state``, of another structure than what ``init`` makes there."""
-    wanted, children = _children(expected), _children(value)
-    if isinstance(expected, Tensor):
-        names = {key for key in path[1:] if isinstance(key, str)}
-        if isinstance(value, Tensor):
-            is_right = _fits(value, expected) or not names.isdisjoint(state.model.altered)
-        else:
-            is_right = _is_number(value) and names.isdisjoint(state.params)
-    elif wanted is None:
-        is_right = _is_number(value) or not _is_number(expected)
-    else:
-        is_right = children is not None and isinstance(value, Mapping) is isinstance(expected, Mapping)
-    if not is_right:
-        _refuse(path, f"{_described(value)}, and init makes {_described(expected)}")
-    if wanted is None or children is None:
-        return
-    for key, child in wanted.items():
-        if key in children:
-            _compare((*path, key), children[key], child, state)
-        elif key not in state.buffers:
-            _refuse((*path, key), f"missing, and init makes {_described(child)}")
-    names = {*state.params, *state.buffers}
-    if any(isinstance(child, Tensor) and key in names for key, child in wanted.items()):
-        for key, child in children.items():
-            if isinstance(child, Tensor) and key not in wanted and key not in names:
+_MISSING = object()
+
+
+@attrs.frozen
+class _Comparison:
+    """Of a memory in a State with what ``init`` makes.
+
+    Attributes:
+        whole: all of it has to be there, and not only tensors under names of parameters.
+        names: of parameters, and of buffers, with those that are gone.
+    """
+
+    state: State
+    whole: bool
+    names: frozenset[str]
+
+    def refuse_other(self, path: Path, value: PyTree, expected: PyTree) -> None:
+        """
+        Raises:
+            ResumeError: the value, at this path of ``algorithm_state``, has another structure.
+        """
+        if not self._is_right(path, value, expected):
+            _refuse(path, f"{_described(value)}, and init makes {_described(expected)}")
+        children, wanted = _children(value) or {}, _children(expected) or {}
+        by_name = bool(wanted) and wanted.keys() <= self.names
+        for key, child in wanted.items():
+            # Buffers come and go.
+            if key in children or not (by_name and key in self.state.buffers):
+                self.refuse_other((*path, key), children.get(key, _MISSING), child)
+        for key, child in children.items() if by_name else ():
+            if (self.whole or isinstance(child, Tensor)) and key not in self.names:
                 _refuse((*path, key), f"{_described(child)}, and the model has no parameter or buffer of that name")
 
-
-def _is_number(value: PyTree) -> bool:
-    return isinstance(value, Number) or hasattr(value, "dtype")  # arrays of any library
+    def _is_right(self, path: Path, value: PyTree, expected: PyTree) -> bool:
+        if isinstance(expected, Tensor):
+            keys = path[1:]
+            if isinstance(value, Tensor):
+                return _fits(value, expected) or any(key in self.state.model.altered for key in keys)
+            return not self.whole and not any(key in self.state.params for key in keys)
+        if not self.whole:
+            return True
+        if isinstance(expected, Real):
+            return isinstance(value, Real) or (isinstance(value, Tensor) and not value.ndim)
+        if _children(expected) is None:
+            return value is not _MISSING
+        return _children(value) is not None and isinstance(value, Mapping) is isinstance(expected, Mapping)
 
 
 def _described(value: PyTree) -> str:
-    return shape_and_dtype(value) if isinstance(value, Tensor) else type(value).__name__
+    kind = "missing" if value is _MISSING else type(value).__name__
+    return shape_and_dtype(value) if isinstance(value, Tensor) else kind
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
@@ -311,12 +324,12 @@ def _refuse(path: Path, what: str) -> NoReturn:
         f"algorithm_state{''.join(f'[{shortened(key)}]' for key in path)} is {what}: the memory is of another model or "
         "algorithm, or was altered. Give the State that was trained with this one, or let it begin anew: pl.load(path, "
         f"model=model, exclude=[{f'algorithm_state/{path[0]}'!r}]), or state.replace(algorithm_state={{...}}) without "
-        f"{path[0]!r}. (A memory that grows begins with a dimension of size 0, or without the key.)"
+        f"{path[0]!r}. (A memory that grows begins with a dimension of size 0.)"
     )
 
 
 def _children(tree: PyTree) -> Mapping[Any, PyTree] | None:
-    """The items of a container by key or number; None: it is a leaf, or None itself."""
+    """The items of a container by key or number; None: it is none."""
     if tree is None or optree.tree_is_leaf(tree, namespace=NAMESPACE):
         return None
     level: Any = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
