@@ -269,7 +269,7 @@ _MISSING = object()
 
 @attrs.frozen
 class _Comparison:
-    """Of a memory in a State with what ``init`` makes.
+    """Compares a memory in a State with what ``init`` makes.
 
     Attributes:
         whole: all of it has to be there, and not only tensors under names of parameters.
@@ -285,7 +285,7 @@ class _Comparison:
         Raises:
             ResumeError: the value, at this path of ``algorithm_state``, has another structure.
         """
-        if not self._is_right(path, value, expected):
+        if not self._matches(path, value, expected):
             _refuse(path, f"{_described(value)}, and init makes {_described(expected)}")
         children, wanted = _children(value) or {}, _children(expected) or {}
         by_name = bool(wanted) and wanted.keys() <= self.names
@@ -297,7 +297,7 @@ class _Comparison:
             if (self.whole or isinstance(child, Tensor)) and key not in self.names:
                 _refuse((*path, key), f"{_described(child)}, and the model has no parameter or buffer of that name")
 
-    def _is_right(self, path: Path, value: PyTree, expected: PyTree) -> bool:
+    def _matches(self, path: Path, value: PyTree, expected: PyTree) -> bool:
         if isinstance(expected, Tensor):
             keys = path[1:]
             if isinstance(value, Tensor):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.errors import CheckpointError, DataError, ResumeError
+from pure_loop.errors import CheckpointError, ResumeError
 from pure_loop.testing._compositions import ALGORITHMS, built
 from tests.support.checkpoint_runs import DATA, fit, small, trained
 from tests.support.hostile import at, described, document_of, places
@@ -27,10 +27,11 @@ Z = torch.zeros
 
 
 # Of fewer, more and exchanged dimensions, that broadcast and that don't; of other kinds of numbers and narrower ones.
-AVERAGES: list[tuple[str, str, torch.Tensor]] = [
+AVERAGES: list[tuple[str, str, Any]] = [
+    *(("buffers", "1.running_mean", Z(1)), ("params", "9.weight", Z(1))),
     *(("params", "0.weight", Z(size)) for size in ((1,), (), (2, 5, 4), (1, 4), (4, 5))),
     *(("params", "0.weight", Z(5, 4, dtype=dtype)) for dtype in (torch.int32, torch.complex64, torch.float16)),
-    *(("buffers", "1.running_mean", Z(1)), ("params", "9.weight", Z(1))),
+    *(("params", "0.weight", value) for value in (0.5, None, [Z(5, 4)], ...)),
 ]
 
 
@@ -38,8 +39,9 @@ def test_an_average_that_does_not_fit_its_parameter_is_refused(tmp_path: Path) -
     """It would be broadcast, and train on: by each way to load it, and in evaluation and prediction."""
     path, memory = tmp_path / "x.safetensors", trained().algorithm_state["ema"]
     options: Any = {"algorithms": [pl.algorithms.ema(half_life="3ba")]}
-    for kind, name, tensor in AVERAGES:
-        wrong = trained().remember("ema", {**memory, kind: {**memory[kind], name: tensor}})
+    for kind, name, value in AVERAGES:
+        values = {key: item for key, item in {**memory[kind], name: value}.items() if item is not ...}
+        wrong = trained().remember("ema", {**memory, kind: values})
         pl.save(wrong, path)
         for attempt in (
             lambda wrong=wrong: fit(wrong, max_duration="3ep"),
@@ -50,9 +52,8 @@ def test_an_average_that_does_not_fit_its_parameter_is_refused(tmp_path: Path) -
         ):
             with pytest.raises(ResumeError, match=rf"algorithm_state\['ema'\]\['{kind}'\]\['{name}'\] is"):
                 attempt()
-        if tensor.shape != memory[kind].get(name, tensor).shape and kind == "params":
-            with pytest.raises(ResumeError, match=r"average of params\['0.weight'\] has shape .*, and the parameter"):
-                pl.algorithms.averaged(wrong)
+    with pytest.raises(ResumeError, match=r"average of params\['0.weight'\] has shape \(1,\), and the parameter"):
+        pl.algorithms.averaged(trained().remember("ema", {**memory, "params": {**memory["params"], "0.weight": Z(1)}}))
 
 
 def test_of_half_precision_an_average_is_kept_in_float32(tmp_path: Path) -> None:
@@ -78,8 +79,9 @@ REFUSED: dict[str, tuple[Callable[[pl.State], Any], Any]] = {
     "a counter": (lambda s: Z((), dtype=torch.int64), Z(3, dtype=torch.int64)),
     "a counter of floats": (lambda s: Z((), dtype=torch.int64), Z(())),
     "a window": (lambda s: {"last": Z(5)}, {"last": Z(4)}),
-    "a parameter's": (lambda s: {"last": {**s.params}}, {"last": {"0.weight": 0}}),
+    "a parameter's": (lambda s: {"0.weight": s.params["0.weight"]}, {"0.weight": 0}),
     "a history of pairs": (lambda s: Z(0, 2), Z(7, 3)),
+    "a history of vectors": (lambda s: Z(0), Z(7, 3)),
 }
 TAKEN: dict[str, tuple[Callable[[pl.State], Any], Any]] = {
     "a history": (lambda s: Z(0, 2), Z(7, 2)),
@@ -96,7 +98,7 @@ TAKEN: dict[str, tuple[Callable[[pl.State], Any], Any]] = {
 
 def test_what_may_differ_from_what_init_makes_and_what_may_not() -> None:
     for name, (init, memory) in REFUSED.items():
-        with pytest.raises(ResumeError, match=r"algorithm_state\['mine'\].* is .*, and init makes "):
+        with pytest.raises(ResumeError, match=r"algorithm_state\['mine'\].* is (int|\(.*\) \w+), and init makes \("):
             pytest.fail(f"{name}: {resume(init, memory)}")
     for name, (init, memory) in TAKEN.items():
         assert resume(init, memory).timestamp.batch == 9, name
@@ -112,10 +114,8 @@ def test_a_memory_of_another_structure_is_refused_or_does_no_harm(data: st.DataO
     build, batches = data.draw(st.sampled_from([small, mlp])), data.draw(st.integers(1, 7))
     with tempfile.TemporaryDirectory() as folder:
         path, refused = Path(folder, "x.safetensors"), folder
-        try:
-            pl.save(pl.run(fit(build(), algorithms=[algorithm], max_duration=f"{batches}ba")), path)
-        except DataError:  # it counts tokens
-            assume(False)
+        assume("tok" not in repr(algorithm))  # the data has none
+        pl.save(pl.run(fit(build(), algorithms=[algorithm], max_duration=f"{batches}ba")), path)
         document = document_of(path.read_bytes())
         memories = document["fields"]["algorithm_state"]
         (*before, key), value = data.draw(st.sampled_from([*places(memories)]))
