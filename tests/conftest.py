@@ -90,8 +90,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Which of the times that a graph asked for memory it was given copies."""
     from pure_loop.stages.ownership import Ownership
 
-    asked: list[bool] = []
-    real = Ownership.writable_or_copies
+    asked, real = list[bool](), Ownership.writable_or_copies
 
     def own(this: Ownership, tensors: list[Tensor], alone: Any) -> list[Tensor]:
         memory = real(this, tensors, alone)

@@ -307,9 +307,8 @@ class _Comparison:
             return True
         if isinstance(expected, Real):
             return isinstance(value, Real) or (isinstance(value, Tensor) and not value.ndim)
-        if _children(expected) is None:
-            return value is not _MISSING
-        return _children(value) is not None and isinstance(value, Mapping) is isinstance(expected, Mapping)
+        same_kind = _children(value) is not None and isinstance(value, Mapping) is isinstance(expected, Mapping)
+        return same_kind or _children(expected) is None
 
 
 def _described(value: PyTree) -> str:

@@ -28,7 +28,7 @@ Z = torch.zeros
 
 # Of fewer, more and exchanged dimensions, that broadcast and that don't; of other kinds of numbers and narrower ones.
 AVERAGES: list[tuple[str, str, Any]] = [
-    *(("buffers", "1.running_mean", Z(1)), ("params", "9.weight", Z(1))),
+    *(("buffers", "1.running_mean", Z(1)), ("params", "9.weight", Z(1)), ("params", "9.weight", None)),
     *(("params", "0.weight", Z(size)) for size in ((1,), (), (2, 5, 4), (1, 4), (4, 5))),
     *(("params", "0.weight", Z(5, 4, dtype=dtype)) for dtype in (torch.int32, torch.complex64, torch.float16)),
     *(("params", "0.weight", value) for value in (0.5, None, [Z(5, 4)], ...)),
@@ -84,12 +84,9 @@ REFUSED: dict[str, tuple[Callable[[pl.State], Any], Any]] = {
     "a history of vectors": (lambda s: Z(0), Z(7, 3)),
 }
 TAKEN: dict[str, tuple[Callable[[pl.State], Any], Any]] = {
-    "a history": (lambda s: Z(0, 2), Z(7, 2)),
-    "a list that grows": (lambda s: [], [Z(2), Z(3)]),
-    "a dict that is filled": (lambda s: {}, {"0.weight": Z(1), "any": 3}),
+    "what grows": (lambda s: [Z(0, 2), [], Z((), dtype=torch.int32)], [Z(7, 2), [Z(2)], Z((), dtype=torch.int64)]),
+    "what is filled": (lambda s: [{}, None], [{"0.weight": Z(1), "any": 3}, {"x": Z(9)}]),
     "others, and fewer": (lambda s: [0, Z(()), {}, {"last": 0}, ()], [Z(3), None, (0,), {}]),
-    "nothing at first": (lambda s: None, {"x": Z(9)}),
-    "a wider counter": (lambda s: Z((), dtype=torch.int32), Z((), dtype=torch.int64)),
     "an init that reads numbers": (lambda s: Z(int(s.params["0.weight"].sum() * 0) + 3), Z(4)),
     "an init for another State": (lambda s: 1 / 0, Z(4)),
     "layers as they thaw": (lambda s: {"0.weight": Z(3, 2)}, {"0.weight": Z(3, 2), "0.bias": Z(3, 2)}),
@@ -129,6 +126,14 @@ def test_a_memory_of_another_structure_is_refused_or_does_no_harm(data: st.DataO
         except (CheckpointError, ResumeError) as error:
             refused = str(error)
         assert folder in refused
+
+
+def test_what_the_library_remembers_is_compared_as_a_whole() -> None:
+    memory, algorithms = trained().algorithm_state["ema"], [pl.algorithms.ema(half_life="3ba", offload=True)]
+    fit(trained().remember("ema", {**memory, "buffers": {}}), max_duration="3ep", algorithms=algorithms)
+    for wrong in ([], 0, *({**memory, key: value} for key in ("buffers", "updated", "params") for value in ([], 0))):
+        with pytest.raises(ResumeError, match=r"algorithm_state\['ema'\].* is (list|int), and init makes FrozenDict"):
+            fit(trained().remember("ema", wrong), max_duration="3ep", algorithms=algorithms)
 
 
 def test_an_average_goes_on_with_a_warm_up_that_began_without() -> None:

@@ -334,9 +334,7 @@ def test_steps_as_a_cuda_graph_are_those_that_are_launched_kernel_by_kernel(opti
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"precision": "amp_fp16"}], ids=str)
 def test_steps_as_a_cuda_graph_write_in_place_and_what_was_kept_stays(options: Any, copied: list[bool]) -> None:
-    kept = []
-    for _, state in compiled(**options):
-        kept.append((state.loss, float(state.loss)))
+    kept = [(state.loss, float(state.loss)) for _, state in compiled(**options)]
     assert copied == [True] + [False] * 19
     for _, state in compiled(**options):
         if state.timestamp.batch == 10:
