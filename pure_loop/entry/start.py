@@ -307,8 +307,7 @@ class _Comparison:
             return True
         if isinstance(expected, Real):
             return isinstance(value, Real) or (isinstance(value, Tensor) and not value.ndim)
-        same_kind = _children(value) is not None and isinstance(value, Mapping) is isinstance(expected, Mapping)
-        return same_kind or _children(expected) is None
+        return _children(expected) is None or isinstance(value, Mapping) is isinstance(expected, Mapping)
 
 
 def _described(value: PyTree) -> str:
