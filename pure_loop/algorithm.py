@@ -18,6 +18,7 @@ import attrs
 from pure_loop._internal.arguments import accepts
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import call
+from pure_loop._internal.suggestions import member, teaching
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event, EventName, as_event
@@ -186,8 +187,8 @@ class Composition:
     members: tuple[Algorithm, ...]
 
     def __call__(self, state: State, *stages: object) -> State:
-        for member in self.members:
-            state = member(state, *stages)
+        for algorithm in self.members:
+            state = algorithm(state, *stages)
         return state
 
     def __repr__(self) -> str:
@@ -197,6 +198,7 @@ class Composition:
 AlgorithmLike: TypeAlias = "Algorithm | Composition"
 
 
+@teaching
 def algorithm(
     *events: Event | EventName,
     when: CadenceLike | None = None,
@@ -243,9 +245,28 @@ def algorithm(
     return decorate
 
 
+@teaching
 def compose(*algorithms: AlgorithmLike) -> Composition:
     """Several algorithms as one value: ``compose(a, b)`` in a list does what ``a, b`` does there."""
     return Composition(flatten(algorithms))
+
+
+def _no_algorithm(item: object) -> str:
+    """What is in the list and is no algorithm, and what to write."""
+    name = type(item).__name__
+    if hasattr(item, "match") and hasattr(item, "apply"):
+        return (
+            f"an object of type {name}, an algorithm of Composer's kind; here match is an event and apply a function: "
+            "write @pl.algorithm(Event.BATCH_END) above def apply(state), which returns state.replace(...)"
+        )
+    if isinstance(item, list | tuple):
+        return f"a {name} of {len(item)}; write its members themselves: algorithms=[*first, second]"
+    what = repr(item) if isinstance(item, str | int | float | None) else "an object"
+    text = member("algorithms", item) or (
+        "algorithms are made by @pl.algorithm(Event...) and pl.Algorithm(...), and what only observes goes into "
+        "callbacks="
+    )
+    return f"{what} of type {name}, not an algorithm; {text}"
 
 
 def flatten(algorithms: object) -> tuple[Algorithm, ...]:
@@ -270,15 +291,13 @@ def flatten(algorithms: object) -> tuple[Algorithm, ...]:
             raise ArgumentTypeError(f"algorithms= holds the class {name}; give an algorithm: {name}(...).")
         elif callable(item):
             name = getattr(item, "__name__", type(item).__name__)
-            raise ArgumentTypeError(
-                f"{name} in algorithms= is a function that is bound to no event. If it is an algorithm, write "
-                f"pl.algorithm(Event.BATCH_END)({name}); if it makes one, call it: {name}(...)."
+            text = member("algorithms", item) or (
+                f"if it is an algorithm, write pl.algorithm(Event.BATCH_END)({name}); if it makes one, call it: "
+                f"{name}(...)"
             )
+            raise ArgumentTypeError(f"{name} in algorithms= is a function that is bound to no event; {text}.")
         else:
-            raise ArgumentTypeError(
-                f"algorithms= holds {item!r} of type {type(item).__name__}, not an algorithm. Algorithms are made by "
-                "@pl.algorithm(Event...) and pl.Algorithm(...); what only observes goes into callbacks=."
-            )
+            raise ArgumentTypeError(f"algorithms= holds {_no_algorithm(item)}.")
     names = [item.name for item in result]
     for name in names:
         if names.count(name) > 1:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import attrs
 
 from pure_loop._internal.arguments import accepts, name_of
+from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.state import State
@@ -65,6 +66,7 @@ def counted_at(interval: Time, state: State) -> Event:
     return Event.ITERATION_END if unit is TimeUnit.ITERATION else Event.BATCH_END
 
 
+@teaching
 def every(interval: str | int | Time) -> Cadence:
     """A predicate that is true once in every ``interval``: ``pl.algorithm(Event.BATCH_END, when=pl.every("10ba"))``.
 

@@ -19,6 +19,7 @@ import torch
 from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.reprs import call
+from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.metrics import Metric
@@ -300,16 +301,19 @@ class LoggerGroup:
     log_hyperparameters = _to_each(Logger.log_hyperparameters)
     flush = _to_each(Logger.flush)
 
+    @teaching
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], state: State) -> None:
         """A table, as :meth:`Logger.log_table` says."""
         name = self._checked(name)
         call_all(functools.partial(logger.log_table, name, columns, rows, state) for logger in self.loggers)
 
+    @teaching
     def log_text(self, name: str, text: str, state: State) -> None:
         """A text, as :meth:`Logger.log_text` says."""
         name = self._checked(name)
         call_all(functools.partial(logger.log_text, name, text, state) for logger in self.loggers)
 
+    @teaching
     def log_file(self, name: str, path: str) -> None:
         """A file, and the name under which loggers store it: a relative path without ``..``.
 
@@ -319,6 +323,7 @@ class LoggerGroup:
         check_file_name(name, "log_file")
         call_all(functools.partial(logger.log_file, name, path) for logger in self.loggers)
 
+    @teaching
     def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
         """Values by name; a vector or a mapping becomes several numbers, and a matrix or any other value a table.
 
@@ -339,6 +344,7 @@ class LoggerGroup:
 
         call_all(functools.partial(record, logger) for logger in self.loggers)
 
+    @teaching
     def log_images(self, name: str, images: object, state: State, *, masks: object = None) -> None:
         """Images, as :meth:`Logger.log_images` says.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import cell, shown, table
+from pure_loop._internal.suggestions import Elsewhere, nearest
 from pure_loop.errors import DonatedStateError, FrozenDictError, MissingNameError
 
 __all__ = ["FrozenDict", "Overwritten", "OverwrittenValue"]
@@ -110,6 +111,10 @@ class FrozenDict(dict[K, V]):
         return table([(key, cell(value)) for key, value in self.items()])
 
 
+# Names that are often written as attributes. A ``__getattr__`` for all would slow down each read of ``lent``.
+for _name in ("val", "valid", "validation", "train", "test", "eval", "loss", "accuracy", "weight", "bias"):
+    setattr(FrozenDict, _name, Elsewhere(_name, f'of a mapping, a name stands in brackets: ["{_name}"]'))
+
 _SHOWN = 8
 _MOST = 20
 _LONGEST = 80
@@ -128,12 +133,13 @@ def _not_there(key: object, mapping: FrozenDict[Any, Any]) -> str:
     names = [str(name)[:_LONGEST] for name in mapping]  # those of a file may have any length
     if not names:
         return f"{key!r} is not here: this mapping of a State is empty. {_ABOUT_FIELDS}."
-    from pure_loop._internal.suggestions import nearest  # only on the way to an error
-
     near = nearest(key, names) if isinstance(key, str) else None
     meant = f" (did you mean {near!r}?)" if near is not None else ""
     listed = ", ".join(map(repr, names[:_SHOWN])) + (f", ... {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     labels = all(isinstance(value, FrozenDict) for value in mapping.values())
+    label, _, name = key.rpartition("/") if isinstance(key, str) else ("", "", "")
+    if labels and label in mapping:
+        return f"{key!r} is not here; write [{label!r}][{name!r}]."
     return f"{key!r} is not here{meant}; there are {listed}." + (f" {_ABOUT_FIELDS}." if labels else "")
 
 

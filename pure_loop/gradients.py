@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pure_loop._internal.tree_ops import are_sharded, from_local, is_sharded, local_tensor, map_local, sum_over_shards
 from pure_loop._internal.tree_ops import norms as norms_of
+from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 
 __all__ = [
@@ -74,6 +75,18 @@ def in_dtypes_of(tensors: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tenso
     ]
 
 
+def _refuse_unnamed(tensors: object, function: str) -> None:
+    """
+    Raises:
+        ArgumentTypeError: tensors that are no mapping, as a list is none.
+    """
+    if not isinstance(tensors, Mapping):
+        raise ArgumentTypeError(
+            f"{function} takes tensors by name and was given a {type(tensors).__name__}: write "
+            f"{function}(state.grads), or {function}(dict(enumerate(tensors)))."
+        )
+
+
 @torch.no_grad()
 def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) -> Tensor:
     """The norm of all tensors taken as one long vector; shape (), on their device.
@@ -84,6 +97,7 @@ def global_norm(tensors: Mapping[str, Tensor | None], norm_type: float = 2.0) ->
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
+    _refuse_unnamed(tensors, "global_norm")
     present = [tensor for tensor in tensors.values() if tensor is not None]
     if not present:
         return torch.zeros(())
@@ -128,6 +142,7 @@ def norms(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     >>> norms({"a": torch.tensor([3.0, 4.0]), "b": None})
     {'a': tensor(5.)}
     """
+    _refuse_unnamed(tensors, "norms")
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     values = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in present.values()]
     if not are_sharded(values) and any(tensor.dtype in _HALVES for tensor in values):
@@ -165,6 +180,7 @@ def clip_by_norm(
     >>> clip_by_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}, 1.0)["a"]
     tensor([0.6000])
     """
+    _refuse_unnamed(grads, "clip_by_norm")
     factor = clipping_factor(grads, max_norm, norm_type, norm=norm)
     return map_present(lambda present: in_dtypes_of(present, torch._foreach_mul(present, factor)), grads)
 
@@ -179,6 +195,7 @@ def clip_by_value(grads: Mapping[str, Tensor | None], max_value: float) -> Froze
     >>> clip_by_value({"a": torch.tensor([3.0, -0.5])}, 1.0)["a"]
     tensor([ 1.0000, -0.5000])
     """
+    _refuse_unnamed(grads, "clip_by_value")
 
     def clamp(present: list[Tensor]) -> list[Tensor]:
         real = [
@@ -214,6 +231,7 @@ def clip_adaptively(
 
     ``eps`` is the least weight norm that counts, so that weights at zero can leave it.
     """
+    _refuse_unnamed(grads, "clip_adaptively")
 
     # Ranks hold whole rows of a matrix, and parts of a vector.
     vectors = [name for name, g in grads.items() if g is not None and g.ndim < 2 and is_sharded(g)]

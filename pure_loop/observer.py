@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from pure_loop._internal.arguments import accepts, name_of
+from pure_loop._internal.suggestions import member
 from pure_loop._internal.tree_ops import alone_on_rank
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.callback import Callback, Logger, LoggerGroup, Run
@@ -199,8 +200,18 @@ def _listed(value: Any, argument: str) -> list[Any]:
             name = item.__name__
             raise ArgumentTypeError(f"{argument}= holds the class {name}; give an instance: {name}().")
         if not callable(item) and not isinstance(item, Callback):
-            raise ArgumentTypeError(
-                f"{argument}= holds {item!r} of type {type(item).__name__}; give a pl.Callback or a function of "
-                "(event, state)."
-            )
+            raise ArgumentTypeError(f"{argument}= holds {_instead(item, argument)}.")
     return items
+
+
+def _instead(item: object, argument: str) -> str:
+    """What is in the list and observes nothing, and what to write."""
+    cls = type(item)
+    if cls.__module__ == "builtins":
+        text = member(argument, item) or "give a pl.Callback or a function of (event, state)"
+        return f"{item!r} of type {cls.__name__}; {text}"
+    base = "Callback" if argument == "callbacks" else "Logger"
+    return (
+        f"an object of type {cls.__name__}, whose methods would never be called; write class "
+        f"{cls.__name__}(pl.{base}), with methods named after events: epoch_end(self, state, logger)"
+    )

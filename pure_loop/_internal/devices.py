@@ -23,7 +23,10 @@ def read_device(value: object) -> torch.device | None:
         torch.empty(0, device=device)
     # A kind unknown to torch, one that it was built without, one that can hold no tensors: each has its own class.
     except (RuntimeError, AssertionError) as error:
-        raise ArgumentError(f"device={str(value)!r} can't be used here: {str(error).splitlines()[0]}") from error
+        text = str(error).splitlines()[0]
+        if text.startswith("Expected one of"):  # all kinds that torch knows, of which most are unknown here
+            text = 'write "cpu", "cuda" or "cuda:0"'
+        raise ArgumentError(f"device={str(value)!r} can't be used here: {text}") from error
     return device
 
 

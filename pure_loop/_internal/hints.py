@@ -23,12 +23,14 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "resume load_checkpoint restore": "write pl.load(path, model=...), or fit(..., autoresume=folder)",
         "save_checkpoint": "write pl.save(state, path)",
         "seed_everything set_seed manual_seed seed": "write fit(..., seed=0)",
-        "optimizers Adam AdamW SGD adam adamw sgd": "optimizers are in pl.optim: pl.optim.adamw(lr=3e-4)",
-        "scheduler schedulers lr_scheduler schedule": "schedules are in pl.schedules, such as cosine",
-        "metric Accuracy accuracy": "metrics are in pl.metrics: pl.metrics.accuracy()",
+        "optimizers Adam AdamW SGD": "optimizers are in pl.optim: pl.optim.adamw(lr=3e-4)",
+        "scheduler schedulers lr_scheduler schedule": (
+            'schedules are in pl.schedules: pl.schedules.cosine("3ep", peak=3e-4)'
+        ),
+        "metric Accuracy": "metrics are in pl.metrics: pl.metrics.accuracy()",
         "logging": "loggers are in pl.loggers: fit(..., loggers=[pl.loggers.ConsoleLogger()])",
-        "EMA ema SAM sam": 'methods are in pl.algorithms: pl.algorithms.ema(half_life="100ba")',
-        "EarlyStopping EarlyStopper early_stopping": _STOPPING,
+        "EMA SAM": 'methods are in pl.algorithms: pl.algorithms.ema(half_life="100ba")',
+        "EarlyStopping EarlyStopper": _STOPPING,
         "Tuner tune LearningRateFinder LRFinder FastaiLRFinder lr_range_test find_lr lr_finder": (
             "write pl.lr_find(model, dataloader, loss=..., optimizer=...)"
         ),
@@ -85,40 +87,41 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "clip_grad_norm clip_grad clip": 'write gradient_clipping("norm", 1.0), or fit(..., clip_grad=1.0)',
     },
     "pure_loop.loggers": {
-        "WandbLogger WANDBLogger WeightsAndBiasesLogger": 'write WandBLogger("project")',
+        "WandB WandbLogger WeightsAndBiasesLogger": 'write WandBLogger("project")',
         "TensorboardLogger TensorBoard SummaryWriter": 'write TensorBoardLogger("runs/first")',
-        "MLflowLogger MlflowLogger MLFlow MLflow": 'write MLFlowLogger("experiment")',
+        "MLFlow": 'write MLFlowLogger("experiment")',
         "NeptuneAILogger Neptune": 'write NeptuneLogger("workspace/project")',
-        "CometLogger CometMlLogger Comet": 'write CometMLLogger("project")',
-        "CSVFileLogger CsvLogger": 'write CSVLogger("metrics.csv")',
-        "FileLogger JSONLogger JsonLogger TextLogger": (
+        "CometLogger CometML Comet": 'write CometMLLogger("project")',
+        "CSVFileLogger CSV": 'write CSVLogger("metrics.csv")',
+        "FileLogger JSONLogger JSON JSONL TextLogger": (
             'write JSONLinesLogger("metrics.jsonl") or CSVLogger("metrics.csv"); ConsoleLogger(stream=file) writes text'
         ),
         "MosaicMLLogger": "it writes to a platform of its own; RemoteUploader(url) uploads what other loggers write",
         "RemoteUploaderDownloader ObjectStoreLogger": "write RemoteUploader(url)",
         "ProgressBarLogger TQDMLogger ProgressBar": "pl.progress(pl.fit(...)) shows a bar",
         "InMemory MemoryLogger DictLogger": "write InMemoryLogger()",
+        "Console stdout print": "write ConsoleLogger()",
+        "Slack": "write SlackLogger(url)",
         "LoggerCollection LoggerDestination Logger": "subclass pl.Logger; fit takes several: loggers=[..., ...]",
     },
     "pure_loop.metrics": {
-        "Accuracy MulticlassAccuracy MaskedAccuracy": "write accuracy(ignore_index=-100)",
+        "Accuracy acc MulticlassAccuracy MaskedAccuracy": "write accuracy(ignore_index=-100)",
         "BinaryAccuracy": "write confusion_matrix(threshold=0.0), or mean(function, 'accuracy')",
         "F1 F1Score BinaryF1Score MulticlassF1Score": "write f1(), or f1(average='binary', threshold=0.0)",
-        "MIoU MeanIoU JaccardIndex IoU iou": "write mean_iou()",
+        "MIoU MeanIoU JaccardIndex IoU": "write mean_iou()",
         "Dice DiceScore DiceCoefficient": "write dice()",
-        "DiceLoss": "write fit(loss=pl.metrics.dice_loss)",
-        "MAP MeanAveragePrecision mean_average_precision": (
+        "DiceLoss": "it is a loss: fit(loss=pl.metrics.dice_loss)",
+        "MAP MeanAveragePrecision": (
             "write from_torchmetrics(torchmetrics.detection.MeanAveragePrecision(), targets=lambda batch: batch[1])"
         ),
         "CrossEntropy LanguageCrossEntropy LossMetric": "write loss(), which weighs microbatches as training does",
-        "Perplexity LanguagePerplexity": "write perplexity()",
-        "ConfusionMatrix": "write confusion_matrix()",
-        "TopK TopKAccuracy top_k_accuracy": "write top_k(5)",
-        "CalibrationError ECE ece LanguageECE": "write expected_calibration_error()",
+        "Perplexity LanguagePerplexity ppl": "write perplexity()",
+        "TopKAccuracy": "write top_k(5)",
+        "CalibrationError ECE LanguageECE": "write expected_calibration_error()",
         "MeanMetric Mean MSE MAE MeanSquaredError MeanAbsoluteError": (
             "write mean(lambda outputs, batch: (outputs - batch[1]).square(), 'mse')"
         ),
-        "AUROC AveragePrecision Precision Recall precision recall auroc ROC MetricCollection torchmetrics": (
+        "AUROC AveragePrecision Precision Recall ROC MetricCollection torchmetrics": (
             "write from_torchmetrics(metric), of any metric of torchmetrics"
         ),
     },
@@ -126,15 +129,18 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "Adam": "write adam(lr=3e-4)",
         "AdamW": "write adamw(lr=3e-4)",
         "SGD": "write sgd(lr=0.1, momentum=0.9)",
-        "Lamb LAMB": "write lamb(lr=1e-3)",
+        "Lamb": "write lamb(lr=1e-3)",
         "Lion": "write lion(lr=1e-4)",
         "Muon": "write muon(lr=0.02), for matrices alone: partition gives the other parameters to adamw",
-        "Adafactor adafactor": "write from_torch(torch.optim.Adafactor, lr=1e-2)",
-        "RMSprop Adagrad Adadelta NAdam RAdam Adamax": "write from_torch(cls, lr=...), cls its class",
+        "Adafactor": "write from_torch(torch.optim.Adafactor, lr=1e-2)",
+        "RMSprop": "write from_torch(torch.optim.RMSprop, lr=1e-2)",
+        "Adagrad Adadelta NAdam RAdam Adamax ASGD Rprop": (
+            "write from_torch(cls, lr=...), cls its class in torch.optim"
+        ),
         "lr_scheduler": 'a rate is a function of the timestamp: adamw(lr=pl.schedules.cosine("3ep", peak=3e-4))',
     },
     "pure_loop.schedules": {
-        "CosineAnnealingLR cosine_annealing cosine_decay": 'write cosine("3ep", peak=3e-4)',
+        "CosineAnnealingLR CosineAnnealing CosineDecay": 'write cosine("3ep", peak=3e-4)',
         "StepLR": 'write step("10ep", gamma=0.1)',
         "MultiStepLR": 'write multistep(["10ep", "20ep"])',
         "OneCycleLR": 'write one_cycle("3ep", peak=3e-4)',
@@ -153,12 +159,27 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+# What is written instead of a call of a package.
+PACKAGES: Mapping[str, str] = {
+    "compile": "write pl.fit(model, dataloader, compile=True, ...)",
+    "optim": "write pl.optim.adamw(lr=3e-4)",
+    "schedules": 'write pl.schedules.cosine("3ep", peak=3e-4)',
+    "testing": "write pl.testing.check_algorithm(algorithm)",
+}
+
+
 def hint(package: str, name: str) -> str | None:
-    """What to write instead of a name; None where nothing is known of it."""
+    """What to write instead of a name, however its words are joined; None where nothing is known of it."""
+    letters = letters_of(name)
     for names, text in _HINTS.get(package, {}).items():
-        if name in names.split():
+        if letters in map(letters_of, names.split()):
             return text
     return None
+
+
+def letters_of(name: str) -> str:
+    """A name without what styles of writing differ in: ``MixUp``, ``mix_up`` and ``mixup`` have the letters of one."""
+    return name.replace("_", "").lower()
 
 
 # How an argument is written.
@@ -337,6 +358,9 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("experiment_name project project_name", "experiment", 'experiment="digits"'),
     ("offline online", "mode", 'mode="offline"'),
     ("init_kwargs wandb_kwargs kwargs config settings experiment_kwargs", "options", "options={{...}}"),
+    ("desc title label", "description", 'description="train"'),
+    ("total max min", "stream", "nothing of it: the stream knows how long it is"),
+    ("mininterval", "refresh_seconds", "refresh_seconds={}"),
     ("filter_names names metrics", "include", 'include=["train/*", "val/*"]'),
     ("uri tracking_url", "tracking_uri", 'tracking_uri="sqlite:///mlflow.db"'),
     ("delta min_improvement tolerance threshold", "min_delta", "min_delta={}"),
@@ -362,7 +386,10 @@ STATE_PLACES: tuple[tuple[str, str], ...] = (
     ),
     ("step steps global_step batch_idx", "finished batches are state.timestamp.batch"),
     ("epochs current_epoch", "finished epochs are state.timestamp.epoch"),
-    ("weights parameters state_dict", "parameters are state.params, by name; state.module() is a module with them"),
+    (
+        "weights parameters state_dict model_state",
+        "parameters are state.params, by name; state.module() is a module with them",
+    ),
     ("named_buffers", "buffers are state.buffers, by name"),
     (
         "net forward train eval",
@@ -377,5 +404,12 @@ STATE_PLACES: tuple[tuple[str, str], ...] = (
     ("memory algorithms", "what an algorithm keeps is state.algorithm_state[name]"),
     ("rng generator", "random numbers come from pl.random.generator(state.seed, name, state.timestamp.batch)"),
     ("scaler grad_scaler", "the loss scale is state.loss_scale"),
+    ("load_state_dict", "write state.replace(params=...), or pl.load(path, model=...)"),
+    ("to cuda cpu", "a run has its device from fit(..., device=...), a module from state.module().to(device)"),
+    ("stop_training should_stop trainer", "write an algorithm that returns state.replace(stop=True), or break"),
+    ("backward zero_grad optimizer_step", "gradients and the optimizer's step are fit's: nothing of it is called"),
+    ("save save_checkpoint", "write pl.save(state, path)"),
+    ("log log_metrics", "in a callback's method write logger.log_metrics({name: value}, state)"),
+    ("callbacks loggers dataloader train_dataloader evaluators", "it is an argument of fit, and not in the State"),
     ("rank world_size", "ranks are pl.distributed.rank() and pl.distributed.world_size()"),
 )

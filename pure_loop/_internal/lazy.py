@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
+from typing import NoReturn
 
-from pure_loop._internal.hints import hint
+from pure_loop._internal.hints import PACKAGES, hint
 from pure_loop._internal.records import set_class
 from pure_loop._internal.suggestions import nearest
-from pure_loop.errors import MissingExtraError
+from pure_loop.errors import ArgumentTypeError, MissingExtraError
 
 
 def lazily(
@@ -37,6 +38,15 @@ def lazily(
         def __setattr__(self, name: str, value: object) -> None:
             named_alike = name in functions and isinstance(value, ModuleType)
             super().__setattr__(name, getattr(value, name) if named_alike else value)
+
+        def __call__(self, *_: object, **__: object) -> NoReturn:
+            """
+            Raises:
+                ArgumentTypeError: always; a package is written where a function of it is meant.
+            """
+            name = self.__name__.rpartition(".")[2]
+            text = PACKAGES.get(name) or f"its functions are {', '.join(getattr(self, '__all__', ()))}"
+            raise ArgumentTypeError(f"pl.{name} is a package, which can't be called: {text}.")
 
         def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
             # cloudpickle knows how to send plain modules to another process, and not their subclasses.

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from pure_loop._internal.arguments import is_number
-from pure_loop._internal.hints import ARGUMENTS, EXAMPLES, PASSED_TWICE, STATE_PLACES
+from pure_loop._internal.hints import ARGUMENTS, EXAMPLES, PASSED_TWICE, STATE_PLACES, hint, letters_of
 from pure_loop.errors import ArgumentTypeError
 
 P = ParamSpec("P")
@@ -23,8 +25,11 @@ def teaching(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        refuse_misfit(function, args, kwargs)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            refuse_misfit(function, args, kwargs)  # if not, it is an error of the function itself
+            raise
 
     return called
 
@@ -38,8 +43,10 @@ def refuse_misfit(function: Callable[..., object], args: tuple[object, ...], kwa
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        place, name = _place(function), function.__name__
-        sentences = _said(place, name, signature.parameters, args, kwargs) or [f"{name}: {error}."]
+        place, name, parameters = _place(function), function.__name__, dict(signature.parameters)
+        if parameters.pop("self", None) is not None:
+            args = args[1:]
+        sentences = _said(place, name, parameters, args, kwargs) or [f"{name}: {error}."]
         raise ArgumentTypeError(" ".join(sentences)) from None
 
 
@@ -63,6 +70,8 @@ _NAMED_PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "optim", "sc
 
 def _place(function: Callable[..., object]) -> str:
     """What is written before the function's name."""
+    if "." in function.__qualname__:
+        return "logger." if function.__name__.startswith("log_") else "."
     package, _, rest = function.__module__.partition(".")
     if package != "pure_loop":
         return ""
@@ -73,8 +82,33 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     """The name that was probably meant, if there is one."""
     import difflib  # only on the way to an error
 
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
-    return near[0] if near else None
+    by_name = {item: item for item in names}
+    by_letters = {letters_of(item): item for item in by_name}
+    for meant, written in ((name, by_name), (letters_of(name), by_letters)):
+        near = difflib.get_close_matches(meant, list(written), n=1, cutoff=0.7)
+        if near:
+            return written[near[0]]
+    return None
+
+
+def member(package: str, item: object) -> str:
+    """What to write for a name, a function or a class of a package where a value is needed; "" where it has none.
+
+    >>> member("metrics", "f1"), member("loggers", "tensorboard")
+    ('write pl.metrics.f1(...)', 'write pl.loggers.TensorBoardLogger("runs/first")')
+    """
+    path = f"pure_loop.{package}"
+    if isinstance(item, str):
+        names = import_module(path).__all__
+        text = hint(path, item)
+        if text is None:
+            near = nearest(item, names)
+            return "" if near is None else f"write pl.{package}.{near}(...)"
+        return re.sub(rf"^write (?={'|'.join(names)}\()", f"write pl.{package}.", text)
+    if callable(item) and getattr(item, "__module__", "").startswith(f"{path}."):
+        name = getattr(item, "__name__", "")
+        return f"call it: pl.{package}.{name}(...)" if name else ""
+    return ""
 
 
 def _said(
@@ -181,6 +215,8 @@ class Elsewhere:
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
         name = self._name
+        if name == "__call__":
+            raise ArgumentTypeError(f"a {owner.__name__} is a value, which can't be called: {self._place}.")
         raise AttributeError(f"{owner.__name__!r} object has no attribute {name!r}: {self._place}.", name=name)
 
     def __repr__(self) -> str:

@@ -7,9 +7,15 @@ May import ``loop`` and what is below. Begin with ``compiler.py``, which is made
 torch's compiler keeps private.
 """
 
+from typing import TYPE_CHECKING
+
+from pure_loop._internal.lazy import lazily as _lazily
 from pure_loop.compile.compilations import Compilation, interpreted, record
 
 __all__ = ["Compilation", "interpreted", "record"]
+
+if not TYPE_CHECKING:
+    __getattr__ = _lazily(__name__, {})  # which says what pl.compile(model) shall be
 
 
 def __dir__() -> list[str]:

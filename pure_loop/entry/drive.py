@@ -7,6 +7,7 @@ from typing import Literal
 
 from pure_loop._internal.arguments import name_of
 from pure_loop._internal.closing import closing
+from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run
 from pure_loop.distributed.parallel import Parallel
@@ -27,6 +28,7 @@ from pure_loop.state import State
 
 
 @announced
+@teaching
 def drive(
     script: Script,
     *,

@@ -17,6 +17,7 @@ from pure_loop._internal.logs import get_logger
 from pure_loop._internal.names import Fields, Pattern
 from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop._internal.recordable import recordable_metrics
+from pure_loop._internal.suggestions import teaching
 from pure_loop.cadence import Cadence, CadenceLike
 from pure_loop.callback import Logger, LoggerGroup, Progress, Run
 from pure_loop.callbacks._intervals import read_interval
@@ -179,6 +180,7 @@ class Destination(AtIntervals):
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         self._pending.append(Entry("hyperparameters", "hyperparameters", dict(hyperparameters), self._latest, _now()))
 
+    @teaching
     def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
         metrics, tables = recordable_metrics(metrics)
         self._latest, seconds = Moment.of(state), _now()

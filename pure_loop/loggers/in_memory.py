@@ -14,6 +14,7 @@ from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.lazy import require
 from pure_loop._internal.owned_files import naming
 from pure_loop._internal.recordable import recordable_metrics
+from pure_loop._internal.suggestions import teaching
 from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError
 from pure_loop.loggers._entry import read_numbers
@@ -65,6 +66,7 @@ class InMemoryLogger(Logger):
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         self.hyperparameters.update(hyperparameters)
 
+    @teaching
     def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
         for name, value in metrics.items():
             # Without its graph, which would otherwise live as long as the logger.

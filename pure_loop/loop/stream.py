@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 from pure_loop._internal.closing import call_all
+from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentError, ArgumentTypeError, StreamAttributeError
 from pure_loop.event import Event
 from pure_loop.state import State
@@ -105,7 +106,7 @@ def refuse_no_stream(value: object, function: str) -> None:
         ArgumentTypeError: what ``function`` was given can't be iterated over, or holds no pairs for certain.
     """
     if isinstance(value, str | bytes | Mapping | type) or not isinstance(value, Iterable):
-        called = " (a function: call it)" if callable(value) else ""
+        called = " (a function: call it)" if callable(value) and not isinstance(value, State) else ""
         raise ArgumentTypeError(f"{function}({value!r}){called}: give the stream itself, {function}(pl.fit(...)).")
 
 
@@ -141,6 +142,7 @@ def _checked(pair: Any, stream: Any, function: str) -> tuple[Event, State]:
     )
 
 
+@teaching
 def run(stream: Iterable[tuple[Event, State]]) -> State:
     """Run a stream to its end and return its last State: with ``watch=``, that of the last event that is watched.
 

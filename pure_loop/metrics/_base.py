@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import Batch, Outputs, PyTree
 from pure_loop._internal.reprs import call
+from pure_loop._internal.suggestions import member
 from pure_loop._internal.weights import is_number
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random.authors import is_users
@@ -219,7 +220,9 @@ def _refuse_metric(value: object, where: str) -> NoReturn:
             f"{where}: {value!r} in metrics is a metric of torchmetrics; write "
             f"pl.metrics.from_torchmetrics({type(value).__name__}(...))."
         )
-    raise ArgumentTypeError(
-        f"{where}: {value!r} in metrics is no metric. Write [pl.metrics.accuracy()], or "
-        "pl.metrics.mean(function, 'name') of a function of (outputs, batch) that gives one number a sample."
+    text = member("metrics", value) or (
+        "write [pl.metrics.accuracy()], or pl.metrics.mean(function, 'name') of a function of (outputs, batch) that "
+        "gives one number a sample"
     )
+    name = f"the function {value.__name__!r}" if hasattr(value, "__name__") else repr(value)
+    raise ArgumentTypeError(f"{where}: {name} in metrics is no metric; {text}.")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from pure_loop._internal.arguments import check_number, refusal
 from pure_loop._internal.closing import Closing, call_all
 from pure_loop._internal.processes import here, rank
+from pure_loop._internal.suggestions import teaching
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
 from pure_loop.progress.estimate import Facts
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Pairs = Generator[tuple[Event, State], None, None]
 
 
+@teaching
 def progress(
     stream: Iterable[tuple[Event, State]],
     *,

@@ -159,7 +159,7 @@ LOSSES_AND_EVALUATORS = [
     given(TYPES, "write a mapping of labels", "{'val': ...}", evaluators=[("val", NO_LOSS)]),
     given(VALUES, "evaluators has the label 'val' twice", evaluators=[("val", NO_LOSS)] * 2),
     given(TYPES, "label 1 is not a text", evaluators={1: DATA}),
-    TYPE(lambda: fit(evaluators={"val": pl.Evaluator(DATA, metrics="f1")}), "evaluator 'val'", "pl.metrics.accuracy()"),
+    TYPE(lambda: fit(evaluators={"val": pl.Evaluator(DATA, metrics="f1")}), "evaluator 'val'", "write pl.metrics.f1()"),
     TYPE(lambda: evaluate(None), "evaluators=None", "mapping of labels"),
     DATA_ERROR(lambda: evaluate([]), "evaluator 'eval'", "0 batches"),
 ]
@@ -178,7 +178,7 @@ ALGORITHMS = [
     given(VALUES, "two algorithms are named 'a'", "name='a_2'", algorithms=[named("a"), named("b"), named("a")]),
     given(VALUES, "are named 'b'", algorithms=[pl.compose(named("a"), named("b")), named("b")]),
     given(TYPES, "identity in algorithms=", "bound to no event", "pl.algorithm(Event.BATCH_E", algorithms=[identity]),
-    given(TYPES, "if it makes one, call it: ema(...)", algorithms=[pl.algorithms.ema]),
+    given(TYPES, "call it: pl.algorithms.ema(...)", algorithms=[pl.algorithms.ema]),
     given(TYPES, "the class Algorithm", algorithms=[pl.Algorithm]),
     given(TYPES, "of type SpeedMonitor", "callbacks=", algorithms=[pl.callbacks.SpeedMonitor()]),
     given(TYPES, "give a list", algorithms={"a": named("a")}),

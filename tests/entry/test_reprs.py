@@ -118,7 +118,16 @@ def test_public_modules_list_public_names_alone_and_names_of_other_libraries_are
 
 
 def test_arguments_of_other_libraries_stand_for_arguments_that_there_are() -> None:
-    listed = [pl.fit, pl.evaluate, pl.predict, pl.optim.adamw, pl.load, A.early_stopping, A.reduce_on_plateau]
+    listed = [
+        pl.fit,
+        pl.evaluate,
+        pl.predict,
+        pl.optim.adamw,
+        pl.load,
+        pl.progress,
+        A.early_stopping,
+        A.reduce_on_plateau,
+    ]
     for module in (pl.schedules, pl.callbacks, pl.loggers):
         listed += [getattr(module, name) for name in module.__all__]
     parameters = {each for function in listed for each in inspect.signature(function).parameters}

@@ -1,0 +1,198 @@
+"""What is written by habit or by mistake, what the error has to say, and what to write instead, which runs.
+
+A row is `wrong | words of the error | right`. Its code sees the names of `names()`; a stream is run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import pure_loop as pl
+from pure_loop import Event
+
+ROWS = """
+state.metrics.val | ["val"] | state.metrics["val"]
+state.metrics["val/accuracy"] | ['val']['accuracy'] | state.metrics['val']['accuracy']
+state.params.weight | in brackets: ["weight"] | state.params["0.weight"]
+state.params["weight"] | did you mean | state.params["2.weight"]
+state(X) | state.module(training=False) | state.module(training=False)(X)
+state.model(X) | state.module(training=False)(inputs) | state.module(training=False)(X)
+state.model_state | state.params | state.params
+state.state_dict() | state.module() | state.module().state_dict()
+state.load_state_dict({}) | state.replace(params=...) | state.replace(params=state.params)
+state.stop_training() | state.replace(stop=True) | state.replace(stop=True)
+state.to("cpu") | fit(..., device=...) | fit(device="cpu")
+state.lr | optimizer.lr(state.timestamp) | SGD.lr(state.timestamp)
+state.global_step | state.timestamp.batch | state.timestamp.batch
+state.loss = 0 | state.replace(loss=...) | state.replace(loss=torch.tensor(0.0))
+state.params["0.weight"] = X | state.replace(...) | state.replace(params=dict(state.params))
+state["loss"] | write state.loss | state.loss
+pl.optim.rmsprop(lr=0.1) | from_torch(torch.optim.RMSprop | pl.optim.from_torch(torch.optim.RMSprop, lr=1e-2)
+pl.optim.Adam(lr=0.1) | adam(lr=3e-4) | pl.optim.adam(lr=3e-4)
+pl.optim.adamw(learning_rate=0.1) | write lr=0.1 | pl.optim.adamw(lr=0.1)
+pl.optim.adamw(model.parameters(), lr=0.1) | fit gives an optimizer the parameters | pl.optim.adamw(lr=0.1)
+pl.optim.sgd(lr="0.1") | sgd(lr=3e-4) | pl.optim.sgd(lr=0.1)
+pl.optim.sgd(lr=pl.schedules.cosine) | cosine(...) | pl.optim.sgd(lr=pl.schedules.cosine("3ep", peak=3e-4))
+pl.schedules.CosineAnnealingLR("3ep") | cosine("3ep", peak=3e-4) | pl.schedules.cosine("3ep", peak=3e-4)
+pl.compile(model) | compile=True | fit(compile=False)
+pl.optim(lr=0.1) | pl.optim.adamw(lr=3e-4) | pl.optim.adamw(lr=3e-4)
+pl.loggers.InMemoryLogger().log_metrics({"a": 1}) | state | pl.loggers.InMemoryLogger().log_metrics({"a": 1}, state)
+fit(algorithms=[OfComposer()]) | @pl.algorithm(Event.BATCH_END) | fit(algorithms=[pl.algorithm(Event.BATCH_END)(same)])
+fit(algorithms=["ema"]) | pl.algorithms.ema(half_life="100ba") | fit(algorithms=[pl.algorithms.ema(half_life="100ba")])
+fit(algorithms=[pl.algorithms.ema]) | call it: pl.algorithms.ema(...) | fit(algorithms=[pl.algorithms.ema("9ba")])
+fit(algorithms=[[label_smoothing]]) | its members themselves | fit(algorithms=[label_smoothing])
+fit(algorithms=[at_batch_end(nothing)]) | return state.replace(...) | fit(algorithms=[at_batch_end(same)])
+fit(algorithms=[pl.algorithm("batch_ends")(same)]) | Event.BATCH_END | fit(algorithms=[at_batch_end(same)])
+pl.algorithms.MixUp(0.2) | 'mixup' | pl.algorithms.mixup(0.2)
+pl.algorithms.averaged(state.module()) | State | pl.algorithms.averaged(average)
+pl.gradients.global_norm([X]) | global_norm(state.grads) | pl.gradients.global_norm({"x": X})
+fit(callbacks=[OfLightning()]) | class OfLightning(pl.Callback) | fit(callbacks=[pl.Callback()] and [])
+fit(callbacks=[pl.callbacks.SpeedMonitor]) | SpeedMonitor() | fit(callbacks=[pl.callbacks.SpeedMonitor()])
+fit(callbacks=[label_smoothing]) | algorithms=[...] | fit(algorithms=[label_smoothing])
+pl.callbacks.EarlyStopping() | early_stopping("val/loss") | pl.algorithms.early_stopping("val/loss")
+pl.callbacks.ModelCheckpoint("runs") | CheckpointSaver(folder) | pl.callbacks.CheckpointSaver("runs")
+fit(loggers=["tensorboard"]) | pl.loggers.TensorBoardLogger("runs/first") | fit(loggers=[pl.loggers.InMemoryLogger()])
+fit(loggers=["csv"]) | pl.loggers.CSVLogger("metrics.csv") | fit(loggers=[])
+evaluated(metrics=["f1"]) | write pl.metrics.f1() | evaluated(metrics=[pl.metrics.f1()])
+evaluated(metrics=[pl.metrics.f1]) | call it: pl.metrics.f1(...) | evaluated(metrics=[pl.metrics.f1()])
+fit(train_metrics=["acc"]) | pl.metrics.accuracy( | fit(train_metrics=[pl.metrics.accuracy()])
+pl.explain(fit()) | pl.explain | pl.explain(model, data, **SETTINGS)
+pl.rehearse(fit()) | pl.rehearse | pl.rehearse(model, data, **SETTINGS)
+pl.progress(fit(), desc="train") | description="train" | pl.progress(fit(), description="train", file=NOWHERE)
+pl.progress(state) | pl.progress(pl.fit(...)) | pl.progress(fit(), file=NOWHERE)
+pl.progress(pl.fit) | pl.progress(pl.fit(...)) | pl.progress(fit(), file=NOWHERE)
+pl.run(state) | pl.run(pl.fit(...)) | pl.run(fit())
+fit()[0] | for event, state in stream | next(fit())
+fit().run() | pl.run(stream) | pl.run(fit())
+len(fit()) | a stream has no length | list(fit())
+pl.fit(model, (X, Y), **SETTINGS) | DataLoader(TensorDataset( | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
+pl.fit(model, dataset, **SETTINGS) | DataLoader(dataset, | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
+pl.fit(model, dicts, **SETTINGS) | task=pl.Task( | pl.fit(model, dicts, task=TASK, **NO_LOSS)
+pl.fit(data, model, **SETTINGS) | the model comes first | pl.fit(model, data, **SETTINGS)
+pl.fit("model.pt", data, **SETTINGS) | load_path=path | pl.fit(model, data, **SETTINGS)
+pl.fit(nn.Linear, data, **SETTINGS) | Linear(...) | pl.fit(model, data, **SETTINGS)
+pl.evaluate(nn.Identity(), data, loss=cross_entropy) | no parameters | pl.evaluate(model, data, loss=cross_entropy)
+fit(loss=nn.CrossEntropyLoss) | CrossEntropyLoss() | fit(loss=nn.CrossEntropyLoss())
+fit(loss="cross_entropy") | torch.nn.functional.cross_entropy | fit(loss=cross_entropy)
+fit(loss=unreduced) | loss.mean() | fit(loss=cross_entropy)
+fit(optimizer=torch.optim.SGD(model.parameters())) | pl.optim.sgd(lr=...) | fit(optimizer=pl.optim.sgd(lr=0.1))
+fit(optimizer=pl.optim.adamw) | pl.optim.adamw(lr=3e-4) | fit(optimizer=pl.optim.adamw(lr=3e-4))
+fit(epochs=3) | max_duration="3ep" | fit(max_duration="3ep")
+fit(max_duration="3 epochs") | "3ep" | fit(max_duration="3ep")
+fit(val_dataloader=data) | evaluators={"val": dataloader} | fit(evaluators={"val": data})
+fit(evaluators=[DataLoader(dataset)]) | evaluators={"val": ... | fit(evaluators={"val": data})
+fit(gradient_clip_val=1.0) | clip_grad=1.0 | fit(clip_grad=1.0)
+fit(batch_size=4) | DataLoader(dataset, batch_size=4) | fit(microbatch_size=4)
+fit(device="gpu") | write "cpu", "cuda" | fit(device="cpu")
+fit(precision="bf16") | 'amp_bf16' | fit(precision="amp_bf16")
+state.timestamp >= 3 | state.timestamp.batch >= 3 | state.timestamp.batch >= 3
+state.timestamp == "1ep" | >= "1ep" | state.timestamp >= "1ep"
+state.timestamp % 2 | timestamp.batch | state.timestamp.batch % 2
+state.timestamp.batches | timestamp.batch | state.timestamp.batch
+fit(optimizer=pl.optim.sgd(lambda epoch: 0.1 * epoch)) | timestamp.epoch | pl.optim.sgd(lambda t: 0.1 * t.epoch)
+Event.BATCH_ENDS | Event.BATCH_END | Event.BATCH_END
+[event for event, _ in fit() if event == "on_epoch_end"] | Event.EPOCH_END | [e for e, _ in fit() if e == "epoch_end"]
+pl.Trainer(max_epochs=3) | pl.fit(model, dataloader | fit()
+pl.metrics.Accuracy() | accuracy( | pl.metrics.accuracy()
+pl.save(model, "a.pl") | the path comes second | pl.save(state, "a.pl")
+pl.load("a.pl") | pl.load(path, model=module) | (pl.save(state, "a.pl"), pl.load("a.pl", model=model))
+"""
+
+
+class OfComposer:
+    def match(self, event: object, state: object) -> bool:
+        return True
+
+    def apply(self, event: object, state: object, logger: object) -> None: ...
+
+
+class OfLightning:
+    def on_train_epoch_end(self, trainer: object, module: object) -> None: ...
+
+
+class Nowhere:
+    def write(self, text: str) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+def names() -> dict[str, Any]:
+    """What the rows are written with: a model, data, a run of them, and its last State."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 5), torch.randint(2, (8,))
+    data = [(x, y)]
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
+    sgd = pl.optim.sgd(lr=0.1)
+    settings: dict[str, Any] = {"loss": cross_entropy, "optimizer": sgd, "max_duration": "1ep"}
+
+    def fit(**changes: Any) -> pl.Stream:
+        return pl.fit(model, data, **(settings | changes))
+
+    def evaluated(**changes: Any) -> pl.Stream:
+        return fit(evaluators={"val": pl.Evaluator(data, **changes)})
+
+    ema = pl.algorithms.ema("1ba")
+    return {
+        "torch": torch,
+        "nn": nn,
+        "pl": pl,
+        "Event": Event,
+        "cross_entropy": cross_entropy,
+        "DataLoader": DataLoader,
+        "TensorDataset": TensorDataset,
+        "X": x,
+        "Y": y,
+        "data": data,
+        "model": model,
+        "dataset": TensorDataset(x, y),
+        "SETTINGS": settings,
+        "SGD": sgd,
+        "fit": fit,
+        "evaluated": evaluated,
+        "NOWHERE": Nowhere(),
+        "NO_LOSS": {name: value for name, value in settings.items() if name != "loss"},
+        "dicts": [{"x": x, "y": y}],
+        "TASK": pl.Task(forward=lambda module, b: module(b["x"]), loss=lambda out, b: cross_entropy(out, b["y"])),
+        "label_smoothing": pl.algorithms.label_smoothing(0.1),
+        "OfComposer": OfComposer,
+        "OfLightning": OfLightning,
+        "same": lambda state: state,
+        "at_batch_end": pl.algorithm("batch_end"),
+        "nothing": lambda state: None,
+        "unreduced": lambda outputs, targets: cross_entropy(outputs, targets, reduction="none"),
+        "state": pl.run(fit(evaluators={"val": data})),
+        "average": pl.run(fit(algorithms=[ema])),
+    }
+
+
+def run(code: str, known: dict[str, Any]) -> None:
+    kind = "exec" if " = " in code.partition("(")[0] else "eval"
+    result = eval(compile(code, "<row>", kind), known)
+    if isinstance(result, pl.Stream):
+        for _ in result:
+            pass
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Any]:
+    return names()
+
+
+@pytest.mark.parametrize("row", ROWS.strip().splitlines(), ids=lambda row: row.partition(" | ")[0])
+def test_what_is_written_by_habit_is_answered_with_what_runs(
+    row: str, known: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong, words, right = row.split(" | ")
+    with pytest.raises((pl.PureLoopError, AttributeError)) as caught:
+        run(wrong, known)
+    message = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert words in message, message
+    assert " object at 0x" not in message, message
+    run(right, known)
