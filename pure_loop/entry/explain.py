@@ -122,8 +122,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "starts from", f"nothing: {settings.autoresume} holds no checkpoint yet"
     elif isinstance(settings.model_or_state, State):
         where = f"{state.position.name}, " if state.position is not None else ""
-        t = state.timestamp
-        yield "starts from", f"a State kept at {where}epoch {t.epoch}, batch {t.batch}"
+        yield "starts from", f"a State kept at {where}{state.timestamp}"
     yield "data", _data(settings.train_dataloader, plan.source.length, settings.batches_per_step)
     end = state.timestamp.max_duration
     assert end is not None
