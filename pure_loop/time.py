@@ -522,11 +522,12 @@ class Timestamp(Record):
 
     @staticmethod
     def _time(value: object) -> Time | None:
-        if isinstance(value, int | float | Timestamp):
-            of_two = "a.batch < b.batch, for two of them" if isinstance(value, Timestamp) else f"t.batch < {value!r}"
+        if isinstance(value, Timestamp):
+            raise ArgumentTypeError("two timestamps are compared by one of their counts: write a.batch < b.batch.")
+        if isinstance(value, int | float):
             raise ArgumentTypeError(
-                f"a timestamp has counts of several units, and was compared with {value}, which names none: write the "
-                f'unit, t < "3ep" or t < "10ba", or compare a field: {of_two}.'
+                f'a timestamp counts in several units, and {value!r} names none: write timestamp < "{value}ep", '
+                f'timestamp < "{value}ba" or timestamp.batch < {value}.'
             )
         return Time.parse(value) if isinstance(value, (Time, str)) else None
 

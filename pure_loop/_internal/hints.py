@@ -130,7 +130,9 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "Lion": "write lion(lr=1e-4)",
         "Muon": "write muon(lr=0.02), for matrices alone: partition gives the other parameters to adamw",
         "Adafactor adafactor": "write from_torch(torch.optim.Adafactor, lr=1e-2)",
-        "RMSprop Adagrad Adadelta NAdam RAdam Adamax": "write from_torch(cls, lr=...), cls its class",
+        "RMSprop Adagrad Adadelta NAdam RAdam Adamax rmsprop adagrad adadelta nadam radam adamax": (
+            "write from_torch(cls, lr=...), cls its class: from_torch(torch.optim.RMSprop, lr=1e-3)"
+        ),
         "lr_scheduler": 'a rate is a function of the timestamp: adamw(lr=pl.schedules.cosine("3ep", peak=3e-4))',
     },
     "pure_loop.schedules": {
@@ -362,6 +364,12 @@ STATE_PLACES: tuple[tuple[str, str], ...] = (
     ),
     ("step steps global_step batch_idx", "finished batches are state.timestamp.batch"),
     ("epochs current_epoch", "finished epochs are state.timestamp.epoch"),
+    ("model_state", "the State has state.params and state.buffers, by name; state.module() is a module with them"),
+    (
+        "stop_training should_stop should_training_stop",
+        "training ends where an algorithm returns state.replace(stop=True), and in the loop's body by break",
+    ),
+    ("fit save", "a State is a value: pl.fit(state, ...) resumes from it, pl.save(state, path) writes it"),
     ("weights parameters state_dict", "parameters are state.params, by name; state.module() is a module with them"),
     ("named_buffers", "buffers are state.buffers, by name"),
     (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from pure_loop._internal.arguments import is_number
@@ -40,6 +40,11 @@ def refuse_misfit(function: Callable[..., object], args: tuple[object, ...], kwa
     except TypeError as error:
         place, name = _place(function), function.__name__
         sentences = _said(place, name, signature.parameters, args, kwargs) or [f"{name}: {error}."]
+        if "model_or_state" in signature.parameters and args and isinstance(args[0], Iterator):
+            sentences = [
+                "what was given is a stream, such as pl.fit(...) returns, and what is wanted are the arguments of fit "
+                "themselves: write model, train_dataloader and so on in its place, without fit."
+            ]
         raise ArgumentTypeError(" ".join(sentences)) from None
 
 

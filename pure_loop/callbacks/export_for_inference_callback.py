@@ -85,9 +85,8 @@ class ExportForInferenceCallback(Callback):
     ) -> None:
         self._place = Place(path, where="ExportForInferenceCallback", overwrite=overwrite)
         self.path = os.fspath(path)
-        format = read_format(path, format, where="ExportForInferenceCallback")
-        refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="ExportForInferenceCallback")
-        self._format = format
+        self._format = read_format(path, format, where="ExportForInferenceCallback")
+        refuse_sample(self._format, sample, dynamic_batch=dynamic_batch, where="ExportForInferenceCallback")
         self._sample = sample
         self._average = average
         self._dynamic_batch = dynamic_batch

@@ -12,7 +12,7 @@ from pure_loop.algorithms.ema import averaged
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.exporting.files import export_module, refuse_sample, read_format, try_to_write
+from pure_loop.exporting.files import export_module, read_format, refuse_sample, try_to_write
 from pure_loop.ranges import Name, checked
 from pure_loop.state import State
 
@@ -79,13 +79,13 @@ def export(
     """
     _refuse_no_state(state)
     storage_of(path)
-    format = read_format(path, format, where="export")
-    refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="export")
+    written = read_format(path, format, where="export")
+    refuse_sample(written, sample, dynamic_batch=dynamic_batch, where="export")
     sharded = are_sharded(state.params)
     module = module_of(state, average)  # first, because ranks that hold shards gather them together
     if not sharded or rank() == 0:
         try_to_write(path)
-        export_module(module, path, format, sample=sample, dynamic_batch=dynamic_batch, verify=verify)
+        export_module(module, path, written, sample=sample, dynamic_batch=dynamic_batch, verify=verify)
 
 
 def _refuse_no_state(value: object) -> None:
