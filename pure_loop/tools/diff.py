@@ -57,6 +57,9 @@ class Divergence:
     norm: float | None
     operation: str | None = None
 
+    def __bool__(self) -> Literal[True]:  # so that type checkers tell it from NoDivergence
+        return True
+
     def __str__(self) -> str:
         size = "" if self.norm is None else f", {self.norm:.3g} apart"
         more = f" and {len(self.leaves) - 1} more" if len(self.leaves) > 1 else ""

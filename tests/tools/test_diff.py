@@ -153,7 +153,8 @@ def test_a_tolerance_and_an_operation() -> None:
     runs = [{"model": problem.mlp, "data": problem.points, **each} for each in factors(1.0, 1.0 + 1e-6)]
     assert pl.diff(*map(run, runs))
     alike = pl.diff(*map(run, runs), tolerance=1e-4)
-    assert (bool(alike), alike.tolerance) == (False, 1e-4)  # type: ignore[union-attr]
+    assert not alike
+    assert (alike.tolerance, str(alike)[-28:]) == (1e-4, "up to a tolerance of 0.0001.")
 
 
 # Algorithms that are wrong on purpose, beside one of the same name and events that does nothing. Of some all States are
