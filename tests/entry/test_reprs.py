@@ -143,6 +143,37 @@ def test_a_state_whose_memory_is_gone_is_printed_and_printing_lends_nothing() ->
     assert "<tr><td>purity</td><td>no input changes</td><td>passed</td><td>3</td><td>" in report._repr_html_()
 
 
+STATE: Any = pl.State.create(torch.nn.Linear(2, 1), metrics=pl.FrozenDict(val=pl.FrozenDict(loss=1.0)))
+AT: Any = STATE.timestamp
+SLIPS: list[tuple[Any, type[Exception], str]] = [
+    (lambda: STATE(torch.ones(2)), pl.ArgumentTypeError, r"write state\.module\(training=False\)\(inputs\)"),
+    (lambda: STATE.metrics.val, AttributeError, r"attribute 'val': an item is read by its name, \['val'\]"),
+    (lambda: STATE.model_state, AttributeError, "state.params and state.buffers"),
+    (lambda: STATE.stop_training(), AttributeError, r"returns state\.replace\(stop=True\)"),
+    (lambda: STATE.save("a.pt"), AttributeError, r"pl\.save\(state, path\)"),
+    (lambda: AT >= 3, pl.ArgumentTypeError, '3 names none: write timestamp < "3ep"'),
+    (lambda: AT < 2.5, pl.ArgumentTypeError, r"or timestamp\.batch < 2\.5"),
+    (lambda: AT < AT, pl.ArgumentTypeError, r"write a\.batch < b\.batch"),
+    (lambda: AT.batches, AttributeError, r"it is timestamp\.batch\."),
+    (lambda: A.averaged(torch.nn.Linear(2, 1)), pl.ArgumentTypeError, "averaged: Linear is not a State"),
+    (lambda: A.restored(torch.nn.Linear(2, 1)), pl.ArgumentTypeError, "restored: Linear is not a State"),
+    (lambda: A.averged, AttributeError, "did you mean 'averaged'"),
+    (lambda: pl.explain(fit()), pl.ArgumentTypeError, "given is a stream, such as .* write model, train_dataloader"),
+    (lambda: pl.rehearse(fit()), pl.ArgumentTypeError, "given is a stream, such as .* write model, train_dataloader"),
+    (lambda: pl.optim.rmsprop, AttributeError, r"write from_torch\(cls"),
+]
+
+
+def test_slips_are_answered() -> None:
+    for slip, error, says in SLIPS:
+        with pytest.raises(error, match=says):
+            slip()
+    assert str(AT) == f"{AT}" == "epoch 0, batch 0"
+    assert not {"batches", "step"} & {*dir(AT)}
+    for name in ("lent", "origin", "__array__"):  # which other code asks for
+        assert not hasattr(STATE.buffers, name), name
+
+
 MODULES = """algorithms callbacks checkpoint compile distributed gradients loggers metrics optim errors order random
     schedules stages testing testing.laws testing.laws.of_callbacks testing.laws.of_scripts testing.ranks
     testing.strategies typing"""
