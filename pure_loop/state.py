@@ -488,6 +488,7 @@ class State(Record):
         measured = [f"{label}: {_numbers(values)}" for label, values in self.metrics.items()]
         skipped, nonfinite = number(self.skipped), number(self.nonfinite)
         rows = [
+            ("evaluator", self.evaluator or ""),
             ("loss", _numbers(loss) if isinstance(loss, dict) else cell(loss)),
             ("metrics", "; ".join(measured)),
             ("model", model_in_words(self)),
