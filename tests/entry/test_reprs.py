@@ -77,8 +77,8 @@ def test_of_tensors_only_numbers_are_read_and_of_other_classes_none() -> None:
 
 
 def test_metrics_are_printed_with_their_numbers() -> None:
-    val = pl.FrozenDict({f"m{index:02}": torch.tensor(index / 4) for index in range(12)})
-    numbers = ", ".join(f"'m{index:02}': {index / 4:g}" for index in range(12))
+    val = pl.FrozenDict({f"m{index:02}": torch.tensor(index / 4) for index in range(20)})
+    numbers = ", ".join(f"'m{index:02}': {index / 4:g}" for index in range(20))
     metrics = pl.FrozenDict(val=val, by={"a": torch.ones(())})
     assert repr(metrics) == f"FrozenDict({{'val': FrozenDict({{{numbers}}}), 'by': {{'a': 1}}}})"
     rows = pl.FrozenDict(val=val, more=pl.FrozenDict({f"<{index}>": index for index in range(99)}))._repr_html_()
