@@ -34,9 +34,19 @@ _API = re.compile(r"<!-- generated: (api|api-of) (.*?) -->")
 def public_names() -> Iterator[str]:
     """Every public name, ``pl.optim.sgd``, but those of modules that are in PUBLIC."""
     for module in PUBLIC:
-        for name in _module(module).__all__:
+        for name in _names(module):
             if f"{module}.{name}" not in PUBLIC:
                 yield f"{module}.{name}"
+
+
+def _names(module: str) -> list[str]:
+    """What a module lists, and of algorithms what stands beside each in its module."""
+    names = list(_module(module).__all__)
+    if module == "pl.algorithms":
+        names = [
+            name for algorithm in names for name in importlib.import_module(f"{_path(module)}.{algorithm}").__all__
+        ]
+    return names
 
 
 def key_of(name: str) -> object:
@@ -61,7 +71,7 @@ def names_of_package(package: str) -> list[str]:
     pages = (path.read_text() for path in sorted(REFERENCE.glob("*.md")))
     by_hand = [name for page in pages for kind, names in _API.findall(page) if kind == "api" for name in names.split()]
     listed = {key_of(name) for name in by_hand}
-    names = [f"pl.{package}.{name}" for name in _module(f"pl.{package}").__all__]
+    names = [f"pl.{package}.{name}" for name in _names(f"pl.{package}")]
     names = [name for name in names if name not in PUBLIC and key_of(name) not in listed]
     return sorted(names, key=lambda name: _place(name, package))
 

@@ -19,7 +19,7 @@ The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the m
 which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are entries of docs/reference (docs/api.py).
 
 The ``__init__.py`` of packages with a method in each module (PACKAGES) are generated, too, but for their docstrings:
-what their modules list in ``__all__``.
+what their modules list in ``__all__``; that of algorithms lists factories alone, and imports the rest by name.
 """
 
 from __future__ import annotations
@@ -94,6 +94,10 @@ def render_package(package: str) -> str:
     docstring = path.read_text().partition('"""')[2].partition('"""')[0]
     public = [module for module in modules(package) if is_public(module.name, package)]
     ordered = sorted((name for module in public for name in module.public), key=_order)
+    # Of algorithms, those alone: what stands beside one in its module is imported by its name, and listed nowhere.
+    factories = [module.name for module in public]
+    listed_here = [name for name in ordered if package != "algorithms" or name in factories]
+    beside = [name for name in ordered if name not in listed_here]
     lines = [
         f'"""{docstring}"""\n',
         "# Generated from the modules by docs/generate.py (make docs); only the docstring is written by hand.\n",
@@ -109,7 +113,12 @@ def render_package(package: str) -> str:
             lines.append(line + ", ".join(listed))
         else:  # as Ruff breaks it
             lines += [f"{line}(", *(f"        {name}," for name in listed), "    )"]
-    lines += ["", "__all__ = [", *(f'    "{name}",' for name in ordered), "]\n"]
+    lines += ["", "__all__ = [", *(f'    "{name}",' for name in listed_here), "]\n"]
+    if beside:
+        lines += [
+            "if TYPE_CHECKING:  # importable from here, and listed beside their algorithms in the reference alone"
+        ]
+        lines += ["    __all__ += [", *(f'        "{name}",' for name in beside), "    ]\n"]
     # To type checkers a module with a __getattr__ has every name, misspelled ones included.
     lines += ["if not TYPE_CHECKING:", "    __getattr__ = _lazily(", "        __name__,", "        {"]
     for module in public:

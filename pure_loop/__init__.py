@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from pure_loop.rehearsal.rehearse import rehearse
     from pure_loop.stages import Stages
     from pure_loop.tools.ablate import ablate
-    from pure_loop.tools.changes import blame, changes
+    from pure_loop.tools.changes import blame
+    from pure_loop.tools.changes import changes as changes  # importable, and not listed: blame gives the same
     from pure_loop.tools.diff import diff
     from pure_loop.tools.inspection import inspect
     from pure_loop.tools.lr_find import lr_find
@@ -85,7 +86,6 @@ __all__ = [
     "best",
     "blame",
     "callbacks",
-    "changes",
     "checkpoint",
     "compose",
     "diff",

@@ -7,13 +7,14 @@ built under both pytree engines (a plain dict is sorted by one of them and not b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.pytree import PyTree
-from pure_loop._internal.reprs import cell, shown, table
-from pure_loop._internal.suggestions import Elsewhere, nearest
+from pure_loop._internal.reprs import cell, number, table
+from pure_loop._internal.suggestions import nearest
 from pure_loop.errors import DonatedStateError, FrozenDictError, MissingNameError
 
 __all__ = ["FrozenDict", "Overwritten", "OverwrittenValue"]
@@ -77,6 +78,16 @@ class FrozenDict(dict[K, V]):
     def __missing__(self, key: object) -> NoReturn:
         raise MissingNameError(_not_there(key, self))
 
+    if not TYPE_CHECKING:  # which knows the attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or name in _SLOTS:
+                raise AttributeError(name)  # which Python and the loop may do without
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: an item is read by its name, [{name!r}].",
+                name=name,
+            )
+
     def update(self, *others: Any, **items: Any) -> None:
         # torch.func.functional_call writes back what it read; the same objects change nothing.
         argument = dict(*others, **items)
@@ -100,23 +111,36 @@ class FrozenDict(dict[K, V]):
         return FrozenDict, (dict(self),)
 
     def __repr__(self) -> str:
-        """Names, and of tensors shapes and dtypes: no number is read from a device."""
-        items = [f"{key!r}: {shown(value)}" for key, value, _ in zip(self, self.values(), range(_MOST), strict=False)]
+        """Names, numbers, also those of tensors of shape (), and of other tensors shapes and dtypes."""
+        items = [f"{key!r}: {_inside(value)}" for key, value in islice(self.items(), _MOST)]
         if len(self) > _MOST:
             items.append(f"... {len(self) - _MOST} more")
         return f"FrozenDict({{{', '.join(items)}}})"
 
     def _repr_html_(self) -> str:
-        """A table for notebooks: numbers that are in RAM, and of other tensors shapes and dtypes."""
-        return table([(key, cell(value)) for key, value in self.items()])
+        """A table for notebooks, of what its repr has, with a row for each item of mappings inside."""
+        rows = list(islice(_rows(self), _MOST_ROWS + 1))
+        return table([*rows[:_MOST_ROWS], ("...", "more")] if len(rows) > _MOST_ROWS else rows)
 
 
-# Names that are often written as attributes. A ``__getattr__`` for all would slow down each read of ``lent``.
-for _name in ("val", "valid", "validation", "train", "test", "eval", "loss", "accuracy", "weight", "bias"):
-    setattr(FrozenDict, _name, Elsewhere(_name, f'of a mapping, a name stands in brackets: ["{_name}"]'))
+def _inside(value: object) -> str:
+    """An item in the repr of a mapping: numbers, as metrics are, stand there one by one."""
+    numbers = isinstance(value, FrozenDict) and all(isinstance(number(item), float) for item in value.values())
+    return repr(value) if numbers else cell(value)
 
+
+def _rows(mapping: FrozenDict[Any, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in mapping.items():
+        if type(value) is FrozenDict:
+            yield from _rows(value, f"{path}{key}/")
+        else:
+            yield f"{path}{key}", cell(value)
+
+
+_SLOTS = frozenset(FrozenDict.__slots__)
 _SHOWN = 8
 _MOST = 20
+_MOST_ROWS = 100
 _LONGEST = 80
 _ABOUT_FIELDS = (
     "state.algorithm_state has the memory of an algorithm that says how it begins, "

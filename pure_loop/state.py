@@ -22,7 +22,7 @@ from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_flag, check_integer, check_number
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.records import Record, copier
-from pure_loop._internal.reprs import cell, table
+from pure_loop._internal.reprs import cell, count, number, paragraph, table
 from pure_loop._internal.suggestions import Elsewhere, state_hint, state_hints
 from pure_loop.errors import (
     ArgumentError,
@@ -442,6 +442,12 @@ class State(Record):
 
         __iter__ = None  # else Python would iterate by __getitem__
 
+        def __call__(self, *_: object, **__: object) -> NoReturn:
+            raise ArgumentTypeError(
+                "a State is a record, and no module that could be called: write state.module(training=False)(inputs), "
+                "or pl.predict(state, dataloader)."
+            )
+
     def __deepcopy__(self: S, memo: dict[int, Any]) -> S:
         from pure_loop.data.batch import tensors_in  # which needs States
 
@@ -458,39 +464,45 @@ class State(Record):
         return _rebuild, (type(self), {name: None if value is NOT_READY else value for name, value in fields.items()})
 
     def __repr__(self) -> str:
-        params = raw_params(self)
-        if isinstance(params, Overwritten):
-            size = "parameters overwritten by the next step"
-        else:
-            size = f"{len(params)} parameters ({sum(tensor.numel() for tensor in params.values()):,} numbers)"
         at = self.event.value if self.event is not None else "no event"
-        t = self.timestamp
-        parts = [at, f"epoch {t.epoch}", f"batch {t.batch}", size]
-        if isinstance(self.loss, Tensor):
-            parts.append(f"loss on {self.loss.device}" if self.loss.device.type != "cpu" else f"loss {self.loss:.4g}")
-        if self.metrics:
-            parts.append(f"metrics of {', '.join(self.metrics)}")
+        loss = raw_loss(self)
+        parts = [at, str(self.timestamp), model_in_words(self)]
+        parts += [f"loss {cell(loss)}"] if isinstance(loss, Tensor) else []
+        parts += [f"metrics of {label} ({_numbers(values)})" for label, values in self.metrics.items()]
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    def __str__(self) -> str:
+        """Where it is and what has happened, in a few lines; numbers are read, which waits for their device."""
+        lines = [paragraph(name, text, _MARGIN) for name, text in self._rows()]
+        return "\n".join([self._place(), *lines])
+
     def _repr_html_(self) -> str:
-        """A table of the fields for notebooks; waits for no device."""
-        rows = []
-        for attribute, public in _fields[type(self)]:
-            value = _raw.get(attribute, attrgetter(attribute))(self)
-            if value is NOT_READY or value is None or (type(value) is FrozenDict and not value):
-                continue
-            if isinstance(value, Overwritten | OverwrittenValue):
-                text = "overwritten by the next step"
-            elif public in ("params", "buffers", "grads"):
-                text = f"{len(value)} tensors, {sum(t.numel() for t in value.values() if t is not None):,} numbers"
-            elif isinstance(value, FrozenDict) and public in ("opt_state", "algorithm_state"):
-                text = ", ".join(map(str, value))
-            elif public == "model":
-                text = type(value.skeleton).__name__
-            else:
-                text = cell(value)
-            rows.append((public, text))
-        return table(rows, caption=type(self).__name__)
+        return table(self._rows(), caption=self._place())
+
+    def _place(self) -> str:
+        return f"{type(self).__name__} at {self.event.name if self.event is not None else 'no event'}, {self.timestamp}"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Fields that have something to tell, by their names, in words."""
+        loss, memory = raw_loss(self), raw_opt_state(self)
+        measured = [f"{label}: {_numbers(values)}" for label, values in self.metrics.items()]
+        skipped, nonfinite = number(self.skipped), number(self.nonfinite)
+        rows = [
+            ("evaluator", self.evaluator or ""),
+            ("loss", _numbers(loss) if isinstance(loss, dict) else cell(loss)),
+            ("metrics", "; ".join(measured)),
+            ("model", model_in_words(self)),
+            ("opt_state", ", ".join(map(str, memory)) if type(memory) is FrozenDict else cell(memory)),
+            ("algorithm_state", ", ".join(self.algorithm_state)),
+            ("lr_scale", cell(self.lr_scale)),
+            ("stop", "True" if self.stop else ""),
+            ("skipped", f"{skipped:,} steps" if isinstance(skipped, int) and skipped else ""),
+            ("nonfinite", f"first at batch {nonfinite}" if isinstance(nonfinite, int) and nonfinite >= 0 else ""),
+        ]
+        rows += [
+            (name, cell(getattr(self, attribute))) for attribute, name in _fields[type(self)][len(_fields[State]) :]
+        ]
+        return [(name, text) for name, text in rows if text not in ("", "None")]
 
 
 def lend(mapping: object) -> None:
@@ -502,6 +514,29 @@ def lend(mapping: object) -> None:
         if getattr(mapping, "lent", None) is None:
             mapping.lent = True
         mapping = getattr(mapping, "origin", None)
+
+
+_MARGIN = 19
+
+
+def _numbers(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {cell(value)}" for name, value in values.items())
+
+
+def model_in_words(state: State) -> str:
+    """The class of the model, and how many parameters it has, where and of which dtype."""
+    params = raw_params(state)
+    name = type(state.model.skeleton).__name__
+    if isinstance(params, Overwritten):
+        return f"{name}, parameters {params.lent[1]}"
+    tensors = getattr(params, "origin", params)
+    trained = set(state.model.trainable) - state.frozen
+    frozen = sum(tensor.numel() for name, tensor in tensors.items() if name not in trained)
+    size = count(sum(tensor.numel() for tensor in tensors.values()), "parameter", "parameters")
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    of_them = f" ({frozen:,} of them frozen)" if frozen else ""
+    where = f"on {device_of(state)}, {' and '.join(dtypes)}"
+    return f"{name}, {size} in {count(len(tensors), 'tensor', 'tensors')}{of_them}, {where}"
 
 
 # What a step may write to, where nothing but the loop has read it: to read it is noted on its mapping, and what has a
@@ -749,6 +784,15 @@ _COUNTED = tuple(field.name for field in attrs.fields(Timestamp))
 _ELSEWHERE = state_hints((*_names[State], *vars(State)), _COUNTED)
 for _name, _place in _ELSEWHERE.items():
     setattr(State, _name, Elsewhere(_name, _place))
+
+
+def check_state(function: str, value: object, example: str) -> None:
+    """
+    Raises:
+        ArgumentTypeError: the value is no State.
+    """
+    if not isinstance(value, State):
+        raise ArgumentTypeError(f"{function}: {type(value).__name__} is not a State: {function}({example}).")
 
 
 def refuse_misfit(state: State) -> None:

@@ -24,6 +24,7 @@ from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_integer, check_number
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.records import Record, copier
+from pure_loop._internal.suggestions import Elsewhere
 from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
 from pure_loop.event import Event
 
@@ -343,7 +344,8 @@ class TimestampFields(TypedDict, total=False):
 class Timestamp(Record):
     """What is finished so far. Counts are ints; seconds are floats of wall-clock time.
 
-    It compares with a :class:`Time` or its text in that unit, and never with another timestamp.
+    It compares with a :class:`Time` or its text in that unit, and never with another timestamp. As text it is the epoch
+    and the batch, ``str(timestamp)``; its repr has every count.
 
     Attributes:
         epoch, batch, sample, token: since the start of training.
@@ -508,12 +510,25 @@ class Timestamp(Record):
         parts = [f"{name}={value!r}" for name, value in fields if value or name in ("epoch", "batch")]
         return f"{type(self).__name__}({', '.join(parts)})"
 
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, batch {self.batch}"
+
     def __ge__(self, other: Time | str) -> bool:
         time = self._time(other)
         return NotImplemented if time is None else self.get(time.unit) >= time.value
 
+    def __dir__(self) -> list[str]:
+        return [name for name in object.__dir__(self) if name not in _ELSEWHERE]
+
     @staticmethod
     def _time(value: object) -> Time | None:
+        if isinstance(value, Timestamp):
+            raise ArgumentTypeError("two timestamps are compared by one of their counts: write a.batch < b.batch.")
+        if isinstance(value, int | float):
+            raise ArgumentTypeError(
+                f'a timestamp counts in several units, and {value!r} names none: write timestamp < "{value}ep", '
+                f'timestamp < "{value}ba" or timestamp.batch < {value}.'
+            )
         return Time.parse(value) if isinstance(value, (Time, str)) else None
 
 
@@ -611,6 +626,11 @@ _count = copier(
     *("batch_in_iteration", "token_in_iteration", "total_seconds", "epoch_seconds", "batch_seconds"),
 )
 _NAMES = tuple(field.name for field in attrs.fields(Timestamp))
+# Its counts, as they are called elsewhere. A __getattr__ would answer any name, and cost time where one is only tried.
+_ELSEWHERE = {"batches": "batch", "step": "batch", "steps": "batch", "epochs": "epoch", "samples": "sample"}
+_ELSEWHERE |= {"tokens": "token", "iterations": "iteration", "seconds": "total_seconds"}
+for _name, _field in _ELSEWHERE.items():
+    setattr(Timestamp, _name, Elsewhere(_name, f"it is timestamp.{_field}"))
 _values = operator.attrgetter(*_NAMES)
 
 

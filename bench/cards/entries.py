@@ -36,7 +36,7 @@ class Entry:
 
     def make(self) -> Any:
         """The algorithm."""
-        names = {name: getattr(pl.algorithms, name) for name in pl.algorithms.__all__}
+        names = {name: getattr(pl.algorithms, name) for name in dir(pl.algorithms)}
         return eval(self.code, {**names, "Block": Block, "shifted": shifted})
 
     @property

@@ -390,6 +390,7 @@ STATE_PLACES: tuple[tuple[str, str], ...] = (
         "weights parameters state_dict model_state",
         "parameters are state.params, by name; state.module() is a module with them",
     ),
+    ("fit", "pl.fit(state, ...) resumes from it"),
     ("named_buffers", "buffers are state.buffers, by name"),
     (
         "net forward train eval",

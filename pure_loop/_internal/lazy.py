@@ -58,7 +58,7 @@ def lazily(
         if name in submodules:
             return import_module(f"{package}.{name}")
         if name not in places:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{_instead(package, name)}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_instead(package, name, places)}")
         value = getattr(import_module(f"{package}.{places[name]}"), name)
         setattr(module, name, value)
         return value
@@ -66,14 +66,14 @@ def lazily(
     return get
 
 
-def _instead(package: str, name: str) -> str:
+def _instead(package: str, name: str, others: Iterable[str]) -> str:
     """What to write instead, for an error; "" for names that Python itself looks up."""
     if name.startswith("__"):
         return ""
     text = hint(package, name)
     if text is not None:
         return f": {text}"
-    near = nearest(name, dir(sys.modules[package]))
+    near = nearest(name, {*dir(sys.modules[package]), *others})
     return f"; did you mean {near!r}?" if near is not None else ""
 
 

@@ -1,9 +1,9 @@
-"""Reprs: what a value is, in one line, without reading numbers out of tensors."""
+"""Reprs: what a value is, in one line. Of tensors only those of shape () are read."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import attrs
@@ -64,9 +64,10 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 and " at 0x" not in text else data(value)
 
 
-def _items(value: Collection[object]) -> str:
+def _items(value: Collection[object], written: Callable[[object], str] | None = None) -> str:
     if isinstance(value, dict):
-        items = [f"{key!r}: {_unless_secret(str(key), item)}" for key, item in _first(value.items())]
+        texts = [written(item) if written else _unless_secret(str(key), item) for key, item in _first(value.items())]
+        items = [f"{key!r}: {text}" for key, text in zip(value, texts, strict=False)]
         opening, closing = "{", "}"
     else:
         items = [shown(item) for item in _first(value)]
@@ -116,16 +117,32 @@ def changed_fields(record: Any) -> dict[str, object]:
     return result
 
 
+def number(value: object) -> object:
+    """The number of a tensor of shape (), which waits for its device; any other value as it is.
+
+    >>> import torch
+    >>> number(torch.tensor(0.25)), number(3)
+    (0.25, 3)
+    """
+    # A subclass of Tensor may give its number otherwise, or wait for other ranks.
+    if type(value) is not Tensor or value.shape != () or value.is_complex() or value.is_meta:
+        return value
+    try:
+        return value.item()
+    except RuntimeError:  # what torch.func maps has no number, nor has a device after an error in a kernel
+        return value
+
+
 def cell(value: object) -> str:
-    """A value in a table: a number where it is in RAM, else what :func:`shown` says.
+    """A value where it is printed: a number, of tensors of shape () too, else what :func:`shown` says.
 
     >>> import torch
     >>> cell(torch.tensor(0.25)), cell(torch.zeros(2))
     ('0.25', 'tensor (2,) float32')
     """
-    # A subclass of Tensor may give its number otherwise, or wait for other ranks.
-    if type(value) is Tensor and value.shape == () and value.device.type == "cpu" and not value.is_complex():
-        value = value.item()
+    value = number(value)
+    if type(value) is dict:
+        return _items(value, cell)
     return f"{value:.6g}" if isinstance(value, float) else shown(value)
 
 
@@ -139,6 +156,10 @@ def columns(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     sides = [str.ljust if number in left else str.rjust for number in range(len(widths))]
     lines = ([side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows)
     return ["  ".join(cells).rstrip() for cells in lines]
+
+
+def count(value: int, singular: str, plural: str) -> str:
+    return f"{value:,} {singular if value == 1 else plural}"
 
 
 def paragraph(name: str, text: str, margin: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -47,6 +47,11 @@ def refuse_misfit(function: Callable[..., object], args: tuple[object, ...], kwa
         if parameters.pop("self", None) is not None:
             args = args[1:]
         sentences = _said(place, name, parameters, args, kwargs) or [f"{name}: {error}."]
+        if "model_or_state" in parameters and args and isinstance(args[0], Iterator):
+            sentences = [
+                "the arguments of fit are needed, and not the stream that pl.fit(...) returns: write model, "
+                "train_dataloader and its other arguments in its place."
+            ]
         raise ArgumentTypeError(" ".join(sentences)) from None
 
 

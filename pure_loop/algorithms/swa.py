@@ -35,14 +35,14 @@ from pure_loop.algorithms._averages import (
 from pure_loop.algorithms._spans import as_span, is_past, part_of_span
 from pure_loop.cadence import every
 from pure_loop.data.batch import to_device
-from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
+from pure_loop.errors import ArgumentError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.batch import LoopStages
 from pure_loop.random import derive, seeded
 from pure_loop.random.authors import is_users
 from pure_loop.ranges import Duration, checked
-from pure_loop.state import State
+from pure_loop.state import State, check_state
 from pure_loop.task import Task
 from pure_loop.time import Time
 
@@ -99,10 +99,7 @@ def update_batchnorm(
     >>> update_batchnorm(state, data).buffers["0.running_mean"]
     tensor([3.])
     """
-    if not isinstance(state, State):
-        raise ArgumentTypeError(
-            f'update_batchnorm: {type(state).__name__} is not a State: update_batchnorm(averaged(state, "swa"), data).'
-        )
+    check_state("update_batchnorm", state, 'averaged(state, "swa"), data')
     module = state.module()
     normalizations = (layer for layer in module.modules() if isinstance(layer, _NORMALIZATIONS))
     layers = [layer for layer in normalizations if layer.running_mean is not None and layer.training]

@@ -14,7 +14,7 @@ from pure_loop.callbacks._place import Place
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.exporting.export import module_of
-from pure_loop.exporting.files import export_module, refuse_sample, refuse_suffix, try_to_export, try_to_write
+from pure_loop.exporting.files import export_module, read_format, refuse_sample, try_to_export, try_to_write
 from pure_loop.ranges import Name, checked
 from pure_loop.state import State
 
@@ -39,7 +39,8 @@ class ExportForInferenceCallback(Callback):
         format: ``"module"``: the module itself, by pickle, ``torch.load(path, weights_only=False)``;
             ``"torch.export"``: its graph, which needs no code of the model, ``torch.export.load(path).module()``;
             ``"safetensors"``: its parameters and buffers by the names of ``state_dict()``; ``"onnx"``: its graph for
-            other runtimes, which needs the extra ``onnx``.
+            other runtimes, which needs the extra ``onnx``; None: what the suffix of the path names, ``.pt`` or
+            ``.pth``, ``.pt2``, ``.safetensors`` or ``.onnx``.
         sample: what the module is called with, for graphs and to verify: a tensor, a tuple of arguments or a mapping of
             keyword arguments.
         average: the name of an average of the weights to export, such as ``"ema"``; None: the weights that the last
@@ -74,7 +75,7 @@ class ExportForInferenceCallback(Callback):
     def __init__(
         self,
         path: PathLike,
-        format: Literal["module", "torch.export", "safetensors", "onnx"] = "module",
+        format: Literal["module", "torch.export", "safetensors", "onnx"] | None = None,
         sample: Any = None,
         *,
         average: Annotated[str | None, Name()] = None,
@@ -84,9 +85,8 @@ class ExportForInferenceCallback(Callback):
     ) -> None:
         self._place = Place(path, where="ExportForInferenceCallback", overwrite=overwrite)
         self.path = os.fspath(path)
-        refuse_suffix(path, format, where="ExportForInferenceCallback")
-        refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="ExportForInferenceCallback")
-        self._format = format
+        self._format = read_format(path, format, where="ExportForInferenceCallback")
+        refuse_sample(self._format, sample, dynamic_batch=dynamic_batch, where="ExportForInferenceCallback")
         self._sample = sample
         self._average = average
         self._dynamic_batch = dynamic_batch

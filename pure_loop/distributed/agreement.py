@@ -135,7 +135,7 @@ def _model(state: State) -> dict[str, str]:
 
 def _counts(state: State) -> str:
     t = state.timestamp
-    return f"epoch {t.epoch}, batch {t.batch}, sample {t.sample}, batch {t.batch_in_epoch} in its epoch"
+    return f"{t}, sample {t.sample}, batch {t.batch_in_epoch} in its epoch"
 
 
 def _without_addresses(value: object) -> str:

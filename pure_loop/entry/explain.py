@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
 
 from torch import nn
 
-from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop._internal.frames import consumer_doubt
 from pure_loop._internal.pytree import Batch
-from pure_loop._internal.reprs import paragraph
+from pure_loop._internal.reprs import count, paragraph
 from pure_loop._internal.suggestions import arguments_of_call
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
@@ -30,7 +30,7 @@ from pure_loop.observer import observers
 from pure_loop.progress import words as _words
 from pure_loop.stages.references import counting_doubt
 from pure_loop.stages.sizes import found_size
-from pure_loop.state import State
+from pure_loop.state import State, model_in_words
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
@@ -54,6 +54,7 @@ class _Explain(Protocol):
         file: TextIO | None = None,
         sample: Any = None,
         depth: int = 2,
+        full: bool = False,
         **options: Unpack[FitOptions],
     ) -> None: ...
 
@@ -63,7 +64,14 @@ def _as_typed(function: Callable[..., None]) -> _Explain:
 
 
 @_as_typed
-def explain(*args: Any, file: TextIO | None = None, sample: Any = None, depth: int = 2, **kwargs: Any) -> None:
+def explain(
+    *args: Any,
+    file: TextIO | None = None,
+    sample: Any = None,
+    depth: int = 2,
+    full: bool = False,
+    **kwargs: Any,
+) -> None:
     """Print what ``fit`` with these arguments would do: its settings and layers, and what runs at each event, in order.
 
     Args:
@@ -73,6 +81,7 @@ def explain(*args: Any, file: TextIO | None = None, sample: Any = None, depth: i
             without numbers runs a forward on the meta device. None: the first batch where the data is a list or tuple
             of batches; otherwise parameters alone are listed.
         depth: how deep modules inside modules are listed; 0: no table of layers.
+        full: list the events, too, to which nothing is bound.
 
     Raises:
         ArgumentTypeError: an argument that ``fit`` doesn't have, or that it lacks.
@@ -87,26 +96,31 @@ def explain(*args: Any, file: TextIO | None = None, sample: Any = None, depth: i
     ...         max_duration="2ep", algorithms=[penalty])
     pl.fit, explained; nothing was run
     <BLANKLINE>
-      model          Linear, 3 parameters in 2 tensors, on cpu
+      model          Linear, 3 parameters in 2 tensors, on cpu, float32
       ...
     <BLANKLINE>
       layer  class   output  parameters  frozen  FLOPs
       model  Linear  4x1              3       -     16
       ...
+    <BLANKLINE>
+    fit ...
+      for each epoch ...
+        for each batch ...
           for each microbatch ...
-            BEFORE_FORWARD                -
-            AFTER_FORWARD                 -
-            BEFORE_LOSS                   -
-            AFTER_LOSS                    algorithm  penalty  (every 10 batches)
-      ...
+            AFTER_LOSS                algorithm  penalty  (every 10 batches)
+    <BLANKLINE>
+    Nothing is bound to the other 20 events of this run; full=True lists them, too.
+    ...
     """
+    full = check_flag("full", full, where="explain")
     arguments = arguments_of_call(fit, args, kwargs)
     check_integer("depth", depth, where="explain", least=0)
     plan = assemble(Settings.of(arguments)).plan
     print("pl.fit, explained; nothing was run", file=file)
     layers = _layers(plan, sample, depth) if depth else ()
-    for part in (_head(plan), *((layers,) if depth else ()), _loop(plan), _legend(plan)):
-        print("", *(line.rstrip() for line in part), sep="\n", file=file)
+    for part in map(list, (_head(plan), layers, _loop(plan, full), _legend(plan, full))):
+        if part:
+            print("", *(line.rstrip() for line in part), sep="\n", file=file)
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -115,15 +129,14 @@ def _head(plan: Plan) -> Iterator[str]:
 
 def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     settings, state, stages = plan.settings, plan.state, plan.stages
-    yield "model", _model(state)
+    yield "model", model_in_words(state)
     if plan.checkpoint is not None:
         yield "starts from", _checkpoint(plan.checkpoint)
     elif settings.autoresume is not None and state.event is None and state.position is None:
         yield "starts from", f"nothing: {settings.autoresume} holds no checkpoint yet"
     elif isinstance(settings.model_or_state, State):
         where = f"{state.position.name}, " if state.position is not None else ""
-        t = state.timestamp
-        yield "starts from", f"a State kept at {where}epoch {t.epoch}, batch {t.batch}"
+        yield "starts from", f"a State kept at {where}{state.timestamp}"
     yield "data", _data(settings.train_dataloader, plan.source.length, settings.batches_per_step)
     end = state.timestamp.max_duration
     assert end is not None
@@ -148,7 +161,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "seed", str(state.seed)
     evaluators = [
         f"{evaluator.label}: {_words.how_often(evaluator.interval)}"
-        + ("" if evaluator.source.length is None else f", {_count(evaluator.source.length, 'batch', 'batches')}")
+        + ("" if evaluator.source.length is None else f", {count(evaluator.source.length, 'batch', 'batches')}")
         + ("" if evaluator.microbatch_size is None else f" in microbatches of {evaluator.microbatch_size:,}")
         + ("" if evaluator.metrics is None else f", measuring {', '.join(metric.name for metric in evaluator.metrics)}")
         for evaluator in plan.evaluators
@@ -220,22 +233,10 @@ def _checkpoint(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.path}, saved at {where}batch {document.batch}"
 
 
-def _model(state: State) -> str:
-    numbers = sum(tensor.numel() for tensor in state.params.values())
-    frozen = sum(tensor.numel() for name, tensor in state.params.items() if name not in state.model.trainable)
-    kind = type(state.model.skeleton).__name__
-    text = f"{kind}, {_count(numbers, 'parameter', 'parameters')} in {_count(len(state.params), 'tensor', 'tensors')}"
-    return f"{text}{f' ({frozen:,} of them frozen)' if frozen else ''}, on {state.device}"
-
-
 def _data(loader: object, length: int | None, per_step: int) -> str:
-    epochs = "epochs of unknown length" if length is None else f"{_count(length, 'batch', 'batches')} an epoch"
+    epochs = "epochs of unknown length" if length is None else f"{count(length, 'batch', 'batches')} an epoch"
     sizes = "" if per_step == 1 else f", each of {per_step:,} of the dataloader"
     return f"{type(loader).__name__}, {epochs}{sizes}"
-
-
-def _count(value: int, singular: str, plural: str) -> str:
-    return f"{value:,} {singular if value == 1 else plural}"
 
 
 def _name(value: object) -> str:
@@ -290,17 +291,15 @@ def _bound(plan: Plan) -> dict[Event, list[str]]:
         for event, result in observed.items():
             names = [observer.name for observer in result if observer.name not in everywhere]
             table.setdefault(event, []).extend(f"{kind:<9}  {name}" for name in names)
-    return table
+    return {event: lines for event, lines in table.items() if lines}
 
 
 # The loop.
 
 
-def _loop(plan: Plan) -> Iterator[str]:
+def _loop(plan: Plan, full: bool) -> Iterator[str]:
     bound = _bound(plan)
-    from pure_loop import order
-
-    for depth, what, note in _relevant(_fit_only(order.outline(plan.settings.order)), plan):
+    for depth, what, note in _outline(plan, set(Event) if full else set(bound)):
         indent = "  " * depth
         if isinstance(what, Event):
             first, *rest = bound.get(what) or ["-"]
@@ -316,9 +315,14 @@ def _fit_only(outline: list[Line]) -> list[Line]:
     return outline[: ends[0]] if ends else outline
 
 
-def _relevant(outline: list[Line], plan: Plan) -> Iterator[Line]:
-    """The outline without what this call can't come to: evaluations, iterations, the start of a fresh run."""
-    left_out: set[Event] = set()
+def _outline(plan: Plan, wanted: set[Event]) -> list[Line]:
+    """The loop, as far as it has these events, without what this call can't come to.
+
+    That are evaluations without evaluators, iterations without a length, and the start of a fresh run.
+    """
+    from pure_loop import order
+
+    outline, left_out = _fit_only(order.outline(plan.settings.order)), set(Event) - wanted
     if plan.settings.iteration_length is None:
         left_out |= {event for event in Event if event.name.startswith("ITERATION")}
     if not plan.evaluators:
@@ -329,10 +333,12 @@ def _relevant(outline: list[Line], plan: Plan) -> Iterator[Line]:
     for index, (depth, what, _) in enumerate(outline):
         if not isinstance(what, Event):
             groups.setdefault(what, set()).update(_inside(outline[index + 1 :], depth))
-    for depth, what, note in outline:
+
+    def is_wanted(what: str | Event) -> bool:
         inside = {what} if isinstance(what, Event) else groups[what]
-        if not inside or inside - left_out:
-            yield depth, what, note
+        return bool(inside - left_out) or (not inside and wanted >= set(Event))
+
+    return [line for line in outline if is_wanted(line[1])]
 
 
 def _inside(rest: list[Line], depth: int) -> Iterator[Event]:
@@ -343,8 +349,16 @@ def _inside(rest: list[Line], depth: int) -> Iterator[Event]:
             yield what
 
 
-def _legend(plan: Plan) -> Iterator[str]:
-    yield "-: nothing is bound there. At one event: algorithms in this order, then callbacks, then loggers."
+def _legend(plan: Plan, full: bool) -> Iterator[str]:
+    events, bound = ({what for _, what, _ in _outline(plan, set(among))} for among in (Event, _bound(plan)))
+    others = sum(isinstance(what, Event) for what in events - bound)
+    if full:
+        yield "-: nothing is bound there."
+    elif others:
+        which = f"{'other ' if bound else ''}{others} events of this run"
+        yield f"Nothing is bound to the {which}; full=True lists them, too."
+    if bound:
+        yield "At one event: algorithms in this order, then callbacks, then loggers."
     if any(reversed_at(event) and len(result) > 1 for event, result in bind(plan.settings.algorithms).items()):
         yield "<- in reverse: after a computation the algorithms run in reverse, so what opened last closes first."
     if not plan.evaluators:

@@ -12,7 +12,7 @@ from pure_loop.algorithms.ema import averaged
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import ArgumentTypeError
-from pure_loop.exporting.files import export_module, refuse_sample, refuse_suffix, try_to_write
+from pure_loop.exporting.files import export_module, read_format, refuse_sample, try_to_write
 from pure_loop.ranges import Name, checked
 from pure_loop.state import State
 
@@ -21,7 +21,7 @@ from pure_loop.state import State
 def export(
     state: State,
     path: PathLike,
-    format: Literal["module", "torch.export", "safetensors", "onnx"] = "module",
+    format: Literal["module", "torch.export", "safetensors", "onnx"] | None = None,
     *,
     sample: Any = None,
     average: Annotated[str | None, Name()] = None,
@@ -30,18 +30,19 @@ def export(
 ) -> None:
     """Write the module of a State in eval mode to a file, whole or not at all, and compare the file with the State.
 
-    ==================  =========================================  ============================================
-    ``format``          what is written                            how it is loaded
-    ==================  =========================================  ============================================
-    ``"module"``        the module itself, by pickle               ``torch.load(path, weights_only=False)``
-    ``"torch.export"``  its graph, which needs no code of the      ``torch.export.load(path).module()``
-                        model
-    ``"safetensors"``   its weights, by the names of               ``safetensors.torch.load_model``,
-                        ``state_dict()``                           ``load_state_dict``, ``from_pretrained``,
-                                                                   ``pl.load``
-    ``"onnx"``          its graph for other runtimes; needs the    ``onnxruntime.InferenceSession(path)``
-                        extra ``onnx``
-    ==================  =========================================  ============================================
+    ================  ==================  ===================================  ======================================
+    suffix            ``format``          what is written                      how it is loaded
+    ================  ==================  ===================================  ======================================
+    ``.pt``,          ``"module"``        the module itself, by pickle         ``torch.load(path,
+    ``.pth``                                                                   weights_only=False)``
+    ``.pt2``          ``"torch.export"``  its graph, which needs no code of    ``torch.export.load(path).module()``
+                                          the model
+    ``.safetensors``  ``"safetensors"``   its weights, by the names of         ``safetensors.torch.load_model``,
+                                          ``state_dict()``                     ``load_state_dict``,
+                                                                               ``from_pretrained``, ``pl.load``
+    ``.onnx``         ``"onnx"``          its graph for other runtimes; needs  ``onnxruntime.InferenceSession(path)``
+                                          the extra ``onnx``
+    ================  ==================  ===================================  ======================================
 
     The names of a Hugging Face model's weights are those of its ``save_pretrained``, of tied weights, too: with
     ``model.config.save_pretrained(folder)`` beside ``folder/model.safetensors``, ``from_pretrained(folder)`` loads it.
@@ -51,7 +52,7 @@ def export(
     Args:
         state: of any event.
         path: where to; its folder is made, and a URL is opened by fsspec.
-        format: what is written.
+        format: what is written; None: what the suffix of the path names.
         sample: what the module is called with, for graphs and to verify: a tensor, a tuple of arguments or a mapping of
             keyword arguments.
         average: the name of an average of the weights to export, such as ``"ema"``; None: the weights.
@@ -62,7 +63,7 @@ def export(
 
     Raises:
         ArgumentError, ArgumentTypeError: no State, an unknown format, a graph without a sample, no average of this
-            name, a path that is a folder or has the suffix of another format.
+            name, a path that is a folder or has the suffix of another format, or of none where no format is given.
         MissingExtraError: ``"onnx"`` without its packages.
         CheckpointWriteError: (an OSError) the path can't be written to.
         ExportError: the model can't be traced, translated or pickled; or what was read back differs.
@@ -78,13 +79,13 @@ def export(
     """
     _refuse_no_state(state)
     storage_of(path)
-    refuse_suffix(path, format, where="export")
-    refuse_sample(format, sample, dynamic_batch=dynamic_batch, where="export")
+    written = read_format(path, format, where="export")
+    refuse_sample(written, sample, dynamic_batch=dynamic_batch, where="export")
     sharded = are_sharded(state.params)
     module = module_of(state, average)  # first, because ranks that hold shards gather them together
     if not sharded or rank() == 0:
         try_to_write(path)
-        export_module(module, path, format, sample=sample, dynamic_batch=dynamic_batch, verify=verify)
+        export_module(module, path, written, sample=sample, dynamic_batch=dynamic_batch, verify=verify)
 
 
 def _refuse_no_state(value: object) -> None:

@@ -55,20 +55,38 @@ def refuse_sample(format: Format, sample: Any, *, dynamic_batch: bool, where: st
 
 # What these files are to every program that opens them.
 _SUFFIXES: dict[str, Format] = {".onnx": "onnx", ".safetensors": "safetensors", ".pt2": "torch.export"}
+_SUFFIXES |= {".pt": "module", ".pth": "module"}
 
 
-def refuse_suffix(path: PathLike, format: Format, *, where: str) -> None:
-    """
+def read_format(path: PathLike, format: Format | None, *, where: str) -> Format:
+    """The format that is meant: that of the path's suffix, where none is given.
+
     Raises:
-        ArgumentError: the path has the suffix of another format.
+        ArgumentError: the path has the suffix of another format; or no format is given, and the path has a suffix of
+            none, or is a folder.
     """
-    suffix = PurePath(str(path)).suffix
-    usual = _SUFFIXES.get(suffix, format)
-    if usual != format:
+    suffix = PurePath(str(path)).suffix.lower()
+    usual = _SUFFIXES.get(suffix)
+    if format is None and usual is None:
+        _refuse_folder(path)
+        listed = ", ".join(f'{known} ("{of}")' for known, of in _SUFFIXES.items())
+        raise ArgumentError(
+            f"{where}: the path {str(path)!r} has {f'the suffix {suffix}' if suffix else 'no suffix'}, which names no "
+            f'format: write one of {listed}, or say it: format="module".'
+        )
+    if format is not None and usual not in (None, format):
         raise ArgumentError(
             f'{where}: format="{format}" for the path {str(path)!r}, and {suffix} is the suffix of format="{usual}": '
-            "write that, or another suffix."
+            "leave out one of them."
         )
+    result = format or usual
+    assert result is not None
+    return result
+
+
+def _refuse_folder(path: PathLike) -> None:
+    if storage_of(path).is_folder():
+        raise ArgumentError(f"{os.fspath(path)} is a folder: write the path of a file in it.")
 
 
 def try_to_write(path: PathLike) -> None:
@@ -78,8 +96,7 @@ def try_to_write(path: PathLike) -> None:
         ArgumentError: it is a folder.
         CheckpointWriteError: no file can be written there.
     """
-    if storage_of(path).is_folder():
-        raise ArgumentError(f"{os.fspath(path)} is a folder: write the path of a file in it.")
+    _refuse_folder(path)
     try_folder(os.path.dirname(os.fspath(path)) or ".")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from pure_loop._internal.arguments import check_file_name
 from pure_loop._internal.lazy import require
 from pure_loop._internal.owned_files import naming
 from pure_loop._internal.recordable import recordable_metrics
+from pure_loop._internal.reprs import cell, table
 from pure_loop._internal.suggestions import teaching
 from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError
@@ -30,6 +31,7 @@ __all__ = ["InMemoryLogger"]
 
 # Columns of the table before those of the metrics.
 _FIRST = ("batch", "epoch", "sample")
+_MOST = 6
 
 
 @checked
@@ -62,6 +64,23 @@ class InMemoryLogger(Logger):
         self.masks: dict[str, list[tuple[Timestamp, Any]]] = {}
         self.texts: dict[str, list[tuple[Timestamp, str]]] = {}
         self.files: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        """The last value of each metric; numbers are read, which waits for their device."""
+        last = [f"{name} {value} at batch {batch}" for name, _, batch, value in self._last()]
+        more = [f"... {len(last) - _MOST} more"] if len(last) > _MOST else []
+        return f"{type(self).__name__}({', '.join([*last[:_MOST], *more])})"
+
+    def in_a_call(self) -> str:
+        return super().__repr__()
+
+    def _repr_html_(self) -> str:
+        return table(list(self._last()), head=["metric", "values", "last at batch", "last value"])
+
+    def _last(self) -> Iterator[tuple[str, int, int, str]]:
+        for name, recorded in self.metrics.items():
+            timestamp, value = recorded[-1]
+            yield name, len(recorded), timestamp.batch, cell(value)
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         self.hyperparameters.update(hyperparameters)

@@ -193,7 +193,7 @@ class Passes:
         if self.assembly.fit.order == "2021":
             position = Event.BATCH_END if start.batch_in_epoch else Event.EPOCH_END
         moved = state.replace(timestamp=start, previous_timestamp=before, position=position, event=position)
-        return moved, f"from batch {start.batch} (epoch {start.epoch})"
+        return moved, f"from {start}"
 
     def _held(self, evaluator: BoundEvaluator, batch: Batch) -> BoundEvaluator:
         source = Held(batch, 1, evaluator.source.length, f"eval/{evaluator.label}")

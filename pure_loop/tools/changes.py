@@ -1,4 +1,4 @@
-"""``pl.changes`` and ``pl.blame``: what each algorithm and each part of the loop changed, event by event."""
+"""``pl.blame``: what each algorithm and each part of the loop changed, event by event."""
 
 from __future__ import annotations
 
@@ -38,33 +38,14 @@ class Change:
     norm: float | None
 
 
-@teaching
 def changes(stream: Stream) -> Iterator[Change]:
-    """What each algorithm and each part of the loop changes, in order, while the stream runs.
-
-    A leaf counts as changed where its value is another one; an equal copy is none. States are kept from one step to the
-    next, so that updates are not written in place, and the host waits for values to be compared: this is to debug with.
-
-    Args:
-        stream: what ``pl.fit(...)`` returned, not begun and not compiled.
-
-    Raises:
-        ArgumentTypeError: it is no stream of ``fit``.
-        ArgumentError: it has begun, or is compiled.
-
-    >>> import torch, pure_loop as pl
-    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
-    >>> stream = pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, max_duration="1ba",
-    ...                 optimizer=pl.optim.sgd(lr=0.1), algorithms=[pl.algorithms.gradient_clipping("norm", 1e-3)])
-    >>> [(change.by, change.leaf) for change in changes(stream) if change.leaf.endswith("weight")]
-    [('backward', 'grads/weight'), ('gradient_clipping', 'grads/weight'), ('optimizer', 'params/weight')]
-    """
-    return _changes(steps(stream, "changes"))
+    """What :func:`blame` iterates over, one by one, while the stream runs."""
+    return _between(steps(stream, "changes"))  # which refuses what is no such stream at the call
 
 
-def _changes(all_steps: Iterable[Step]) -> Iterator[Change]:
+def _between(run: Iterable[Step]) -> Iterator[Change]:
     before: Mapping[str, object] | None = None
-    for step in all_steps:
+    for step in run:
         leaves = leaves_of(step.state)
         if before is not None:
             # What belongs to a batch is gone after it: nothing has changed it.
@@ -80,7 +61,7 @@ def _changes(all_steps: Iterable[Step]) -> Iterator[Change]:
 
 @attrs.frozen(repr=False)
 class Blame:
-    """What changed the leaves of a run; a terminal or a notebook shows it as a table.
+    """What changed the leaves of a run; a terminal or a notebook shows it as a table, and a loop gets each change.
 
     Attributes:
         leaf: of which leaf; None: of all.
@@ -101,6 +82,9 @@ class Blame:
             (event.name, by, len(items), len({item.leaf for item in items}), _largest(items))
             for (event, by), items in grouped.items()
         ]
+
+    def __iter__(self) -> Iterator[Change]:
+        return iter(self.changes)
 
     def __str__(self) -> str:
         return "\n".join([*columns([_HEAD, *self._cells()], left=[0, 1]), *self._notes()])
@@ -130,7 +114,10 @@ def _number(norm: float | None) -> str:
 
 @teaching
 def blame(stream: Stream, leaf: str | None = None, *, strict: bool | None = None) -> Blame:
-    """Run a stream to its end, and say what changed a leaf of the State, when, in order.
+    """Run a stream to its end, and say what each algorithm and each part of the loop changed, in order.
+
+    A leaf counts as changed where its value is another one; an equal copy is none. States are kept from one step to the
+    next, so that updates are not written in place, and the host waits for values to be compared: this is to debug with.
 
     Args:
         stream: what ``pl.fit(...)`` returned, not begun and not compiled.
@@ -138,7 +125,8 @@ def blame(stream: Stream, leaf: str | None = None, *, strict: bool | None = None
         strict: raise where an algorithm changed nothing; None: as the stream was made, ``fit(strict=True)``.
 
     Returns:
-        A :class:`Blame`: a table by event and algorithm, the changes, and the algorithms that changed nothing.
+        A :class:`Blame`: a table by event and algorithm, which iterates over each :class:`Change`, and the algorithms
+        that changed nothing.
 
     Raises:
         ArgumentTypeError: it is no stream of ``fit``, or the leaf is no text.
@@ -146,13 +134,13 @@ def blame(stream: Stream, leaf: str | None = None, *, strict: bool | None = None
         IdleAlgorithmError: with ``strict``, an algorithm changed no leaf in the whole run.
 
     >>> import torch, pure_loop as pl
-    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 2
     >>> idle = pl.Algorithm("idle", {pl.Event.BATCH_END: lambda state: state})
     >>> stream = pl.fit(torch.nn.Linear(2, 1), data, loss=torch.nn.functional.mse_loss, max_duration="1ep",
     ...                 optimizer=pl.optim.sgd(lr=0.1), algorithms=[idle])
     >>> report = blame(stream, "params/weight")
-    >>> [(row[0], row[1], row[2]) for row in report.rows()], report.idle
-    ([('BATCH_END', 'optimizer', 3)], ('idle',))
+    >>> [(change.by, str(change.timestamp)) for change in report], report.idle
+    ([('optimizer', 'epoch 0, batch 1'), ('optimizer', 'epoch 0, batch 2')], ('idle',))
     """
     if leaf is not None and not isinstance(leaf, str):
         raise ArgumentTypeError(f'blame: leaf={leaf!r} is no text: a path such as "params/0.weight".')
@@ -164,7 +152,7 @@ def blame(stream: Stream, leaf: str | None = None, *, strict: bool | None = None
     paths: set[str] = set(leaves_of(parts.state))
     chosen: list[Change] = []
     active: set[str] = set()
-    for change in _changes(steps(stream, "blame")):
+    for change in changes(stream):
         paths.add(change.leaf)
         active.add(change.by)
         if leaf is None or change.leaf == leaf:

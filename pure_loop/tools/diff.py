@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import attrs
 from torch import Tensor, nn
@@ -57,6 +57,9 @@ class Divergence:
     norm: float | None
     operation: str | None = None
 
+    def __bool__(self) -> Literal[True]:  # so that type checkers tell it from NoDivergence
+        return True
+
     def __str__(self) -> str:
         size = "" if self.norm is None else f", {self.norm:.3g} apart"
         more = f" and {len(self.leaves) - 1} more" if len(self.leaves) > 1 else ""
@@ -66,10 +69,31 @@ class Divergence:
             for value, number in zip((self.a, self.b), place[1:] if place else (None, None), strict=True)
         )
         return (
-            f"The runs part at {self.event.name}, batch {self.timestamp.batch} (epoch {self.timestamp.epoch}), after "
-            f"{self.by}: {self.leaf}{more}{size}.\n  a: {a}\n  b: {b}"
-            + ("" if self.operation is None else f"\n  operation: {self.operation}")
+            f"The runs part at {self.event.name}, {self.timestamp}, after {self.by}: {self.leaf}{more}{size}."
+            f"\n  a: {a}\n  b: {b}" + ("" if self.operation is None else f"\n  operation: {self.operation}")
         )
+
+    __repr__ = __str__
+
+
+@attrs.frozen(repr=False)
+class NoDivergence:
+    """Two runs in which nothing differs: it is false, so that ``if pl.diff(a, b)`` asks whether they part.
+
+    Attributes:
+        events: how many were compared; of recorded runs those after the last kept State that both have alike.
+        tolerance: up to which; 0: bit for bit.
+    """
+
+    events: int
+    tolerance: float = 0.0
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __str__(self) -> str:
+        how = f"up to a tolerance of {self.tolerance:g}" if self.tolerance else "bit for bit"
+        return f"The runs do not part: all {self.events:,} events that were compared are equal {how}."
 
     __repr__ = __str__
 
@@ -89,7 +113,7 @@ def _text(value: object) -> str:
 
 def diff_streams(
     a: Stream, b: Stream, tolerance: float, operations_from: float = math.inf, end: float = math.inf
-) -> Divergence | None:
+) -> Divergence | NoDivergence:
     """:func:`diff` of two streams, until ``end`` batches are finished; operations are recorded from a batch on."""
     with ExitStack() as closing_both:
         # Each ends its stream, in both: they may hold files, workers and ranks.
@@ -97,6 +121,7 @@ def diff_streams(
             closing_both.enter_context(closing(steps(stream, "diff", operations_from, copied=True)))
             for stream in (a, b)
         )
+        events = 0
         for step_a, step_b in zip_longest(run_a, run_b):
             if step_a is None or step_b is None or (step_a.event, step_a.by) != (step_b.event, step_b.by):
                 step = next(
@@ -108,8 +133,9 @@ def diff_streams(
             if divergence is not None:
                 return divergence
             if step_a.state.timestamp.batch > end:
-                return None
-    return None
+                break
+            events += not step_a.is_algorithm  # the first step of each event is the loop's
+    return NoDivergence(events, tolerance)
 
 
 def _where(step: Step | None) -> str:
@@ -179,7 +205,7 @@ class _Run:
         return stream
 
 
-def diff_recorded(a: object, b: object, *, tolerance: float, operations: bool) -> Divergence | None:
+def diff_recorded(a: object, b: object, *, tolerance: float, operations: bool) -> Divergence | NoDivergence:
     """:func:`pure_loop.diff` of two recorded runs."""
     run_a, run_b = (_read(name, item) for name, item in (("a", a), ("b", b)))
     common = sorted(run_a.flight.files.keys() & run_b.flight.files.keys())
@@ -194,9 +220,9 @@ def diff_recorded(a: object, b: object, *, tolerance: float, operations: bool) -
         return start
     equal, end = _last_equal(run_a, run_b, common, first, tolerance)
     divergence = diff_streams(run_a.stream(equal), run_b.stream(equal), tolerance, end=end)
-    if divergence is None:
+    if not divergence:
         if math.isinf(end):
-            return None
+            return divergence
         raise RewindError(
             f"diff: the recorded runs differ with {int(end)} batches finished, and trained again from {equal} on they "
             "do not: the streams that were made are not those of the runs (other data, settings or code), or a "
@@ -268,8 +294,10 @@ Recording: TypeAlias = tuple[str | os.PathLike[str], nn.Module, Callable[[State]
 @teaching
 def diff(
     a: Stream | Recording, b: Stream | Recording, *, tolerance: float = 0.0, operations: bool = False
-) -> Divergence | None:
-    """The first step at which two runs differ, or None: both are run side by side, until they do or end.
+) -> Divergence | NoDivergence:
+    """The first step at which two runs differ: both are run side by side, until they do or end.
+
+    If nothing differs, what is returned is false, and says how many events were equal: ``assert not pl.diff(a, b)``.
 
     Compared are all leaves of both States, by value, after what the loop computed before each event and after each
     algorithm: what is named is the first that made a difference, and not the first event at which it was seen. Times by
@@ -302,11 +330,12 @@ def diff(
     ...     _ = [torch.nn.init.ones_(parameter) for parameter in net.parameters()]
     ...     return pl.fit(net, data, loss=torch.nn.functional.mse_loss, max_duration="1ep",
     ...                   optimizer=pl.optim.sgd(lr=lr))
-    >>> diff(train(0.1), train(0.1)) is None
-    True
+    >>> diff(train(0.1), train(0.1))
+    The runs do not part: all 48 events that were compared are equal bit for bit.
     >>> where = diff(train(0.1), train(0.2))
-    >>> where.event.name, where.timestamp.batch, where.by, where.leaf
-    ('BATCH_END', 1, 'optimizer', 'params/weight')
+    >>> if where:
+    ...     print(where.event.name, where.timestamp, where.by, where.leaf)
+    BATCH_END epoch 0, batch 1 optimizer params/weight
     """
     tolerance = check_number("tolerance", tolerance, least=0, where="diff")
     operations = check_flag("operations", operations, where="diff")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -153,6 +155,14 @@ class RangeTest:
             return float(getattr(self, name))
         except ArgumentError:
             return None
+
+    def _repr_png_(self) -> bytes | None:
+        """The picture, for notebooks; None, so that they show the text, where there is no loss or no matplotlib."""
+        if not self.losses or find_spec("matplotlib") is None:
+            return None
+        picture = io.BytesIO()
+        self.plot().figure.savefig(picture, format="png", dpi=150)
+        return picture.getvalue()
 
     def __repr__(self) -> str:
         if not self.losses:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import safetensors.torch as safetensors
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pure_loop as pl
 from pure_loop.algorithm import bind
@@ -69,17 +71,35 @@ def named(shown: str) -> set[str]:
 def test_the_events_are_those_of_a_run() -> None:
     for options in ({}, {"iteration_length": "1ep"}, {"order": "2021"}):
         for evaluators in ({}, {"evaluators": DATA}):
-            shown = shown_of(**options, **evaluators)
+            shown = shown_of(full=True, **options, **evaluators)
             events = {event.name for event, _ in fit(data=DATA, strict=False, **options, **evaluators)}
             assert events == named(shown) & set(E.__members__)
     assert shown.index("EVAL_END") < shown.rindex("EPOCH_END")  # in the order of 2021
 
 
+@given(bound_to=st.sets(st.sampled_from([event for event in E if not event.is_predict])), evaluated=st.booleans())
+def test_without_full_events_with_nothing_bound_are_counted(bound_to: set[E], evaluated: bool) -> None:
+    algorithms = [pl.Algorithm("mine", dict.fromkeys(bound_to, ran))] if bound_to else []
+    options = {"algorithms": algorithms, **({"evaluators": DATA} if evaluated else {})}
+    full, shown = shown_of(full=True, **options), shown_of(**options)
+    events = named(full) & set(E.__members__)
+    assert bound(shown) == bound(full)
+    listed = {event.name for event in bound(full)}
+    others = f"{len(events - listed)} events of this run" if events - listed else ""
+    assert named(shown) & set(E.__members__) == listed
+    assert others in shown
+    # What is left of the loop stands in the order and at the depth of the whole, below headings with something in them.
+    lines, of_full = ([line for line in text.splitlines() if named(line) & listed] for text in (shown, full))
+    assert lines == of_full
+    inside = {f"{side}_{part}" for side in ("BEFORE", "AFTER") for part in ("FORWARD", "LOSS", "BACKWARD")}
+    assert ("for each microbatch (" in shown) is bool(inside & listed)
+
+
 def test_resuming_says_from_where_and_has_no_init(tmp_path: Any) -> None:
     state = next(state for event, state in fit(data=DATA) if event is E.BATCH_CHECKPOINT)
-    shown = shown_of(state, DATA)
+    shown = shown_of(state, DATA, full=True)
     assert "BATCH_CHECKPOINT, epoch 0, batch 1" in shown
-    assert "INIT" in named(shown_of()) - named(shown)
+    assert "INIT" in named(shown_of(full=True)) - named(shown)
 
     def starts(**options: Any) -> str:
         return words(**options).partition(" starts from ")[2].partition(" data ")[0]
@@ -114,7 +134,10 @@ SAYS: list[tuple[dict[str, Any], str]] = [
     ({"precision": "amp_bf16", "seed": 7, "max_duration": "90m"}, "seed 7|1:30:00 of wall-clock time|amp_bf16"),
     ({"microbatch_size": 2, "clip_grad": 1.0}, "sgd(lr=0.1|of at most 2 samples|clipped to a norm of 1"),
     ({"microbatch_size": "auto"}, "the whole batch at once, halved where"),
-    ({}, "Tied, |of them frozen), on cpu|list, 6 batches an epoch|a step writes in place where references show"),
+    (
+        {},
+        "Tied, |of them frozen), on cpu, float32|list, 6 batches an epoch|step writes in place where references show",
+    ),
     ({"callbacks": [ran], "clip_grad": halved}, "at every event callback ran|clipped by halved"),
     ({"donate": True}, "a step takes the memory of kept States"),
     ({"strict": True}, "each step copies: strict=True"),

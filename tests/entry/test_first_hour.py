@@ -17,9 +17,9 @@ import pure_loop as pl
 from pure_loop import Event
 
 ROWS = """
-state.metrics.val | ["val"] | state.metrics["val"]
+state.metrics.val | ['val'] | state.metrics["val"]
 state.metrics["val/accuracy"] | ['val']['accuracy'] | state.metrics['val']['accuracy']
-state.params.weight | in brackets: ["weight"] | state.params["0.weight"]
+state.params.weight | read by its name | state.params["0.weight"]
 state.params["weight"] | did you mean | state.params["2.weight"]
 state(X) | state.module(training=False) | state.module(training=False)(X)
 state.model(X) | state.module(training=False)(inputs) | state.module(training=False)(X)
@@ -51,6 +51,10 @@ fit(algorithms=[at_batch_end(nothing)]) | return state.replace(...) | fit(algori
 fit(algorithms=[pl.algorithm("batch_ends")(same)]) | Event.BATCH_END | fit(algorithms=[at_batch_end(same)])
 pl.algorithms.MixUp(0.2) | 'mixup' | pl.algorithms.mixup(0.2)
 pl.algorithms.averaged(state.module()) | State | pl.algorithms.averaged(average)
+pl.algorithms.restored(state.module()) | is not a State | pl.algorithms.restored(stopped)
+pl.algorithms.averged(state) | 'averaged' | pl.algorithms.averaged(average)
+state.save("a.pl") | pl.save(state, path) | pl.save(state, "a.pl")
+state.timestamp < state.timestamp | a.batch < b.batch | state.timestamp.batch < state.timestamp.batch
 pl.gradients.global_norm([X]) | global_norm(state.grads) | pl.gradients.global_norm({"x": X})
 fit(callbacks=[OfLightning()]) | class OfLightning(pl.Callback) | fit(callbacks=[pl.Callback()] and [])
 fit(callbacks=[pl.callbacks.SpeedMonitor]) | SpeedMonitor() | fit(callbacks=[pl.callbacks.SpeedMonitor()])
@@ -167,6 +171,9 @@ def names() -> dict[str, Any]:
         "nothing": lambda state: None,
         "unreduced": lambda outputs, targets: cross_entropy(outputs, targets, reduction="none"),
         "state": pl.run(fit(evaluators={"val": data})),
+        "stopped": pl.run(
+            fit(algorithms=[pl.algorithms.early_stopping("val/loss", best="keep")], evaluators={"val": data})
+        ),
         "average": pl.run(fit(algorithms=[ema])),
     }
 

@@ -1,4 +1,4 @@
-"""What is printed: reprs in one line without numbers of tensors, tables for notebooks, and names that there are not."""
+"""What is printed: reprs in one line, a State in a few, tables for notebooks, and names that there are not."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import importlib
 import inspect
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 import pure_loop as pl
-from pure_loop._internal import hints
+from pure_loop._internal import hints, reprs
+from pure_loop._internal.reprs import shown
+from pure_loop.state import raw_opt_state, raw_params
 from pure_loop.testing import Outcome, Report
+from tests.support import problem
 from tests.support.problem import fit, points
 
 DATA = points()
@@ -37,7 +41,7 @@ REPRS: dict[str, Any] = {
     "CheckpointSaver(folder='run', interval='1ep')": pl.callbacks.CheckpointSaver("run", interval="1ep"),
     "warmup(time='2ba', schedule=constant(0.1))": pl.schedules.warmup("2ba", pl.schedules.constant(0.1)),
     "Timestamp(epoch=1, batch=12)": pl.Timestamp(epoch=1, batch=12),
-    "FrozenDict({'weight': tensor (2, 3) float32, 'count': 3, 'inner': FrozenDict({'b': tensor () int64})})": NESTED,
+    "FrozenDict({'weight': tensor (2, 3) float32, 'count': 3, 'inner': FrozenDict({'b': 1})})": NESTED,
     "FrozenDict({" + ", ".join(f"'{n}': {n}" for n in range(20)) + ", ... 5 more})": LONG,
     "every('10ba')": pl.every("10ba"),
 }
@@ -63,21 +67,88 @@ class Loud(torch.Tensor):
     item = tolist = __repr__  # type: ignore[assignment]
 
 
-def test_tables_for_notebooks_and_reprs_read_no_number_of_a_tensor() -> None:
+def test_of_tensors_only_numbers_are_read_and_of_other_classes_none() -> None:
     loud, scalar = torch.zeros(3).as_subclass(Loud), torch.zeros(()).as_subclass(Loud)
     assert repr(pl.FrozenDict(a=loud)) == "FrozenDict({'a': tensor (3,) float32})"
     assert "tensor () float32" in pl.FrozenDict(a=scalar)._repr_html_()
-    state = pl.run(fit(evaluators={"<val>": DATA}))
-    table, measured = state._repr_html_(), state.metrics["<val>"]
-    assert table.startswith("<table><caption>State</caption>")
-    assert "<td>params</td><td>4 tensors, 67 numbers</td>" in table
-    assert "<val>" not in table
-    assert f"<td>loss</td><td>{float(measured['loss']):.6g}</td>" in measured._repr_html_()
-    kept = [state for event, state in fit(donate=True, strict=None) if event is pl.Event.BATCH_END]
-    assert "<td>params</td><td>overwritten by the next step</td>" in kept[0]._repr_html_()
+    said = []
+    torch.func.vmap(lambda number: said.append(repr(pl.FrozenDict(a=number))) or number)(torch.ones(2))
+    assert said == ["FrozenDict({'a': tensor () float32})"]  # nothing can be read inside
+
+
+def test_metrics_are_printed_with_their_numbers() -> None:
+    val = pl.FrozenDict({f"m{index:02}": torch.tensor(index / 4) for index in range(20)})
+    numbers = ", ".join(f"'m{index:02}': {index / 4:g}" for index in range(20))
+    metrics = pl.FrozenDict(val=val, by={"a": torch.ones(())})
+    assert repr(metrics) == f"FrozenDict({{'val': FrozenDict({{{numbers}}}), 'by': {{'a': 1}}}})"
+    rows = pl.FrozenDict(val=val, more=pl.FrozenDict({f"<{index}>": index for index in range(99)}))._repr_html_()
+    assert "<tr><td>val/m01</td><td>0.25</td></tr>" in rows
+    assert "<td>more/&lt;0&gt;</td>" in rows
+    assert rows.endswith("<td>...</td><td>more</td></tr></table>")
+    assert rows.count("<tr>") == 101
+    logger = pl.loggers.InMemoryLogger()
+    state = pl.run(fit(evaluators={"<val>": DATA}, loggers=[logger]))
+    loss = f"{float(state.metrics['<val>']['loss']):.6g}"
+    assert f"<val>/loss {loss} at batch 6" in repr(logger)
+    assert f"<td>&lt;val&gt;/loss</td><td>2</td><td>6</td><td>{loss}</td>" in logger._repr_html_()
+    assert (shown([logger]), repr(pl.loggers.InMemoryLogger())) == ("[InMemoryLogger()]", "InMemoryLogger()")
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Counted(pl.State):
+    steps: int = 0
+
+
+def test_a_state_says_where_it_is_and_what_has_happened() -> None:
+    adamw, evaluators = pl.optim.adamw(lr=0.1), {"<val>": DATA, "b": DATA}
+    states = dict(fit(evaluators=evaluators, algorithms=[A.ema("2ba")], optimizer=adamw))
+    end, inside = states[pl.Event.FIT_END], states[pl.Event.AFTER_LOSS]
+    metrics = "; ".join(
+        f"{label}: loss {float(each['loss']):.6g}, accuracy {float(each['accuracy']):.6g}"
+        for label, each in end.metrics.items()
+    )
+    rows = {
+        "metrics": metrics,
+        "model": "Sequential, 67 parameters in 4 tensors, on cpu, float32",
+        "opt_state": "step, skipped, exp_avg, exp_avg_sq",
+        "algorithm_state": "ema",
+    }
+    place = "State at FIT_END, epoch 2, batch 6"
+    assert str(end).split() == " ".join([place, *(f"{name} {text}" for name, text in rows.items())]).split()
+    assert max(map(len, str(end).splitlines())) <= 100
+    assert end._repr_html_() == reprs.table(list(rows.items()), caption=place)
+    loss = f"loss {float(inside.loss.detach()):.6g}"
+    assert f"\n  loss             {loss[5:]}\n" in str(inside)
+    assert repr(inside).startswith(f"State(after_loss, epoch 1, batch 5, {rows['model']}, {loss}, metrics of <val> (")
+    counts = {"skipped": torch.tensor(3), "nonfinite": torch.tensor(2)}
+    own = Counted.create(problem.tied(), frozen={"0.weight"}, stop=True, **counts)
+    said = " ".join(str(own.replace(loss={"total": torch.ones(()), "part": torch.zeros(())}, steps=2)).split())
+    assert said.startswith("Counted at no event, epoch 0, batch 0 loss total 1, part 0 model ")
+    assert said.endswith("stop True skipped 3 steps nonfinite first at batch 2 steps 2")
+    assert "of them frozen)" in said
+
+
+def test_a_state_whose_memory_is_gone_is_printed_and_printing_lends_nothing() -> None:
+    run = fit(donate=True, strict=None, optimizer=pl.optim.adamw(lr=0.1))
+    kept = [state for event, state in run if event is pl.Event.BATCH_END]
+    gone = "overwritten by the step of batch 1"
+    assert f"Sequential, parameters {gone}" in repr(kept[0])
+    assert f"<td>Sequential, parameters {gone}</td>" in kept[0]._repr_html_()
+    assert f"opt_state        <opt_state, {gone}>" in str(kept[0])
+    state = pl.State.create(problem.mlp(), opt_state=pl.FrozenDict(step=1), loss=torch.ones((), requires_grad=True))
+    assert all((str(state), repr(state), state._repr_html_()))
+    assert [getattr(each, "lent", None) for each in (raw_params(state), raw_opt_state(state))] == [None, None]
     report = Report("mine <1>", (Outcome("purity", "no input changes", "passed", 3),), problem="it never ran")
     assert "<caption>mine &lt;1&gt;: 1 passed. it never ran</caption>" in report._repr_html_()
     assert "<tr><td>purity</td><td>no input changes</td><td>passed</td><td>3</td><td>" in report._repr_html_()
+
+
+def test_a_timestamp_is_printed_and_other_code_may_ask_for_attributes_that_there_are_not() -> None:
+    state: Any = pl.State.create(torch.nn.Linear(2, 1))
+    assert str(state.timestamp) == f"{state.timestamp}" == "epoch 0, batch 0"
+    assert not {"batches", "step"} & {*dir(state.timestamp)}
+    for name in ("lent", "origin", "__array__"):
+        assert not hasattr(state.buffers, name), name
 
 
 MODULES = """algorithms callbacks checkpoint compile distributed gradients loggers metrics optim errors order random

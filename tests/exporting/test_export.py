@@ -68,15 +68,17 @@ def test_a_file_returns_what_the_state_returns_and_changes_nothing(data: st.Data
     batches = [(inputs.to(dtype), targets) for inputs, targets in points(2, size=5)]
     state = run(make(), batches, [pl.algorithms.ema(smoothing=0.5)], max_duration="1ep", strict=False)
     average = data.draw(st.sampled_from([None, "ema"]))
-    path = tmp_path_factory.mktemp("exported") / "new" / "model"
+    name = data.draw(st.sampled_from(["model", "model.PTH" if kind == "module" else "model.safetensors"]))
+    path = tmp_path_factory.mktemp("exported") / "new" / name
     before, numbers = {name: tensor.clone() for name, tensor in state.params.items()}, torch.random.get_rng_state()
-    pl.export(state, path, kind, sample=INPUTS.to(dtype), average=average)
+    kinds = {} if path.suffix and data.draw(st.booleans()) else {"format": kind}
+    pl.export(state, path, **kinds, sample=INPUTS.to(dtype), average=average)
     equal(dict(state.params), before)
     assert torch.equal(torch.random.get_rng_state(), numbers)
     exported = state if average is None else pl.algorithms.averaged(state, average)
     with torch.no_grad():
         assert torch.equal(loaded(path, kind, make())(INPUTS.to(dtype)), outputs(exported, INPUTS.to(dtype)))
-    assert [file.name for file in path.parent.iterdir()] == ["model"]
+    assert [file.name for file in path.parent.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -176,7 +178,11 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((STATE, "model.onnx", "onnx"), {}, E, "give sample=inputs"),
     ((STATE, "model.pt2", "torch.export"), {"sample": INPUTS[:1]}, E, "give more"),
     ((STATE, "model.pt"), {"average": "ema"}, E, "no average named 'ema'"),
-    ((STATE, "model.onnx"), {}, E, '.onnx is the suffix of format="onnx"'),
+    ((STATE, "model.onnx"), {}, E, "give sample=inputs"),
+    ((STATE, "model.onnx", "module"), {}, E, '.onnx is the suffix of format="onnx"'),
+    ((STATE, "model.pt"), {"format": "onnx"}, E, '.pt is the suffix of format="module"'),
+    ((STATE, "model.bin"), {}, E, "'model.bin' has the suffix .bin, which names no format: write one of .onnx"),
+    ((STATE, "model"), {}, E, "'model' has no suffix"),
     ((STATE, "."), {}, E, "is a folder"),
     ((STATE, "model.pt"), {"smaple": INPUTS}, pl.ArgumentTypeError, "did you mean sample="),
     ((STATE, "model.pt"), {"verify": 1}, pl.ArgumentTypeError, "verify"),

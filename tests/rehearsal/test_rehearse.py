@@ -232,7 +232,7 @@ def test_the_report_is_text_and_a_table() -> None:
     report = rehearse(evaluators={"val": DATA}, loggers=[Refusing()])
     text, html = repr(report), report._repr_html_()
     assert text.startswith("pl.rehearse: a run of 12 batches, 4 an epoch, tried; nothing was trained or written\n")
-    for words in ("learning rate 0.1 0.1 0.1 0.1", "val: loss, accuracy", "not rehearsed", "from batch 10 (epoch 2)"):
+    for words in ("learning rate 0.1 0.1 0.1 0.1", "val: loss, accuracy", "not rehearsed", "from epoch 2, batch 10"):
         assert words in text
         assert words in html
     assert all(len(line) <= 100 for line in text.splitlines())

@@ -79,7 +79,7 @@ RUN: dict[str, Example] = {
     ),
     "gan": Example({r"^ +\d+ .* of 8 .*%$": 0, "bitwise the same": 0}, 1600),
     "loss_jumped": Example(
-        {"The runs part at BATCH_END, batch 1 .epoch 0., after optimizer": 0, r"^ +\d+ +1234 ": 0}, 900, ()
+        {"The runs part at BATCH_END, epoch 0, batch 1, after optimizer": 0, r"^ +\d+ +1234 ": 0}, 900, ()
     ),
     "confusion": Example({r"^epoch +5: +([\d.]+)%": 60, r"^ +\d(?: +[\d.]+){10}$": 0}, 1600),
     "own_algorithm": Example({"AFTER_TRAIN_BATCH +algorithm +spike_guard$": 0, "3 gradients cut": 0}, 0),

@@ -108,7 +108,7 @@ def required(method: Any, folder: Path | None = None) -> dict[str, Any]:
             if name == "folder":
                 given[name] = folder
             elif name == "path":
-                given[name] = "record" if folder is None else folder / "record"
+                given[name] = "record.pt" if folder is None else folder / "record.pt"
             else:
                 typical = name in settings and settings[name].range.typical
                 given[name] = needed[name] if name in needed and not typical else simplest(values(settings[name]))

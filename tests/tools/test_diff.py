@@ -40,7 +40,7 @@ def run(settings: Settings) -> Any:
 
 def where_of(divergence: Any) -> str | None:
     """``*`` is the weight of the first layer."""
-    if divergence is None:
+    if not divergence:
         return None
     leaf = divergence.leaf.replace("0.weight", "*")
     return f"{divergence.event.name} {divergence.timestamp.batch}, {divergence.by}: {leaf}"
@@ -136,7 +136,7 @@ def test_a_line_that_is_another_is_named() -> None:
     # At the first step other betas cancel out in the parameters, up to rounding.
     for leaf, betas in (("exp_avg", (0.8, 0.999)), ("exp_avg_sq", (0.9, 0.99))):
         found = pl.diff(*(run({"optimizer": pl.optim.adamw(lr=0.01, betas=each)}) for each in ((0.9, 0.999), betas)))
-        assert found is not None
+        assert found
         assert (found.event, found.timestamp.batch, found.by) == (Event.BATCH_END, 1, "optimizer")
         assert [f"opt_state/{name}/0.weight" in found.leaves for name in (leaf, "started")] == [True, False]
 
@@ -146,13 +146,15 @@ def test_a_tolerance_and_an_operation() -> None:
         return run(changed(lambda net: net.__setitem__(2, nn.GELU(approximate))))
 
     where = pl.diff(gelu("none"), gelu("tanh"), operations=True)
-    assert where is not None
+    assert where
     assert str(where.operation).startswith("aten.gelu.default")
     assert "other tensors" not in str(where.operation)
     assert str(where.operation) in str(where)
     runs = [{"model": problem.mlp, "data": problem.points, **each} for each in factors(1.0, 1.0 + 1e-6)]
-    assert pl.diff(*map(run, runs)) is not None
-    assert pl.diff(*map(run, runs), tolerance=1e-4) is None
+    assert pl.diff(*map(run, runs))
+    alike = pl.diff(*map(run, runs), tolerance=1e-4)
+    assert not alike
+    assert (alike.tolerance, str(alike)[-28:]) == (1e-4, "up to a tolerance of 0.0001.")
 
 
 # Algorithms that are wrong on purpose, beside one of the same name and events that does nothing. Of some all States are
@@ -223,14 +225,15 @@ def test_few_states_are_read_and_one_segment_runs(tmp_path: Path, monkeypatch: p
         batches.append(state.timestamp.batch)
         return make(state)
 
-    assert pl.diff(a, (folder, net, counted)) is not None
+    assert pl.diff(a, (folder, net, counted))
     assert batches == [29]
     assert len(read) <= 2 * 8  # two a comparison: log2(37) + 2 comparisons, and those that are trained from
 
 
 def test_runs_that_are_the_same_that_start_apart_and_an_operation(tmp_path: Path) -> None:
     a = record(tmp_path / "a")
-    assert pl.diff(a, record(tmp_path / "b")) is None
+    alike: Any = pl.diff(a, record(tmp_path / "b"))
+    assert (bool(alike), alike.events) == (False, 2)  # FIT_START and FIT_END, after the last State that was kept
     assert str(where_of(pl.diff(a, record(tmp_path / "c", seed=1)))).endswith(" 0, start: seed")
     # Masks that are drawn are no operation that differs.
     at_13: Any = lambda state: state.timestamp.batch == 13  # noqa: E731
@@ -264,10 +267,10 @@ def test_lines_are_named_on_a_gpu_and_it_equals_a_cpu_within_a_tolerance() -> No
     cuda = {"device": "cuda"}
     for *settings, where in LINES[:5]:
         before, after = [{}, *settings][-2:]
-        assert pl.diff(run({**before, **cuda}), run({**before, **cuda})) is None
+        assert not pl.diff(run({**before, **cuda}), run({**before, **cuda}))
         assert where_of(pl.diff(run({**before, **cuda}), run({**after, **cuda}))) == where
     # Without dropout, for which a GPU draws other numbers, and without the bias before a BatchNorm, whose gradient is
     # nothing but rounding: relative to its norm it is another on each device.
     plain = changed(lambda net: (setattr(net[0], "bias", None), setattr(net[5], "p", 0.0)))
-    assert pl.diff(run(plain), run({**plain, **cuda}), tolerance=1e-2) is None
+    assert not pl.diff(run(plain), run({**plain, **cuda}), tolerance=1e-2)
     assert where_of(pl.diff(run(plain), run({**plain, **sgd(lr=0.2), **cuda}), tolerance=1e-2)) == LINES[0][-1]

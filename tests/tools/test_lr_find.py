@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def test_a_loss_that_is_not_finite_ends_the_test() -> None:
         find(data=[(torch.full((4, 4), float("nan")), torch.zeros(4, dtype=torch.int64))])
 
 
-def test_the_report_says_what_it_found(tmp_path: Path) -> None:
+def test_the_report_says_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = [10 ** (power / 20) for power in range(-80, 1)]
     falling = RangeTest(rates, [1 / (1 + 100 * rate) for rate in rates], 1.0, diverged=False)
     assert 0.005 < falling.suggestion < 0.02
@@ -159,6 +160,10 @@ def test_the_report_says_what_it_found(tmp_path: Path) -> None:
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "learning rate", "loss")
     assert falling.plot(axes=axes) is axes
+    assert str(falling._repr_png_()).startswith(r"b'\x89PNG")
+    assert RangeTest((), (), 1.0, diverged=True)._repr_png_() is None
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert falling._repr_png_() is None
     # A curve that explodes at its end falls where it fell before.
     exploding = RangeTest([*rates, 1.2, 1.4], [*falling.losses, 1e6, 1e9], 1.0, diverged=True)
     assert exploding.suggestion == falling.suggestion
