@@ -66,8 +66,8 @@ fit(loggers=["csv"]) | pl.loggers.CSVLogger("metrics.csv") | fit(loggers=[])
 evaluated(metrics=["f1"]) | write pl.metrics.f1() | evaluated(metrics=[pl.metrics.f1()])
 evaluated(metrics=[pl.metrics.f1]) | call it: pl.metrics.f1(...) | evaluated(metrics=[pl.metrics.f1()])
 fit(train_metrics=["acc"]) | pl.metrics.accuracy( | fit(train_metrics=[pl.metrics.accuracy()])
-pl.explain(fit()) | pl.explain | pl.explain(model, data, **SETTINGS)
-pl.rehearse(fit()) | pl.rehearse | pl.rehearse(model, data, **SETTINGS)
+pl.explain(fit()) | not the stream | pl.explain(model, data, **SETTINGS)
+pl.rehearse(fit()) | not the stream | pl.rehearse(model, data, **SETTINGS)
 pl.progress(fit(), desc="train") | description="train" | pl.progress(fit(), description="train", file=NOWHERE)
 pl.progress(state) | pl.progress(pl.fit(...)) | pl.progress(fit(), file=NOWHERE)
 pl.progress(pl.fit) | pl.progress(pl.fit(...)) | pl.progress(fit(), file=NOWHERE)
@@ -75,7 +75,7 @@ pl.run(state) | pl.run(pl.fit(...)) | pl.run(fit())
 fit()[0] | for event, state in stream | next(fit())
 fit().run() | pl.run(stream) | pl.run(fit())
 len(fit()) | a stream has no length | list(fit())
-pl.fit(model, (X, Y), **SETTINGS) | DataLoader(TensorDataset( | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
+pl.fit(model, (X, Y), **SETTINGS) | DataLoader(TensorDataset(inputs, targets) | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
 pl.fit(model, dataset, **SETTINGS) | DataLoader(dataset, | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
 pl.fit(model, dicts, **SETTINGS) | task=pl.Task( | pl.fit(model, dicts, task=TASK, **NO_LOSS)
 pl.fit(data, model, **SETTINGS) | the model comes first | pl.fit(model, data, **SETTINGS)
@@ -95,7 +95,7 @@ fit(gradient_clip_val=1.0) | clip_grad=1.0 | fit(clip_grad=1.0)
 fit(batch_size=4) | DataLoader(dataset, batch_size=4) | fit(microbatch_size=4)
 fit(device="gpu") | write "cpu", "cuda" | fit(device="cpu")
 fit(precision="bf16") | 'amp_bf16' | fit(precision="amp_bf16")
-state.timestamp >= 3 | state.timestamp.batch >= 3 | state.timestamp.batch >= 3
+state.timestamp >= 3 | "3ep" | state.timestamp.batch >= 3
 state.timestamp == "1ep" | >= "1ep" | state.timestamp >= "1ep"
 state.timestamp % 2 | timestamp.batch | state.timestamp.batch % 2
 state.timestamp.batches | timestamp.batch | state.timestamp.batch
@@ -141,7 +141,7 @@ def names() -> dict[str, Any]:
     def evaluated(**changes: Any) -> pl.Stream:
         return fit(evaluators={"val": pl.Evaluator(data, **changes)})
 
-    ema = pl.algorithms.ema("1ba")
+    ema, stopping = pl.algorithms.ema("1ba"), pl.algorithms.early_stopping("val/loss", best="keep")
     return {
         "torch": torch,
         "nn": nn,
