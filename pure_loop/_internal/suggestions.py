@@ -29,14 +29,21 @@ def teaching(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-def refuse_misfit(function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """
+# Of functions of this library, which each call of them reads.
+_signature = functools.lru_cache(maxsize=1024)(inspect.signature)
+
+
+def refuse_misfit(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> inspect.BoundArguments:
+    """The arguments of a call by name, without defaults.
+
     Raises:
         ArgumentTypeError: the function has no such arguments, or lacks one.
     """
-    signature = inspect.signature(function)
+    signature = _signature(function)
     try:
-        signature.bind(*args, **kwargs)
+        return signature.bind(*args, **kwargs)
     except TypeError as error:
         place, name = _place(function), function.__name__
         sentences = _said(place, name, signature.parameters, args, kwargs) or [f"{name}: {error}."]
@@ -51,8 +58,7 @@ def arguments_of_call(
     Raises:
         ArgumentTypeError: the function has no such arguments, or lacks one.
     """
-    refuse_misfit(function, args, kwargs)
-    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound = refuse_misfit(function, args, kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 
