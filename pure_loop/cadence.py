@@ -16,12 +16,12 @@ from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.state import State
-from pure_loop.time import Time, TimeUnit, due, passed, read_interval
+from pure_loop.time import Time, TimeLike, TimeUnit, due, passed, read_interval
 
 __all__ = ["Cadence", "CadenceLike", "as_predicate", "every"]
 
 Predicate: TypeAlias = Callable[[State], bool]
-CadenceLike: TypeAlias = "str | int | Time | Predicate"
+CadenceLike: TypeAlias = "TimeLike | Predicate"
 
 
 @attrs.frozen(repr=False)
@@ -67,7 +67,7 @@ def counted_at(interval: Time, state: State) -> Event:
 
 
 @teaching
-def every(interval: str | int | Time) -> Cadence:
+def every(interval: TimeLike) -> Cadence:
     """A predicate that is true once in every ``interval``: ``pl.algorithm(Event.BATCH_END, when=pl.every("10ba"))``.
 
     The number 0 means never; ``"0ba"`` is refused.
@@ -82,7 +82,7 @@ def as_predicate(cadence: CadenceLike | None, name: str, units: Iterable[TimeUni
     """What a user wrote as a cadence, as a predicate.
 
     Args:
-        cadence: a text, an int of epochs, a Time or a predicate; None stays None.
+        cadence: a text, a Time, 0 for never, or a predicate; None stays None.
         name: the argument's name, for the error.
         units: what the error offers to write it in.
 

@@ -16,12 +16,12 @@ import operator
 import re
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
 import attrs
 
 from pure_loop._internal import pytree as _pytree
-from pure_loop._internal.arguments import check_integer, check_number
+from pure_loop._internal.arguments import check_integer, check_number, is_integer
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.records import Record, copier
 from pure_loop._internal.suggestions import Elsewhere
@@ -31,7 +31,8 @@ from pure_loop.event import Event
 if TYPE_CHECKING:
     from fractions import Fraction  # with decimal behind it, which importing pure_loop needn't wait for
 
-__all__ = ["Time", "TimeUnit", "Timestamp", "TimestampFields", "due", "passed", "read_interval", "read_time"]
+__all__ = ["Time", "TimeLike", "TimeUnit", "Timestamp", "TimestampFields", "due", "passed", "read_interval"]
+__all__ += ["read_time"]
 
 
 class TimeUnit(StrEnum):
@@ -65,9 +66,7 @@ _EXAMPLES = {
 
 def _forms(units: Iterable[TimeUnit]) -> str:
     *units_before, last = (_EXAMPLES[unit] for unit in units)
-    forms = f"{', '.join(units_before)}, or {last}" if units_before else last
-    # An int counts epochs, also where those are refused.
-    return f"write {forms}" + ("; an int counts epochs" if units_before else "")
+    return f"write {', '.join(units_before)}, or {last}" if units_before else f"write {last}"
 
 
 _FORMS = _forms(TimeUnit)
@@ -88,17 +87,17 @@ _WORDS = {
 
 @attrs.frozen(init=False, repr=False, order=False)
 class Time:
-    """An amount of training: ``Time("2ep")``, ``Time(2, "ep")``, ``Time(2)`` and ``Time(2, TimeUnit.EPOCH)`` are equal.
+    """An amount of training: ``Time("2ep")``, ``Time(2, "ep")`` and ``Time(2, TimeUnit.EPOCH)`` are equal.
 
     Attributes:
         value: how many; an int, and a float for fractions of the duration and for seconds. Never negative.
         unit: of what.
 
     Times of one unit add, subtract, compare, and divide to a float; ``time * number`` rounds counts down.
-    A time of 0 is false, as a ``timedelta`` is.
+    A time of 0 is false, as a ``timedelta`` is, and the only number that needs no unit: ``Time(0)``.
 
     Raises:
-        TimeFormatError: (a ValueError) for a text or a number that is no time.
+        TimeFormatError: (a ValueError) for a text or a number that is no time; a number other than 0 needs its unit.
         ArgumentTypeError: (a TypeError) for anything that is neither a text, a whole number nor a Time.
         ArgumentError: (a ValueError) where two units meet.
 
@@ -119,11 +118,14 @@ class Time:
         elif isinstance(value, str):
             self.__attrs_init__(*_from_text(value))
         else:
-            self.__attrs_init__(*_from_number(_whole(value), TimeUnit.EPOCH))
+            number, of_unit = _from_number(_whole(value), TimeUnit.EPOCH)
+            if number:
+                raise TimeFormatError(f"Time({value!r}): {_unitless(number, TimeUnit)}.")
+            self.__attrs_init__(number, of_unit)
 
     @classmethod
-    def parse(cls, value: str | int | Time) -> Time:
-        """The time that an argument means; a Time comes back as it is, and a plain int counts epochs."""
+    def parse(cls, value: TimeLike) -> Time:
+        """The time that an argument means; a Time comes back as it is."""
         return value if isinstance(value, Time) else cls(value)
 
     @property
@@ -186,6 +188,18 @@ class Time:
                 f"{_plural(value.unit)}: timestamp.get({self.unit.value!r}), timestamp >= {str(value)!r}"
             )
         return value
+
+
+TimeLike: TypeAlias = str | Time | Literal[0]
+"""What is read as a time: 0 is the only number that is one without a unit."""
+
+# Of which an error offers the first two, for a number without a unit.
+_LIKELY = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.TOKEN, TimeUnit.SECOND)
+
+
+def _unitless(value: float, units: Iterable[TimeUnit]) -> str:
+    texts = [f'"{value}{unit.value}" ({_plural(unit)})' for unit in _LIKELY if unit in units][:2]
+    return f"{value} of what? Write {' or '.join(texts)}"
 
 
 def _whole(value: object) -> int:
@@ -260,11 +274,13 @@ def _in_our_units(result: re.Match[str]) -> str:
 
 
 def read_time(value: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:
-    """The time that the argument ``name`` means.
+    """The time that the argument ``name`` means: what every function does that takes one.
 
     Raises:
         TimeFormatError, ArgumentTypeError: it is none; names the argument, and offers these units alone.
     """
+    if is_integer(value) and value > 0:
+        raise TimeFormatError(f"{name}={value!r}: {_unitless(int(value), units)}.")
     try:
         return Time.parse(value)
     except (ArgumentError, ArgumentTypeError) as error:
@@ -553,7 +569,7 @@ _ASKED_AT = dict.fromkeys(TimeUnit, Event.BATCH_END) | {
 }
 
 
-def due(interval: Time | str | int, previous: Timestamp, now: Timestamp, event: Event) -> bool:
+def due(interval: TimeLike, previous: Timestamp, now: Timestamp, event: Event) -> bool:
     """Whether an interval comes round at this event, between the last such event's timestamp and this one's.
 
     It is asked where its unit is counted: at EPOCH_END for epochs, at ITERATION_END for iterations, at BATCH_END for

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from bench.cards.entries import ENTRIES
@@ -30,4 +30,9 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m bench.cards", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENTRIES)}; none: all")
+    names = parser.parse_args().names
+    if unknown := [name for name in names if name not in ENTRIES]:
+        parser.error(f"there is no card {unknown[0]!r}; --help lists them.")
+    main(names)

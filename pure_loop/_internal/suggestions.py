@@ -34,14 +34,21 @@ def teaching(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
-def refuse_misfit(function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """
+# Of functions of this library, which each call of them reads.
+_signature = functools.lru_cache(maxsize=1024)(inspect.signature)
+
+
+def refuse_misfit(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> inspect.BoundArguments:
+    """The arguments of a call by name, without defaults.
+
     Raises:
         ArgumentTypeError: the function has no such arguments, or lacks one.
     """
-    signature = inspect.signature(function)
+    signature = _signature(function)
     try:
-        signature.bind(*args, **kwargs)
+        return signature.bind(*args, **kwargs)
     except TypeError as error:
         place, name, parameters = _place(function), function.__name__, dict(signature.parameters)
         if parameters.pop("self", None) is not None:
@@ -63,8 +70,7 @@ def arguments_of_call(
     Raises:
         ArgumentTypeError: the function has no such arguments, or lacks one.
     """
-    refuse_misfit(function, args, kwargs)
-    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound = refuse_misfit(function, args, kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError
 from pure_loop.schedules import linear
-from pure_loop.time import Time, Timestamp, TimeUnit
+from pure_loop.time import Time, TimeLike, Timestamp, TimeUnit, read_time
 
 
-def as_span(value: str | int | Time, name: str, where: str) -> Time:
+def as_span(value: TimeLike, name: str, where: str) -> Time:
     """An amount of training that a setting says; 0 is the beginning.
 
     Raises:
         ArgumentError, ArgumentTypeError: it is none, or one of the clock.
     """
-    try:
-        time = Time.parse(value)
-    except (ArgumentError, ArgumentTypeError) as error:
-        raise type(error)(f"{where}: {name}={value!r}: {error}") from None
+    time = read_time(value, f"{where}: {name}")
     if time.unit is TimeUnit.SECOND:
         raise ArgumentError(
             f"{where}: {name}={value!r} goes by the clock, so every run would be another one; count batches, samples, "

@@ -47,7 +47,7 @@ class Patience(Range):
             try:
                 time = Time.parse(value)
             except ArgumentError:
-                time = None  # what Time.parse says of a number, that it counts epochs, isn't so here
+                time = None  # what Time.parse says of a number, that it needs a unit, isn't so here
             if not time or time.unit not in _COUNTED:
                 raise ArgumentError(
                     f'{where}: write a number of evaluations, 3, or an amount of training such as "3ep" or "1000ba".'
@@ -74,7 +74,7 @@ def early_stopping(
     patience: Annotated[int | str | Time, Patience(typical=(1000,))] = "3ep",
     min_delta: Annotated[float, AtLeast(0)] = 0.0,
     best: Literal["keep"] | None = "keep",
-    interval: Annotated[str | int | Time, Duration(typical=("1ba", "1ep"))] = "1ep",
+    interval: Annotated[str | Time, Duration(typical=("1ba", "1ep"))] = "1ep",
     name: str = "early_stopping",
 ) -> Algorithm:
     """Stops training where a metric has not become better for ``patience``; :func:`restored` gives the best State.

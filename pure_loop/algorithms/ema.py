@@ -41,7 +41,7 @@ from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.ranges import Between, Duration, checked
 from pure_loop.state import State
-from pure_loop.time import Time, Timestamp, TimeUnit, in_batches
+from pure_loop.time import Time, TimeLike, Timestamp, TimeUnit, in_batches
 
 __all__ = ["averaged", "ema", "moving_average"]
 
@@ -82,15 +82,15 @@ def moving_average(
 @checked
 def ema(
     half_life: Annotated[
-        str | int | Time | None,
+        str | Time | None,
         Duration(typical=_TYPICAL_HALF_LIVES, one_of="decay", example='ema(half_life="100ba")'),
     ] = None,
     smoothing: Annotated[
         float | None, Between(0, 1, typical=(0.0, 0.99), one_of="decay", example="ema(smoothing=0.99)")
     ] = None,
-    interval: Annotated[str | int | Time | None, Duration()] = None,
+    interval: Annotated[str | Time | None, Duration()] = None,
     *,
-    start: str | int | Time | None = None,
+    start: TimeLike | None = None,
     warmup: bool = False,
     offload: bool = False,
     buffers: str | Iterable[str] = (),
@@ -108,7 +108,7 @@ def ema(
 
     Args:
         half_life: how much training it takes until weights count half: ``"100ba"``, ``"5000sp"``, ``"2ep"``,
-            ``"0.1dur"``; an int counts epochs. Not wall-clock time.
+            ``"0.1dur"``. Not wall-clock time.
         smoothing: instead of ``half_life``: how much of the average stays at an update, in [0, 1).
         interval: how often the average is updated. Default ``"1ba"``; ``"1ep"`` for a half life in epochs.
         start: when weights begin to be averaged: ``"0.1dur"``, ``"1000ba"``; until then the average is the weights

@@ -25,7 +25,7 @@ from pure_loop.event import Event
 from pure_loop.random import derive, generator
 from pure_loop.ranges import AtLeast, Between, checked
 from pure_loop.state import State
-from pure_loop.time import Time, Timestamp, TimeUnit
+from pure_loop.time import Time, TimeLike, Timestamp, TimeUnit
 
 __all__ = ["apply_gyro_dropout", "gyro_dropout", "masks"]
 
@@ -141,7 +141,7 @@ def gyro_dropout(
     *,
     subnetworks: Annotated[int, AtLeast(1, typical=(4, 6))] = 256,
     concurrent: Annotated[int, AtLeast(1, typical=(2, 3))] = 16,
-    period: str | int | Time | None = None,
+    period: TimeLike | None = None,
     only: LayerFilter | None = None,
     exclude: LayerFilter | None = None,
     name: str = "gyro_dropout",

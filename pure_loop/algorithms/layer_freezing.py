@@ -23,7 +23,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.ranges import Within, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
-from pure_loop.time import Time
+from pure_loop.time import TimeLike
 
 __all__ = ["freezable", "frozen_count", "layer_freezing"]
 
@@ -81,7 +81,7 @@ def freezable(module: nn.Module, layers: Callable[[str], int] | None = None) -> 
 
 @checked
 def layer_freezing(
-    start: str | int | Time = "0.5dur",
+    start: TimeLike = "0.5dur",
     level: Annotated[Strength, Within(0, 1, typical=(0.3, 1.0))] = 1.0,
     *,
     layers: Callable[[str], int] | None = None,

@@ -27,7 +27,7 @@ from pure_loop.random import generator
 from pure_loop.ranges import AtLeast, Index, Within, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
-from pure_loop.time import Time
+from pure_loop.time import TimeLike
 
 __all__ = ["progressive_resizing", "resized", "side_of"]
 
@@ -84,8 +84,8 @@ def resized(
 def progressive_resizing(
     initial: Annotated[float, Within(0.01, 1, typical=(0.4, 0.8))] = 0.5,
     *,
-    delay: str | int | Time = "0.5dur",
-    finetune: str | int | Time = "0.2dur",
+    delay: TimeLike = "0.5dur",
+    finetune: TimeLike = "0.2dur",
     increment: Annotated[int, AtLeast(1, typical=(1, 2))] = 4,
     size: Annotated[Strength | None, Within(0.01, 1, typical=())] = None,
     mode: Literal["resize", "crop"] = "resize",

@@ -30,7 +30,7 @@ from pure_loop.random import generator
 from pure_loop.ranges import Above, AtLeast, Index, Within, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
-from pure_loop.time import Time
+from pure_loop.time import TimeLike
 
 if TYPE_CHECKING:
     from pure_loop.loop.batch import LoopStages
@@ -85,8 +85,8 @@ def hardest(losses: Tensor, keep: float, generator: torch.Generator | None = Non
 def selective_backprop(
     keep: Annotated[Strength, Within(0.001, 1, typical=(0.4, 0.9))] = 0.5,
     *,
-    start: str | int | Time = "0.5dur",
-    end: str | int | Time = "0.9dur",
+    start: TimeLike = "0.5dur",
+    end: TimeLike = "0.9dur",
     interrupt: Annotated[int, AtLeast(0, typical=(0, 0))] = 2,
     scale: Annotated[float, Above(0, typical=(1.0, 1.0))] = 1.0,
     per_sample_loss: Callable[[Outputs, Batch], Tensor] | None = None,

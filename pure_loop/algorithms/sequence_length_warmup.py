@@ -26,7 +26,7 @@ from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength, strength_at
 from pure_loop.state import State
-from pure_loop.time import Time, Timestamp
+from pure_loop.time import TimeLike, Timestamp
 
 __all__ = ["sequence_length_warmup", "with_length"]
 
@@ -118,7 +118,7 @@ def _places(mask: Tensor | None, count: int, full: int, length: int, device: tor
 
 @checked
 def sequence_length_warmup(
-    duration: str | int | Time = "0.3dur",
+    duration: TimeLike = "0.3dur",
     *,
     min_length: Annotated[int, AtLeast(1, typical=(1, 2))] = 8,
     max_length: Annotated[int, AtLeast(1, typical=(3, 6))] = 1024,

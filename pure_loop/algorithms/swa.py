@@ -44,7 +44,7 @@ from pure_loop.random.authors import is_users
 from pure_loop.ranges import Duration, checked
 from pure_loop.state import State, check_state
 from pure_loop.task import Task
-from pure_loop.time import Time
+from pure_loop.time import Time, TimeLike
 
 __all__ = ["running_mean", "swa", "update_batchnorm"]
 
@@ -128,8 +128,8 @@ def update_batchnorm(
 
 @checked
 def swa(
-    start: str | int | Time = "0.75dur",
-    end: str | int | Time | None = None,
+    start: TimeLike = "0.75dur",
+    end: TimeLike | None = None,
     *,
     interval: Annotated[Time | str, Duration(typical=("1ba", "2ba", "1ep"))] = "1ep",
     replace: bool = False,

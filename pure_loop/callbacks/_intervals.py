@@ -18,7 +18,7 @@ def read_interval(
     """What a user wrote as ``interval=``, as a predicate.
 
     Args:
-        interval: a text, an int of epochs, a Time or a predicate.
+        interval: a text, a Time, 0 for never, or a predicate.
         where: the callback's name, for the error.
         advice: what to write instead of None.
         argument: its name.

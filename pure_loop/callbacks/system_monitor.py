@@ -73,7 +73,7 @@ class SystemMonitor(Callback):
 
     records = True
 
-    def __init__(self, interval: Annotated[str | Time, _Seconds(clock=True)] = "30s") -> None:
+    def __init__(self, interval: Annotated[str | Time, _Seconds(clock=True, units=(TimeUnit.SECOND,))] = "30s") -> None:
         self._seconds = float(Time.parse(interval).value)
         self._psutil = require("psutil", "system", "SystemMonitor")
         self._stopped = threading.Event()

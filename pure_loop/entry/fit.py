@@ -37,7 +37,7 @@ class FitOptions(TypedDict, total=False):
 
     loss: Callable[[Any, Any], Loss] | Task | None
     optimizer: Required[Optimizer]
-    max_duration: Required[str | int | Time]
+    max_duration: Required[str | Time]
     task: Task | None
     microbatch_size: int | Literal["auto"] | None
     precision: PrecisionName
@@ -77,7 +77,7 @@ def fit(
     *,
     loss: Callable[[Any, Any], Loss] | Task | None = None,
     optimizer: Optimizer,
-    max_duration: str | int | Time,
+    max_duration: str | Time,
     task: Task | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
     precision: PrecisionName = "fp32",

@@ -84,7 +84,7 @@ def largest_microbatch(
     """
     arguments = {**locals()}
     del arguments["others"]
-    refuse_misfit(fit, (model_or_state, train_dataloader), {"optimizer": optimizer, "max_duration": 1, **others})
+    refuse_misfit(fit, (model_or_state, train_dataloader), {"optimizer": optimizer, "max_duration": "1ep", **others})
     if isinstance(model_or_state, State):
         arguments["model_or_state"] = model_or_state.replace(stop=False)
     changes = {

@@ -17,7 +17,7 @@ from pure_loop._internal.arguments import is_integer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.time import Time, TimeUnit
+from pure_loop.time import Time, TimeLike, TimeUnit, read_time
 
 T = TypeVar("T")
 _NO_STOPS = (TimeUnit.ITERATION, TimeUnit.DURATION)
@@ -29,12 +29,12 @@ def _sizes(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _time(value: str | int | Time) -> Time:
-    return Time.parse(value)
+def _time(value: TimeLike) -> Time:
+    return read_time(value, "Plan: a time")
 
 
-def _time_or_none(value: str | int | Time | None) -> Time | None:
-    return None if value is None else Time.parse(value)
+def _time_or_none(value: TimeLike | None) -> Time | None:
+    return None if value is None else _time(value)
 
 
 def _at_least(minimum: int) -> Callable[[object, attrs.Attribute[T], T], None]:

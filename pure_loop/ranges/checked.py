@@ -107,13 +107,12 @@ class _Reader:
         self._target = target
 
     @functools.cached_property
-    def _declared(self) -> tuple[inspect.Signature, Mapping[str, Setting]]:
-        return inspect.signature(self._target), settings_of(self._target)
+    def _declared(self) -> Mapping[str, Setting]:
+        return settings_of(self._target)
 
     def __call__(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> inspect.BoundArguments:
-        signature, settings = self._declared
-        refuse_misfit(self._target, args, kwargs)
-        bound = signature.bind(*args, **kwargs)
+        settings = self._declared
+        bound = refuse_misfit(self._target, args, kwargs)
         for name, value in bound.arguments.items():
             if name in settings:
                 bound.arguments[name] = settings[name].read(value)

@@ -21,10 +21,10 @@ from pure_loop._internal.arguments import (
     refusal,
     refuse_no_schedule,
 )
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError
 from pure_loop.lens import BatchKey, Lens
 from pure_loop.ranges.strengths import Scheduled
-from pure_loop.time import Time, TimeUnit
+from pure_loop.time import Time, TimeUnit, read_time
 
 __all__ = [
     "Above",
@@ -242,6 +242,7 @@ class Duration(Range):
     Args:
         typical, example, one_of: as in :class:`Range`.
         clock: whether it may be of seconds, which pass differently in every run.
+        units: those that an error offers.
         zero: what an error says of no time at all; ``{time!r}`` stands for it.
     """
 
@@ -249,14 +250,12 @@ class Duration(Range):
     example: str = ""
     one_of: str = ""
     clock: bool = False
+    units: tuple[TimeUnit, ...] = tuple(TimeUnit)
     zero: str = "that is no time at all; leave it out instead"
 
     def read(self, setting: Setting, value: Any) -> Time:
         call = f"{setting.where}: {setting.name}={value!r}"
-        try:
-            time = Time.parse(value)
-        except (ArgumentError, ArgumentTypeError) as error:
-            raise type(error)(f"{call}: {error}") from None
+        time = read_time(value, f"{setting.where}: {setting.name}", self.units)
         if not time:
             raise ArgumentError(f"{call}: {self.zero.format(time=str(time))}.")
         if time.unit is TimeUnit.SECOND and not self.clock:
@@ -270,7 +269,7 @@ class Duration(Range):
         return 'time above 0, such as `"100ba"`'
 
     def outside(self, setting: Setting) -> tuple[object, ...]:
-        return "0ba", "soon", 0.5, "-1ba", True, *(() if self.clock else ("10s",))
+        return "0ba", "soon", 0.5, 3, "-1ba", True, *(() if self.clock else ("10s",))
 
 
 @attrs.frozen(kw_only=True)

@@ -21,7 +21,7 @@ from pure_loop._internal.reprs import call, changed_fields
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import Duration, Number, checked
 from pure_loop.schedules._time import End
-from pure_loop.time import Time, Timestamp, read_time
+from pure_loop.time import Time, TimeLike, Timestamp, read_time
 
 __all__ = ["Schedule", "constant", "product"]
 
@@ -191,12 +191,12 @@ def field_names(schedule: Schedule) -> list[str]:
     return [field.name for field in attrs.fields(cast("type[attrs.AttrsInstance]", type(schedule)))]
 
 
-def as_time(value: str | int | Time) -> Time:
+def as_time(value: TimeLike) -> Time:
     """A time, as the annotation of a field has it."""
-    return Time.parse(value)
+    return read_time(value, "time")
 
 
-def as_warmup(value: str | int | Time | None) -> Time | None:
+def as_warmup(value: TimeLike | None) -> Time | None:
     return None if value is None else read_time(value, "warmup")
 
 

@@ -14,7 +14,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import checked
 from pure_loop.schedules._base import Schedule, as_schedule, field_names, warmup_in
 from pure_loop.schedules._time import End, amount_of, finished
-from pure_loop.time import Time, Timestamp, TimeUnit
+from pure_loop.time import Time, TimeLike, Timestamp, TimeUnit, read_time
 
 __all__ = ["chain"]
 
@@ -55,14 +55,14 @@ class chain(Schedule):
     def __init__(
         self,
         first: Callable[[Timestamp], float] | float,
-        *rest: tuple[str | int | Time, Callable[[Timestamp], float] | float],
+        *rest: tuple[TimeLike, Callable[[Timestamp], float] | float],
         restart: bool = False,
     ) -> None:
         stages = []
         for pair in rest:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise ArgumentTypeError(f'chain: {pair!r} is no pair of a time and a schedule: ("10ep", schedule).')
-            stages.append((Time.parse(pair[0]), as_schedule(pair[1])))
+            stages.append((read_time(pair[0], "chain: a time"), as_schedule(pair[1])))
         if restart:
             for time, schedule in stages:
                 _refuse_other_units(time, schedule)

@@ -14,15 +14,15 @@ from pure_loop.errors import ArgumentTypeError
 from pure_loop.ranges import Number, checked
 from pure_loop.schedules._base import Schedule
 from pure_loop.schedules._time import amount_of, finished
-from pure_loop.time import Time, Timestamp
+from pure_loop.time import Time, TimeLike, Timestamp, read_time
 
 __all__ = ["multistep"]
 
 
-def _milestones(times: Iterable[str | int | Time]) -> tuple[Time, ...]:
+def _milestones(times: Iterable[TimeLike]) -> tuple[Time, ...]:
     if isinstance(times, str) or not isinstance(times, Iterable):
         raise ArgumentTypeError(f"milestones must be several times, such as [{times!r}, ...], got {times!r}")
-    return tuple(map(Time.parse, times))
+    return tuple(read_time(time, "a milestone") for time in times)
 
 
 @checked

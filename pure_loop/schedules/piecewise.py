@@ -14,13 +14,13 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import checked
 from pure_loop.schedules._base import Schedule
 from pure_loop.schedules._time import amount_of, finished
-from pure_loop.time import Time, Timestamp
+from pure_loop.time import Time, TimeLike, Timestamp, read_time
 
 __all__ = ["piecewise"]
 
 
 def _pieces(
-    values: Mapping[str | int | Time, float] | tuple[tuple[Time, float], ...],
+    values: Mapping[TimeLike, float] | tuple[tuple[Time, float], ...],
 ) -> tuple[tuple[Time, float], ...]:
     if isinstance(values, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in values):
         values = dict(values)  # those of another one
@@ -29,7 +29,7 @@ def _pieces(
             f'piecewise: values={values!r}: give a mapping of times to values, {{"0ba": 0.1, ...}}.'
         )
     pieces = tuple(
-        (Time.parse(time), check_number(f"values[{str(time)!r}]", value, where="piecewise"))
+        (read_time(time, "piecewise: a time"), check_number(f"values[{str(time)!r}]", value, where="piecewise"))
         for time, value in values.items()
     )
     if not pieces or pieces[0][0]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pure_loop._internal.arguments import check_integer
 from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingExtraError
-from pure_loop.time import Time, Timestamp, TimeUnit
+from pure_loop.time import Time, Timestamp, TimeUnit, read_time
 
 __all__ = ["plot", "sparkline"]
 
@@ -15,12 +15,12 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def _values(
-    schedule: Callable[[Timestamp], float], duration: str | int | Time, batches_per_epoch: int | None, most: int | None
+    schedule: Callable[[Timestamp], float], duration: str | Time, batches_per_epoch: int | None, most: int | None
 ) -> tuple[list[int], list[float]]:
     """Batches, and the values for those that start there; at most so many, evenly spread."""
     if not callable(schedule):
         raise ArgumentTypeError(f'{schedule!r} is no schedule: give one of pl.schedules, such as cosine("3ep").')
-    length = Time.parse(duration)
+    length = read_time(duration, "duration")
     if batches_per_epoch is not None:
         check_integer("batches_per_epoch", batches_per_epoch, least=1)
     if length.unit is TimeUnit.EPOCH and batches_per_epoch is not None:
@@ -53,7 +53,7 @@ def _values(
 
 def plot(
     schedules: Callable[[Timestamp], float] | Mapping[str, Callable[[Timestamp], float]],
-    duration: str | int | Time,
+    duration: str | Time,
     *,
     batches_per_epoch: int | None = None,
     axes: Any = None,
@@ -99,7 +99,7 @@ def plot(
 
 def sparkline(
     schedule: Callable[[Timestamp], float],
-    duration: str | int | Time,
+    duration: str | Time,
     *,
     batches_per_epoch: int | None = None,
     width: int = 40,

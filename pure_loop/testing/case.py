@@ -86,12 +86,7 @@ def _one_of(choices: Collection[str]) -> Callable[[object, attrs.Attribute[str],
     return validate
 
 
-def _stopping(plan: Plan) -> Algorithm:
-    """The algorithm that stops training at the plan's ``stop_at``."""
-
-    when = plan.stop_at
-    assert when is not None
-
+def _stopping(plan: Plan, when: Time) -> Algorithm:
     def stop(state: State) -> State:
         return state.replace(stop=True) if state.timestamp >= when else state
 
@@ -183,6 +178,10 @@ class Case:
             "clock": itertools.count(0.0, plan.seconds_per_batch).__next__,
         }
 
+    def stopping(self) -> tuple[Algorithm, ...]:
+        """The algorithm that stops training at the plan's ``stop_at``, which :meth:`stream` adds; none without one."""
+        return () if self.plan.stop_at is None else (_stopping(self.plan, self.plan.stop_at),)
+
     def stream(
         self,
         algorithms: AlgorithmLike | Sequence[AlgorithmLike] = (),
@@ -199,8 +198,8 @@ class Case:
             start: a State to resume from, or a module; None for :meth:`model`.
             **overrides: arguments of ``fit`` that are added to those of the case, or replace them.
         """
-        if self.plan.stop_at is not None:
-            algorithms = (*flatten(algorithms), _stopping(self.plan))
+        if self.plan.stop_at is not None:  # else as they are: how a loop takes a composition is on trial, too
+            algorithms = (*flatten(algorithms), *self.stopping())
         arguments = {**self.arguments(), "algorithms": algorithms, **overrides}
         stream: Running = fit(self.model() if start is None else start, self.data(), **arguments)
         return stream

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 from unittest import SkipTest
 
 import attrs
@@ -18,8 +20,10 @@ from pure_loop.loop.driver import Script
 from pure_loop.order import Plan
 from pure_loop.stages import Stages
 from pure_loop.state import State
+from pure_loop.testing._examples import examples_of
+from pure_loop.testing._surroundings import unchanged
 from pure_loop.testing.case import Fit
-from pure_loop.testing.law import EXAMPLES, Law, try_examples
+from pure_loop.testing.law import Law, try_shared
 from pure_loop.testing.laws import OF_ALGORITHMS, OF_CALLBACKS, OF_LOOPS, OF_SCRIPTS, UNAVAILABLE
 from pure_loop.testing.laws.of_callbacks import CallbackSubject
 from pure_loop.testing.laws.of_scripts import CUSTOMARY, Scripted
@@ -30,6 +34,9 @@ from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
 # If one of these laws is violated, the process was changed, and not only a State.
 _ABOUT_PROCESS = ("purity", "memory", "value", "determinism", "closing")
 _NONE = Outcome("", "", "not run")
+_EXAMPLES, _THOROUGH = 10, 20
+_UNASKED = "thorough=True asks it"
+_RUNS = 3  # that a law makes of a case, on average
 
 
 @attrs.define
@@ -41,7 +48,7 @@ class Trial:
         laws: the laws, each after those that it rests on.
         unavailable: names of laws that can't be tried, each with the reason.
         fit: the loop.
-        expected_failures, skip, max_examples: as in :func:`pure_loop.testing.check_algorithm`.
+        expected_failures, skip, max_examples, thorough, quiet: as in :func:`pure_loop.testing.check_algorithm`.
 
     Raises:
         ArgumentError, ArgumentTypeError: ``expected_failures``, ``skip`` or ``max_examples`` can't be used.
@@ -53,7 +60,10 @@ class Trial:
     fit: Fit
     expected_failures: object
     skip: object
-    max_examples: int
+    max_examples: int | None
+    thorough: bool = False
+    quiet: bool = False
+    _shared: dict[object, list[object]] = attrs.field(factory=dict, init=False)
     _expected: dict[str, str] = attrs.field(init=False)
     _skipped: dict[str, str] = attrs.field(init=False)
     _outcomes: dict[str, Outcome] = attrs.field(factory=dict, init=False)
@@ -67,6 +77,8 @@ class Trial:
             raise ArgumentError(
                 f"{sorted(both)} are in expected_failures and in skip; write them in one of the two only."
             )
+        if self.max_examples is None:
+            self.max_examples = _THOROUGH if self.thorough else _EXAMPLES
         check_integer("max_examples", self.max_examples, least=1)
 
     @property
@@ -86,10 +98,14 @@ class Trial:
         Raises:
             CheckFailed: a law fails, or there is another problem; holds the report.
         """
+        outcomes: tuple[Outcome, ...] = ()
         # Runs are shared only while laws are tried: they hold many States.
         self.subject.runs = {}
         try:
-            outcomes = tuple(self.outcome(name) for name in self.names)
+            self._say(self._announcement())
+            for name in self.names:
+                outcomes = *outcomes, self.outcome(name)
+                self._say(outcomes[-1].line(max(map(len, self.names))))
         finally:
             self.subject.runs = None
             self._renew_processes()
@@ -98,6 +114,48 @@ class Trial:
         if not report.ok:
             raise CheckFailed(report)
         return report
+
+    def _say(self, line: str) -> None:
+        if not self.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def _announcement(self) -> str:
+        """How many laws will be tried, and about how long that takes, from plain runs of the examples."""
+        assert self.max_examples is not None
+        drawn = {law: self._cases(law) for law in self.laws}
+        asked = [law for law, cases in drawn.items() if not isinstance(cases, str)]
+        text = f"{self.subject.name}: {len(asked)} laws, {self.max_examples} examples each"
+        if not asked:
+            return text
+        shared, began = self._examples(asked[0], drawn[asked[0]]), 0.0
+        try:
+            with unchanged():
+                for index, case in enumerate(shared):
+                    # The first one waits for imports as well.
+                    began = time.process_time() if index < 2 else began
+                    self.subject.alone(case, self.fit)
+        except Exception:  # of the code on trial: a law reports it, and until then nothing is known of the time
+            return text
+        seconds = (time.process_time() - began) / max(1, len(shared) - 1)
+        tried = sum(self._number(law) for law in asked)
+        return f"{text}, about {seconds * _RUNS * tried + sum(law.costs for law in asked):.0f} s"
+
+    def _cases(self, law: Law) -> SearchStrategy[Any] | str:
+        """The cases on which it is tried, or the reason why it isn't."""
+        cases = self._skipped[law.name] if law.name in self._skipped else self.subject.drawn(law)
+        return _UNASKED if law.costs and not self.thorough and not isinstance(cases, str) else cases
+
+    def _number(self, law: Law) -> int:
+        assert self.max_examples is not None
+        return max(1, round(self.max_examples * law.share))
+
+    def _examples(self, law: Law, cases: SearchStrategy[Any] | str) -> list[object]:
+        """The cases on which it is tried; laws of the same problems share them."""
+        assert self.max_examples is not None
+        assert not isinstance(cases, str)
+        if law.serves not in self._shared:
+            self._shared[law.serves] = examples_of(cases, self.max_examples)
+        return self._shared[law.serves][: self._number(law)]
 
     def _renew_processes(self) -> None:
         """End the shared processes if the subject may have changed them in a way that can't be undone."""
@@ -125,19 +183,18 @@ class Trial:
         if law is None:
             return Outcome(name, "", "skipped", reason=self._skipped.get(name, self.unavailable[name]))
         outcome = partial(Outcome, name, law.statement)
-        cases = self._skipped[name] if name in self._skipped else self.subject.drawn(law)
+        cases = self._cases(law)
         if isinstance(cases, str):
-            return outcome("skipped", reason=cases)
+            return outcome("not asked" if cases is _UNASKED else "skipped", reason=cases)
         for before in law.rests_on:
             if before in self.names and self.outcome(before).result in ("FAILED", "not run"):
                 return outcome("not run", reason=f"rests on {before}")
         expected = self._expected.get(name, "")
         # Errors of a run are expected where ``order`` is expected to fail, or skipped.
         tolerant = name != "order" and ("order" in self._expected or "order" in self._skipped)
-        examples = max(1, round(self.max_examples * law.share))
-        began = time.process_time()
+        shared, began = self._examples(law, cases), time.process_time()
         try:
-            count = try_examples(law, self.subject, cases, fit=self.fit, max_examples=examples, tolerant=tolerant)
+            count = try_shared(law, self.subject, shared, cases, fit=self.fit, tolerant=tolerant)
         except SkipTest as skipped:
             return outcome("skipped", reason=str(skipped))
         except LawViolation as violation:
@@ -174,7 +231,9 @@ def check_algorithm(
     plans: SearchStrategy[Plan] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
-    max_examples: int = EXAMPLES,
+    max_examples: int | None = None,
+    thorough: bool = False,
+    quiet: bool = False,
 ) -> Report:
     """Try every law on an algorithm, and raise if one doesn't hold.
 
@@ -187,8 +246,11 @@ def check_algorithm(
         expected_failures: names of laws that it doesn't keep, each with the reason. Strict: if such a law holds, the
             check fails.
         skip: names of laws that should not be tried, each with the reason.
-        max_examples: the number of cases for each law; a quarter of it for ``compile_equality``, of which a case takes
-            as long as four others.
+        max_examples: the number of cases for each law, a quarter of it for ``compile_equality``; None: 10, which are
+            chosen to differ much from each other, or 20 with ``thorough=True``.
+        thorough: whether the laws are asked, too, that need a compiler or processes: ``compile_equality`` and
+            ``world_size``, which together take longer than all others. The report says which were not asked.
+        quiet: whether nothing is written to stderr: it gets an estimate of the processor time, and each law's result.
 
     Returns:
         The results of all laws: ``print(report)`` shows a table.
@@ -205,7 +267,9 @@ def check_algorithm(
     True
     """
     subject = AlgorithmSubject(not_none(make_algorithm), problems, plans)
-    return Trial(subject, OF_ALGORITHMS, UNAVAILABLE, fit, expected_failures, skip, max_examples).report()
+    return Trial(
+        subject, OF_ALGORITHMS, UNAVAILABLE, fit, expected_failures, skip, max_examples, thorough, quiet
+    ).report()
 
 
 def check_loop(
@@ -215,13 +279,15 @@ def check_loop(
     plans: SearchStrategy[Plan] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
-    max_examples: int = EXAMPLES,
+    max_examples: int | None = None,
+    thorough: bool = False,
+    quiet: bool = False,
 ) -> Report:
     """Try every law on a loop: a function with the arguments of ``pl.fit`` that yields the same pairs.
 
     Args:
         fit: the loop.
-        problems, plans, expected_failures, skip, max_examples: as in :func:`check_algorithm`.
+        problems, plans, expected_failures, skip, max_examples, thorough, quiet: as in :func:`check_algorithm`.
 
     Raises:
         CheckFailed: an AssertionError: a law doesn't hold.
@@ -230,7 +296,7 @@ def check_loop(
     True
     """
     subject = AlgorithmSubject(None, problems, plans)
-    return Trial(subject, OF_LOOPS, UNAVAILABLE, fit, expected_failures, skip, max_examples).report()
+    return Trial(subject, OF_LOOPS, UNAVAILABLE, fit, expected_failures, skip, max_examples, thorough, quiet).report()
 
 
 def not_none(make_algorithm: object) -> object:
@@ -253,14 +319,16 @@ def check_callback(
     plans: SearchStrategy[Plan] | None = None,
     expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
-    max_examples: int = EXAMPLES,
+    max_examples: int | None = None,
+    thorough: bool = False,
+    quiet: bool = False,
 ) -> Report:
     """Try the laws of callbacks, and raise if one doesn't hold.
 
     Args:
         make_callback: a function without arguments that makes a fresh callback, logger or function of
             ``(event, state)``.
-        problems, plans, expected_failures, skip, max_examples: as in :func:`check_algorithm`.
+        problems, plans, expected_failures, skip, max_examples, thorough, quiet: as in :func:`check_algorithm`.
 
     Returns:
         The results of all laws: ``print(report)`` shows a table.
@@ -274,7 +342,9 @@ def check_callback(
     True
     """
     subject = CallbackSubject(make_callback, problems, plans)
-    return Trial(subject, OF_CALLBACKS, {}, library_fit, expected_failures, skip, max_examples).report()
+    return Trial(
+        subject, OF_CALLBACKS, {}, library_fit, expected_failures, skip, max_examples, thorough, quiet
+    ).report()
 
 
 def check_script(
@@ -286,6 +356,7 @@ def check_script(
     expected_failures: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
     max_examples: int = 5,
+    quiet: bool = False,
 ) -> Report:
     """Try the laws of scripts, and raise if one doesn't hold.
 
@@ -298,6 +369,7 @@ def check_script(
             check fails.
         skip: names of laws that should not be tried, each with the reason.
         max_examples: the number of seeds.
+        quiet: as in :func:`check_algorithm`.
 
     Returns:
         The results of all laws: ``print(report)`` shows a table.
@@ -317,4 +389,4 @@ def check_script(
     True
     """
     subject = Scripted(make_script, start, boundaries=boundaries, stages=stages)
-    return Trial(subject, OF_SCRIPTS, {}, library_fit, expected_failures, skip, max_examples).report()
+    return Trial(subject, OF_SCRIPTS, {}, library_fit, expected_failures, skip, max_examples, quiet=quiet).report()

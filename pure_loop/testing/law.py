@@ -7,12 +7,13 @@ from typing import Any
 
 import attrs
 import hypothesis
-from hypothesis import HealthCheck, Phase
+from hypothesis import Phase
 from hypothesis.strategies import SearchStrategy
 
 from pure_loop.entry.fit import fit as library_fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.order import Plan
+from pure_loop.testing._examples import DRAWN, repeatable
 from pure_loop.testing._surroundings import unchanged
 from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problems
@@ -20,7 +21,7 @@ from pure_loop.testing.report import LawViolation, broken_off
 from pure_loop.testing.subject import AlgorithmSubject, Problems, Subject
 
 EXAMPLES = 20
-"""The default number of cases on which a law is tried."""
+"""The default number of cases on which a law is tried by itself."""
 
 Check = Callable[[Any, Any, Fit], None]
 """Tries a law on a subject and one case, with a loop; raises a LawViolation if it does not hold."""
@@ -43,6 +44,7 @@ class Law:
         serves_what: the problems on which it can hold, in words.
         of: the class of its subjects.
         share: the share of a check's examples on which it is tried, where one takes longer than those of other laws.
+        costs: seconds that a compiler or processes take besides; a check tries such a law with ``thorough=True`` only.
 
     >>> import pure_loop as pl
     >>> from pure_loop.testing import laws
@@ -57,6 +59,7 @@ class Law:
     serves_what: str = "any"
     of: type[Subject] = AlgorithmSubject
     share: float = 1.0
+    costs: float = 0.0
 
     def __call__(
         self,
@@ -94,10 +97,6 @@ class Law:
                     f"{self.name}(..., {case!r}): a law of {self.of.kind}s is tried on a "
                     f"testing.{self.of.tried_on.__name__}; pass one, or leave it out to draw cases."
                 )
-            if isinstance(case, Case) and not self._serves(case):
-                raise ArgumentError(
-                    f"{self.name} is a law for problems that are {self.serves_what}, and {case.problem.name!r} is not."
-                )
             self.on(result, case, fit)
             return
         drawn = self.cases(problems) if problems is not None else result.drawn(self)
@@ -133,7 +132,16 @@ class Law:
         return cases(problems=served, plans=short)
 
     def on(self, subject: Subject, case: object, fit: Fit = library_fit) -> None:
-        """Try it on one case; a violation gets the law, the case and code that reproduces it."""
+        """Try it on one case; a violation gets the law, the case and code that reproduces it.
+
+        Raises:
+            LawViolation: it doesn't hold.
+            ArgumentError: it can't hold on the case's problem.
+        """
+        if isinstance(case, Case) and not self.serves(case.problem):
+            raise ArgumentError(
+                f"{self.name} is a law for problems that are {self.serves_what}, and {case.problem.name!r} is not."
+            )
         try:
             with unchanged():
                 self.check(subject, case, fit)
@@ -168,6 +176,7 @@ def law(
     serves_what: str = "any",
     of: type[Subject] = AlgorithmSubject,
     share: float = 1.0,
+    costs: float = 0.0,
 ) -> Callable[[Check], Law]:
     """Make a law of a function ``(subject, case, fit)`` that raises a LawViolation if the law doesn't hold on the case.
 
@@ -177,7 +186,7 @@ def law(
         serves: whether the law can hold on a problem.
         serves_what: the problems on which it can hold, in words.
         of: the class of its subjects.
-        share: the share of a check's examples on which it is tried.
+        share, costs: as in :class:`Law`.
 
     >>> import pure_loop as pl
     >>> @law("the loss is never negative")
@@ -189,7 +198,7 @@ def law(
     """
 
     def decorate(check: Check) -> Law:
-        return Law(check.__name__, statement, check, tuple(rests_on), serves, serves_what, of, share)
+        return Law(check.__name__, statement, check, tuple(rests_on), serves, serves_what, of, share, costs)
 
     return decorate
 
@@ -218,18 +227,8 @@ def try_examples(
     found_after = 0
     last: LawViolation | None = None
 
-    # A fixed seed and no database: the report must be the same in every run, and the code in a failure reproduces it.
-    # derandomize=True would draw other cases after every change to the function below.
     @hypothesis.seed(0)
-    @hypothesis.settings(
-        max_examples=max_examples,
-        database=None,
-        deadline=None,
-        report_multiple_bugs=False,
-        print_blob=False,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
+    @repeatable(max_examples, Phase.generate, Phase.shrink)
     @hypothesis.given(cases)
     def holds(case: object) -> None:
         nonlocal tried, found_after, last
@@ -255,10 +254,56 @@ def try_examples(
     except hypothesis.errors.Flaky as flaky:
         if last is None:
             raise
-        last.finding += (
-            " Tried again on the same case, the violation did not occur: the behaviour depends on something outside "
-            "the State, such as a global variable."
-        )
+        last.finding += _FLAKY
         last.examples = found_after
         raise last from flaky
+    return tried
+
+
+_FLAKY = (
+    " Tried again on the same case, the violation did not occur: the behaviour depends on something outside the State, "
+    "such as a global variable."
+)
+
+
+def try_shared(
+    law: Law,
+    subject: Subject,
+    shared: Sequence[object],
+    cases: SearchStrategy[object],
+    *,
+    fit: Fit = library_fit,
+    tolerant: bool = False,
+) -> int:
+    """Try a law on examples that several laws share; where it fails, on all that were drawn, for the smallest case.
+
+    Args:
+        shared: the examples.
+        cases: the strategy from which they were drawn.
+        tolerant: as in :func:`try_examples`.
+
+    Returns:
+        The number of cases that were tried; 0 if all were skipped.
+
+    Raises:
+        LawViolation: that of the smallest case that was found.
+    """
+    tried = 0
+    for case in shared:
+        tried += 1
+        try:
+            law.on(subject, case, fit)
+        except LawViolation as violation:
+            if tolerant and violation.broke_off:
+                tried -= 1
+                continue
+            try:
+                try_examples(law, subject, cases, fit=fit, max_examples=max(DRAWN, len(shared)), tolerant=tolerant)
+                law.on(subject, case, fit)
+            except LawViolation as smaller:
+                smaller.examples = tried
+                raise
+            violation.finding += _FLAKY
+            violation.examples = tried
+            raise
     return tried

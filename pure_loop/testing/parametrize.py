@@ -16,7 +16,6 @@ from pure_loop.entry.fit import fit as library_fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.order import Plan
 from pure_loop.testing.check import Trial, not_none
-from pure_loop.testing.law import EXAMPLES
 from pure_loop.testing.laws import OF_ALGORITHMS, UNAVAILABLE
 from pure_loop.testing.problems import as_problems
 from pure_loop.testing.report import CheckFailed, Outcome, Report
@@ -58,7 +57,7 @@ class _Check:
                 "To check another algorithm, put it into the list of parametrize_with_checks."
             )
         outcome = self._trial.outcome(self.name)
-        if outcome.result in ("skipped", "not run"):
+        if outcome.result in ("skipped", "not run", "not asked"):
             raise unittest.SkipTest(f"{self.name}: {outcome.reason}")
         problem = self._trial.never_ran()
         if outcome.result == "UNEXPECTED PASS" and any(
@@ -84,7 +83,8 @@ def parametrize_with_checks(
     plans: SearchStrategy[Plan] | None = None,
     expected_failures: Mapping[str, str] | Mapping[str, Mapping[str, str]] | None = None,
     skip: Mapping[str, str] | None = None,
-    max_examples: int = EXAMPLES,
+    max_examples: int | None = None,
+    thorough: bool = False,
 ) -> Callable[[F], F]:
     """Make one test for each algorithm and each law; decorates a function of ``(algorithm, check)``.
 
@@ -95,7 +95,7 @@ def parametrize_with_checks(
         expected_failures: as in :func:`pure_loop.testing.check_algorithm`, by the name of the algorithm,
             ``{"mixup": {"microbatch_invariance": "mixes within a microbatch"}}``; or for all algorithms, of which then
             at least one must fail.
-        problems, plans, skip, max_examples: as in :func:`pure_loop.testing.check_algorithm`.
+        problems, plans, skip, max_examples, thorough: as in :func:`pure_loop.testing.check_algorithm`.
 
     Raises:
         ArgumentError: an empty list, or an unknown name of a law.
@@ -115,7 +115,7 @@ def parametrize_with_checks(
     subjects = [AlgorithmSubject(not_none(value), problems, plans) for value in listed]
     by_name = _by_name(expected_failures, [subject.name for subject in subjects])
     trials = [
-        Trial(subject, OF_ALGORITHMS, UNAVAILABLE, library_fit, expected, skip, max_examples)
+        Trial(subject, OF_ALGORITHMS, UNAVAILABLE, library_fit, expected, skip, max_examples, thorough, quiet=True)
         for subject, expected in zip(subjects, by_name or [expected_failures] * len(subjects), strict=True)
     ]
     together = () if by_name else tuple(trials)

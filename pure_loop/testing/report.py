@@ -111,7 +111,7 @@ def broken_off(events: list[Event], error: Exception) -> LawViolation:
     return violation
 
 
-Result = Literal["passed", "FAILED", "expected failure", "UNEXPECTED PASS", "skipped", "not run"]
+Result = Literal["passed", "FAILED", "expected failure", "UNEXPECTED PASS", "skipped", "not run", "not asked"]
 
 
 @attrs.frozen
@@ -122,7 +122,7 @@ class Outcome:
         law: its name.
         statement: the law in words.
         result: ``"passed"``, ``"FAILED"``, ``"expected failure"``, ``"UNEXPECTED PASS"`` (it was expected to fail),
-            ``"skipped"`` or ``"not run"``.
+            ``"skipped"``, ``"not run"`` or ``"not asked"``, of a law that only a thorough check tries.
         examples: the number of cases it was tried on.
         reason: why it was skipped, not run, or expected to fail.
         violation: the violation, if it failed.
@@ -141,6 +141,16 @@ class Outcome:
     def failed(self) -> bool:
         """Whether it makes the check fail."""
         return self.result in ("FAILED", "UNEXPECTED PASS")
+
+    def line(self, width: int, *, seconds: bool = True) -> str:
+        """It as a line of a table, in which the names of laws are ``width`` characters wide."""
+        taken = f" {self.seconds:>5.1f} s" if seconds else ""
+        count = f"{self.examples:>3} examples{taken}" if self.examples else " " * (12 + len(taken))
+        line = f"  {self.law:<{width}}  {self.result:<16}  {count}"
+        if self.reason:
+            indent = " " * (len(line) + 2)
+            line = textwrap.fill(f"{line}  {self.reason}", 118, subsequent_indent=indent, break_long_words=False)
+        return line.rstrip()
 
 
 @attrs.frozen
@@ -184,15 +194,10 @@ class Report:
         """The report as text; with ``seconds=False`` the text is the same in every run."""
         lines = [f"{self.subject}: {self._summary()}", ""]
         width = max((len(outcome.law) for outcome in self.outcomes), default=0)
-        for outcome in self.outcomes:
-            taken = f" {outcome.seconds:>5.1f} s" if seconds else ""
-            count = f"{outcome.examples:>3} examples{taken}" if outcome.examples else " " * (12 + len(taken))
-            line = f"  {outcome.law:<{width}}  {outcome.result:<16}  {count}"
-            if outcome.reason:
-                line = textwrap.fill(
-                    f"{line}  {outcome.reason}", 118, subsequent_indent=" " * (len(line) + 2), break_long_words=False
-                )
-            lines.append(line.rstrip())
+        lines += [each.line(width, seconds=seconds) for each in self.outcomes if each.result != "not asked"]
+        unasked = [outcome.law for outcome in self.outcomes if outcome.result == "not asked"]
+        if unasked:
+            lines.append(f"  not asked by default: {', '.join(unasked)}; thorough=True asks them")
         if self.fired:
             lines += ["", "  handlers ran:"]
             lines += [f"    {name} at {event.name}, {count} times" for (name, event), count in self.fired.items()]

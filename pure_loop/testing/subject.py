@@ -74,6 +74,18 @@ class Subject(ABC):
     def made_of(cls, value: object) -> Subject:
         """The subject for the first argument of a law, which may be a subject already."""
 
+    @abstractmethod
+    def plain(self, case: Any, fit: Fit) -> Pairs:
+        """A plain run of a case."""
+
+    def alone(self, case: Any, fit: Fit) -> Pairs:
+        """A plain run of a case; laws that need the same run share it while :attr:`runs` is a dict."""
+        runs = {} if self.runs is None else self.runs
+        key = repr(case), id(getattr(case, "problem", None)), id(fit)
+        if key not in runs:
+            runs[key] = self.plain(case, fit)
+        return runs[key]
+
     def reproduction(self, law: str, case: object, *, standard: bool) -> str:
         """Code that tries a law on this subject and one case; with ``standard=False`` it passes ``fit=fit``."""
         arguments = [self.called, "case", *(() if standard else ("fit=fit",))]
@@ -145,13 +157,8 @@ class AlgorithmSubject(Subject):
     def made_of(cls, value: object) -> AlgorithmSubject:
         return value if isinstance(value, cls) else cls(value)
 
-    def alone(self, case: Case, fit: Fit) -> Pairs:
-        """A plain run of a case; laws that need the same run share it while :attr:`runs` is a dict."""
-        runs = {} if self.runs is None else self.runs
-        key = repr(case), id(case.problem), id(fit)
-        if key not in runs:
-            runs[key] = case.run(self.make(), fit=fit)
-        return runs[key]
+    def plain(self, case: Case, fit: Fit) -> Pairs:
+        return case.run(self.make(), fit=fit)
 
 
 def _maker(value: object) -> Callable[[], tuple[Algorithm, ...]]:

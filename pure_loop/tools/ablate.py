@@ -19,7 +19,7 @@ from pure_loop.event import Event
 from pure_loop.loop.stream import run
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
-from pure_loop.time import Time, TimeUnit
+from pure_loop.time import Time, TimeUnit, read_time
 
 # What records, saves, or decides how a stream is read: a comparison has no use of it.
 _LEFT_OUT: dict[str, object] = {"callbacks": (), "loggers": (), "run_name": None, "autoresume": None}
@@ -74,7 +74,7 @@ def ablate(
     train_dataloader: Iterable[Batch],
     algorithms: Sequence[AlgorithmLike],
     *,
-    steps: str | int | Time,
+    steps: str | Time,
     metric: str = "val/loss",
     **settings: Any,
 ) -> Ablation:
@@ -131,7 +131,7 @@ def ablate(
                     f"model itself, or leave {name!r} out of algorithms."
                 )
         begun = begun.replace(stop=False)
-    time = Time.parse(steps)
+    time = read_time(steps, "ablate: steps")
     if not time or time.unit is TimeUnit.SECOND:
         raise ArgumentError(f'ablate: steps={steps!r}: give an amount of training, such as steps="200ba".')
     settings = {**settings, **_LEFT_OUT}

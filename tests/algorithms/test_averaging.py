@@ -89,7 +89,7 @@ AVERAGES: dict[str, tuple[pl.Algorithm, Callable[[int], float]]] = {
     "an interval of samples": (ema(smoothing=0.9, interval="8sp"), every(2, 0.9)),
     "an interval of the run": (ema(half_life="0.5dur", interval="0.5dur"), every(3, 0.5)),
     "an interval of epochs": (ema(half_life="4ba", interval="1ep"), every(3, 0.5 ** (3 / 4))),
-    "epochs": (ema(half_life=2), every(3, 0.5**0.5)),
+    "epochs": (ema(half_life="2ep"), every(3, 0.5**0.5)),
     "a start": (ema(smoothing=0.9, start="4ba"), lambda batch: 0.9 if batch >= 4 else 0.0),
     "a start in the run": (ema(smoothing=0.9, start="0.5dur"), lambda batch: 0.9 if batch >= 3 else 0.0),
     "warmup": (ema(smoothing=0.3, warmup=True), lambda batch: min(0.3, batch / (9 + batch))),

@@ -295,7 +295,8 @@ def test_what_is_used_again_is_of_what_is_trained() -> None:
 def test_variants_keep_every_law(settings: dict[str, Any]) -> None:
     """Compiled, from disk and on simulated ranks; the suite of all methods has the simplest settings."""
     why = {"world_size": "groups are of each rank's own samples, and uneven ones are refused"}
-    check_algorithm(lambda: sam(rho=0.1, **settings), max_examples=2, expected_failures=why if "m" in settings else {})
+    why = why if "m" in settings else {}
+    check_algorithm(lambda: sam(rho=0.1, **settings), max_examples=2, thorough=True, expected_failures=why)
 
 
 def test_groups_are_of_a_ranks_own_samples() -> None:

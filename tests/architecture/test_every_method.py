@@ -129,7 +129,7 @@ def test_algorithms_keep_every_law(name: str) -> None:
     options, algorithms = options_of(factory), drawn(factory)
     separable = "problems" not in options or as_problem(options["problems"]).separable
     for algorithm in [simplest(algorithms), *(sample(algorithms, 4) if THOROUGH else [])]:
-        report = check_algorithm(algorithm, max_examples=20 if THOROUGH else 2, **options)
+        report = check_algorithm(algorithm, max_examples=20 if THOROUGH else 2, thorough=True, **options)
         skipped = {outcome.law: outcome.reason for outcome in report.outcomes if outcome.result == "skipped"}
         # Models with BatchNorm or dropout train otherwise on parts of a batch.
         assert skipped.keys() == {*laws.UNAVAILABLE, *(() if separable else ("microbatch_invariance", "world_size"))}

@@ -361,7 +361,7 @@ SHOWN: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (evaluate, {"strict": 1, "seed": "0"}),
     (lambda **given: pl.predict(net(), DATA, **given), {"seed": 1.5}),
     (lambda **given: pl.drive((pair for pair in ()), **given), {"strict": "no"}),
-    (lambda **given: pl.explain(net(), DATA, optimizer=SGD, max_duration=1, **given), {"depth": -1}),
+    (lambda **given: pl.explain(net(), DATA, optimizer=SGD, max_duration="1ep", **given), {"depth": -1}),
     (lambda **given: pl.Evaluator(DATA, **given), {"interval": "often", "batches": 0, "microbatch_size": True}),
     (lambda **given: pl.State.create(net(), **given), {"seed": 1.5}),
     (lambda **given: state().count_batch(**given), {"samples": -1}),

@@ -40,4 +40,4 @@ def test_five_at_once(problem: str) -> None:
             module = sys.modules[ALGORITHMS[algorithm.factory].__module__]
             failures |= getattr(module, "EXPECTED_FAILURES", {})
         # Left out, and not expected to fail: a few examples may have nothing that ranks draw otherwise.
-        check_algorithm(chosen, problems=problem, max_examples=3, skip=failures)
+        check_algorithm(chosen, problems=problem, max_examples=3, thorough=True, skip=failures)

@@ -72,9 +72,9 @@ def no_waits() -> Iterator[Callable[[bool], None]]:
 
 
 def test_the_loop_and_algorithms_keep_their_laws_on_the_device() -> None:
-    assert check_loop(on_device, max_examples=5).ok
+    assert check_loop(on_device, max_examples=5, thorough=True).ok
     for make in (pl.algorithms.sam, lambda: pl.algorithms.ema(half_life="2ba")):
-        assert check_algorithm(make, fit=on_device, max_examples=3).ok
+        assert check_algorithm(make, fit=on_device, max_examples=3, thorough=True).ok
 
 
 def test_a_stream_is_on_the_device_deterministic_exact_and_kept() -> None:

@@ -53,6 +53,7 @@ OTHERS = [law for law in laws.OF_LOOPS if law not in (laws.order, laws.microbatc
 # The law, its cases, and how many examples in the fast and the thorough tier; graphs take a second to trace.
 TRIED: dict[str, tuple[laws.Law, Any, tuple[int, int]]] = {
     **{law.name: (law, cases(plans=PLAIN), (15, 400)) for law in OTHERS},
+    "visibility": (laws.visibility, cases(plans=STOPPED), (15, 400)),
     "compile_equality": (laws.compile_equality, cases(plans=PLAIN), (2, 400)),
     "world_size": (laws.world_size, cases(plans=ALL, problems=SEPARABLE), (3, 400)),
     "microbatch_invariance": (laws.microbatch_invariance, cases(problems=["linear", "tied"]), (15, 500)),

@@ -73,8 +73,7 @@ def test_a_time_reads_back_equal(time: Time) -> None:
     assert again == Time(time) == Time.parse(time) == time
     assert hash(again) == hash(time)
     assert bool(time) is (time.value > 0)
-    assert Time(2) == Time.parse(2) == Time("2ep") != Time("2ba")
-    assert Time("0ep") != Time("0ba")
+    assert Time(0) == Time.parse(0) == Time("0ep") != Time("0ba")
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 300), st.sampled_from(COUNTS))

@@ -37,7 +37,7 @@ WARMS_UP = {"microbatch_invariance": "warms up by microbatches"}
 
 def only(*tried: str, **options: Any) -> dict[str, Any]:
     """For what is said about laws, and not about all of them."""
-    return {**FEW, "skip": dict.fromkeys(set(NAMES) - set(tried), "not on trial"), **options}
+    return {**FEW, "thorough": True, "skip": dict.fromkeys(set(NAMES) - set(tried), "not on trial"), **options}
 
 
 def failed(make: Any, says: str | None = None, **options: Any) -> testing.Report:

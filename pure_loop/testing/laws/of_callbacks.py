@@ -28,7 +28,7 @@ from pure_loop.order import BOUNDARIES, EvaluatorPlan, Plan, expected, expected_
 from pure_loop.random.guards import guard
 from pure_loop.state import State
 from pure_loop.testing._surroundings import Surroundings
-from pure_loop.testing.case import Case, Fit
+from pure_loop.testing.case import Case, Fit, Pairs
 from pure_loop.testing.comparison import Snapshot
 from pure_loop.testing.law import law
 from pure_loop.testing.laws._streams import same_events, same_stream, without_error
@@ -107,6 +107,10 @@ class CallbackSubject(Subject):
             return {"loggers": [observer]}
         return {"callbacks": [observer], "loggers": [Logger()]}
 
+    def plain(self, case: Case, fit: Fit) -> Pairs:
+        """A run without it, with which those with it are compared."""
+        return case.run(fit=fit, **self.without())
+
     def without(self) -> Attached:
         """The arguments of the runs that those with it are compared with.
 
@@ -177,8 +181,9 @@ def purity(subject: CallbackSubject, case: Case, fit: Fit) -> None:
 @law("training is the same with it and without it", rests_on=("completion", "purity"), of=CallbackSubject)
 def observer_invariance(subject: CallbackSubject, case: Case, fit: Fit) -> None:
     """Runs with and without it."""
-    alone = case.run(fit=fit, **subject.without())
-    same_stream(case.run(fit=fit, **subject.arguments()), alone, "with the callback, the run differed")
+    same_stream(
+        case.run(fit=fit, **subject.arguments()), subject.alone(case, fit), "with the callback, the run differed"
+    )
 
 
 @law(

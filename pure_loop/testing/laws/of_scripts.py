@@ -137,6 +137,9 @@ class Scripted(Subject):
                 )
         return pairs
 
+    def plain(self, case: Seed, fit: Fit) -> Pairs:
+        return self.run(case)
+
     def reproduction(self, law: str, case: object, *, standard: bool) -> str:
         return f"from pure_loop import testing\n{self.code}\n{law}({self.called}, testing.{case!r})"
 

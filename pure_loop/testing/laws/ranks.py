@@ -198,6 +198,7 @@ def on_ranks(
     ),
     serves=lambda problem: problem.separable,
     serves_what="separable: the loss of a batch is the mean of the losses of its samples",
+    costs=9.0,
 )
 def world_size(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
     """Trains on one rank, and on two processes, replicated and sharded, in float64.

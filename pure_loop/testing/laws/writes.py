@@ -207,7 +207,8 @@ def visibility(subject: AlgorithmSubject, case: Case, fit: Fit) -> None:
 
     If the loop alone is on trial, an algorithm that writes at every event is added.
     """
-    algorithms = subject.make() or (_writer(),)
+    algorithms = *(subject.make() or (_writer(),)), *case.stopping()
+    case = attrs.evolve(case, plan=attrs.evolve(case.plan, stop_at=None))
     watcher = _Watcher(case)
 
     def observe(state: State) -> State:

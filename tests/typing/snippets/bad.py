@@ -71,10 +71,10 @@ def calls() -> None:
     )
     stream.timestamp  # error: attr-defined, reportAttributeAccessIssue
     stream[0]  # error: index, reportIndexIssue
-    pl.fit(MODEL, DATA, optimizer=SGD, max_duration=1, epochs=3)  # error: call-arg, reportCallIssue
+    pl.fit(MODEL, DATA, optimizer=SGD, max_duration="1ep", epochs=3)  # error: call-arg, reportCallIssue
     pl.fit(MODEL, DATA, optimizer=SGD)  # error: call-arg, reportCallIssue
-    pl.explain(MODEL, DATA, optimizer=SGD, max_duration=1, epochs=3)  # error: call-arg, reportCallIssue
-    pl.lr_find(MODEL, DATA, optimizer=SGD, max_duration=1, min_lr=1e-5)  # error: call-arg, reportCallIssue
+    pl.explain(MODEL, DATA, optimizer=SGD, max_duration="1ep", epochs=3)  # error: call-arg, reportCallIssue
+    pl.lr_find(MODEL, DATA, optimizer=SGD, max_duration="1ep", min_lr=1e-5)  # error: call-arg, reportCallIssue
     pl.profile(stream, steps=3)  # error: call-arg, reportCallIssue
     pl.profile(stream).by("kinds")  # error: arg-type, reportArgumentType
     pl.export(pl.State.create(MODEL), "model.onnx", "onxx")  # error: arg-type, reportArgumentType
@@ -104,4 +104,4 @@ def two_losses(outputs: Tensor, targets: Tensor) -> list[Tensor]:
     return [outputs.mean(), targets.float().mean()]
 
 
-pl.fit(MODEL, DATA, loss=two_losses, optimizer=SGD, max_duration=1)  # error: arg-type, reportArgumentType
+pl.fit(MODEL, DATA, loss=two_losses, optimizer=SGD, max_duration="1ep")  # error: arg-type, reportArgumentType

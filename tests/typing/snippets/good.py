@@ -143,7 +143,7 @@ def train(module: nn.Module, evaluators: EvaluatorsLike, precision: PrecisionNam
         assert_type(state, pl.State)
         if event is pl.Event.BATCH_END and isinstance(state.loss, Tensor):
             print(float(state.loss))
-    return pl.run(pl.fit(module, DATA, loss=two_losses, optimizer=optimizer, max_duration=1, clip_grad=1.0))
+    return pl.run(pl.fit(module, DATA, loss=two_losses, optimizer=optimizer, max_duration="1ep", clip_grad=1.0))
 
 
 options: FitOptions = {"optimizer": optimizer, "max_duration": "1ep", "loss": nn.functional.cross_entropy, "seed": 3}
@@ -186,7 +186,7 @@ pl.Evaluator(DATA, metrics={"f1": by_class, "matrix": confusion_matrix(3, normal
 measured: FitOptions = {
     "loss": nn.functional.cross_entropy,
     "optimizer": pl.optim.sgd(lr=0.1),
-    "max_duration": 1,
+    "max_duration": "1ep",
     "train_metrics": [accuracy(), loss("mean_loss")],
 }
 assert_type(pl.run(pl.fit(nn.Linear(4, 3), DATA, **measured)).metrics["train"]["accuracy"], MetricValue)
