@@ -224,13 +224,8 @@ def test_images_with_boxes_are_counted_and_split_whatever_their_sizes(
 ) -> None:
     """Also where all images have as many channels as boxes: what a batch is does not depend on its numbers."""
     images, targets = pictures(counts, rows)
-    ids = torch.arange(len(counts))
-    batch = [
-        (images, targets),
-        [tuple(images), tuple(targets)],
-        {"images": images, "targets": targets},
-        (images, targets, ids),
-    ][kind]
+    ids, named = torch.arange(len(counts)), {"images": images, "targets": targets}
+    batch = [(images, targets), [tuple(images), tuple(targets)], named, (images, targets, ids)][kind]
     assert num_samples(batch) == len(counts)
     pieces = [list(piece.values()) if kind == 2 else piece for piece in split(batch, size)]
     cut = range(0, len(counts), size)
@@ -262,113 +257,44 @@ def test_detection_is_evaluated_by_metrics_and_predicts_what_the_model_finds() -
     assert torch.equal(found[2]["boxes"], state.module(training=False)(batch[0])[2]["boxes"])
 
 
-def trained(model: nn.Module, batch: Any, task: pl.Task | None = None, **settings: Any) -> pl.Stream:
+def text(model: Any = ForCausalLM, task: Any = None, kind: Any = dict, without: str = "", **changes: Any) -> pl.Stream:
+    batch = texts(ForCausalLM, [3, 5]) | changes
+    batch.pop(without, None)
+    return gradients_of(model(), kind(batch), pl.Task.from_transformers() if task is None else task)
+
+
+def image(batch: Any = None, **settings: Any) -> pl.Stream:
+    return gradients_of(Detector(), pictures([1, 2]) if batch is None else batch, pl.Task.detection(), **settings)
+
+
+def gradients_of(model: nn.Module, batch: Any, task: pl.Task, **settings: Any) -> pl.Stream:
     return pl.fit(model, [batch], task=task, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep", **settings)
-
-
-def _without(name: str) -> dict[str, Tensor]:
-    return {key: value for key, value in texts(ForCausalLM, [3, 5]).items() if key != name}
 
 
 class ForCTC(ForCausalLM):
     """Its loss is no mean over labels."""
 
 
-TEXT, TEXTS = texts(ForCausalLM, [3, 5]), pl.Task.from_transformers()
-PICTURES = pictures([1, 2])
-HF, IMAGES = "pl.Task.from_transformers", "pl.Task.detection"
+def no(call: Any, error: type[Exception], *says: str, at_once: bool = False) -> Refusal:
+    return Refusal(says[0], call, error, says, at_once)
 
 
-@rows(
-    [
-        Refusal(name, call, error, says, at_once=at_once)
-        for name, call, error, says, at_once in (
-            (
-                "no labels",
-                lambda: trained(ForCausalLM(), _without("labels"), TEXTS),
-                pl.DataError,
-                (HF, "has no 'labels'", "collator"),
-                False,
-            ),
-            (
-                "labels of other kinds",
-                lambda: trained(ForCausalLM(), {**TEXT, "labels": [{}, {}]}, TEXTS),
-                pl.DataError,
-                ("of type list", "weight="),
-                False,
-            ),
-            (
-                "no labels to evaluate",
-                lambda: pl.evaluate(ForCausalLM(), [_without("labels")], task=TEXTS),
-                pl.DataError,
-                ("has no 'labels'", "evaluator 'eval'"),
-                False,
-            ),
-            (
-                "a pair",
-                lambda: trained(ForCausalLM(), (TEXT["input_ids"], TEXT["labels"]), attrs.evolve(TEXTS, weight=None)),
-                pl.DataError,
-                ("called with a mapping", "a batch is (tensor"),
-                False,
-            ),
-            (
-                "a class that says nothing",
-                lambda: trained(Plain(), TEXT, TEXTS),
-                pl.DataError,
-                ("class Plain", "shifted=True", "shape (2, 5)"),
-                False,
-            ),
-            (
-                "CTC",
-                lambda: trained(ForCTC(), TEXT, TEXTS),
-                pl.ArgumentError,
-                ("ForCTC is no mean over labels", "weight="),
-                True,
-            ),
-            (
-                "shifted",
-                lambda: pl.Task.from_transformers(shifted=1),
-                pl.ArgumentTypeError,
-                ("shifted", "True or False"),
-                True,
-            ),
-            (
-                "by default",
-                lambda: trained(ForCausalLM(), TEXT, loss=cross_entropy),
-                pl.DataError,
-                ("'input_ids': tensor (2, 5)", f"{HF}()"),
-                False,
-            ),
-            (
-                "no pair of images",
-                lambda: trained(Detector(), PICTURES[0], pl.Task.detection()),
-                pl.DataError,
-                (IMAGES, "tuple(zip(*rows))"),
-                False,
-            ),
-            (
-                "fewer targets",
-                lambda: trained(Detector(), (PICTURES[0], PICTURES[1][:1]), pl.Task.detection()),
-                pl.DataError,
-                (IMAGES,),
-                False,
-            ),
-            (
-                "a loss of boxes",
-                lambda: trained(Detector(), PICTURES, pl.Task.detection(), evaluators=[PICTURES]),
-                pl.LossError,
-                ("has no loss", "metrics=", "before training"),
-                False,
-            ),
-            (
-                "a loss of boxes, evaluated",
-                lambda: pl.evaluate(Detector(), [PICTURES], task=pl.Task.detection()),
-                pl.LossError,
-                ("has no loss", "evaluator 'eval'"),
-                False,
-            ),
-        )
-    ]
-)
+FIRST, SHIFTED, BOXES = pictures([1, 2])[0], pl.Task.from_transformers(shifted=True), [pictures([1])]
+REFUSED = [
+    no(lambda: text(without="labels"), pl.DataError, "has no 'labels'", "pl.Task.from_transformers", "collator"),
+    no(lambda: text(labels=[{}, {}]), pl.DataError, "of type list", "weight="),
+    no(lambda: text(kind=lambda b: (*b.values(),), task=attrs.evolve(SHIFTED, weight=None)), pl.DataError, "a mapping"),
+    no(lambda: text(Plain), pl.DataError, "class Plain", "shifted=True", "shape (2, 5)"),
+    no(lambda: text(ForCTC), pl.ArgumentError, "loss of ForCTC is no mean over labels", "weight=", at_once=True),
+    no(lambda: pl.Task.from_transformers(shifted=1), pl.ArgumentTypeError, "shifted", "True or F", at_once=True),
+    no(lambda: text(task=pl.Task(loss=cross_entropy)), pl.DataError, "tensor (2, 5)", "pl.Task.from_transformers()"),
+    no(lambda: image(FIRST), pl.DataError, "pl.Task.detection: a batch is (images, targets)", "tuple(zip(*rows))"),
+    no(lambda: image((FIRST, [{}])), pl.DataError, "It is ([tensor (2, 3, 5) float64", "[{}])"),
+    no(lambda: image(evaluators=BOXES), pl.LossError, "boxes, and has no loss", "metrics=", "before training"),
+    no(lambda: pl.evaluate(Detector(), BOXES, task=pl.Task.detection()), pl.LossError, "evaluator 'eval'", "no loss"),
+]
+
+
+@rows(REFUSED)
 def test_refused(refusal: Refusal) -> None:
     check(refusal)
