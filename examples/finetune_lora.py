@@ -47,12 +47,7 @@ warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", F
 Row: TypeAlias = dict[str, list[int]]
 Curves: TypeAlias = dict[str, list[tuple[float, float]]]
 
-TASK = pl.Task(
-    forward=lambda model, batch: model(**batch),
-    loss=lambda outputs, batch: outputs.loss,
-    # The loss is a mean over the tokens that have a label, and a label is the next token.
-    weight=lambda batch: (batch["labels"][:, 1:] != -100).sum(),
-)
+TASK = pl.Task.from_transformers()
 PREFIX = "base_model.model."  # what peft puts before the names of the base
 LORA = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM")
 

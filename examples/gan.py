@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import _pictures
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import pure_loop as pl
-from pure_loop import Event, FrozenDict
+from pure_loop import Event
 from pure_loop.loop.training import Script
 
 ANGLES = torch.arange(8) * (math.pi / 4)
@@ -44,49 +45,23 @@ def script(state: pl.State, batch_size: int = 256) -> Script:
         random = pl.random.generator(state.seed, "batch", state.timestamp.batch)
         state = yield Event.AFTER_DATALOADER, state.replace(batch=real_points(batch_size, random))
         state = yield Event.BATCH_START, state
-        noise = torch.randn(2, batch_size, NOISE, generator=random)
-        state, d = step(state, "discriminator", discriminator_loss, noise[0])
-        state, g = step(state, "generator", generator_loss, noise[1])
-        state = state.replace(loss={"total": d + g, "discriminator": d, "generator": g})
-        # Count the batch: the script's own loop, cadences and EMA read the two timestamps.
-        before, now = state.timestamp, state.timestamp.next_batch(samples=batch_size)
-        state = yield Event.BATCH_END, state.replace(timestamp=now, previous_timestamp=before)
+        losses: dict[str, Tensor] = {}
+        for player, noise in zip(PLAYERS, torch.randn(2, batch_size, NOISE, generator=random), strict=True):
+            # A step of one player, against the other as it is.
+            loss = partial(LOSSES[player], real=state.batch, noise=noise)
+            state = pl.stages.update_part(state, player, loss, OPTIMIZERS[player])
+            losses[player] = state.loss
+        state = state.replace(loss={"total": sum(losses.values()), **losses})
+        # Count the batch: the script's own loop, cadences and EMA read its timestamps.
+        state = yield Event.BATCH_END, state.count_batch(samples=batch_size)
     return (yield Event.FIT_END, state)
 
 
-def step(
-    state: pl.State,
-    player: str,
-    loss: Callable[[Any, Tensor, Tensor], Tensor],
-    noise: Tensor,
-) -> tuple[pl.State, Tensor]:
-    """One step of one player, against the other as it is; and its loss."""
-    mine = part(state, player)
-
-    def loss_at(mine: FrozenDict[str, Tensor]) -> Tensor:
-        params = FrozenDict({**state.params, **mine})
-        value, _ = state.model.apply(lambda gan: loss(gan, state.batch, noise), params, state.buffers, training=True)
-        return value
-
-    value, grads = pl.stages.value_and_grad(loss_at, mine)
-    mine, memory = OPTIMIZERS[player].update(grads, state.opt_state[player], mine, state.timestamp)
-    opt_state = FrozenDict({**state.opt_state, player: memory})
-    return state.replace(params={**state.params, **mine}, opt_state=opt_state), value
-
-
-def part(state: pl.State, player: str) -> FrozenDict[str, Tensor]:
-    """The parameters of one player."""
-    return FrozenDict((name, tensor) for name, tensor in state.params.items() if name.startswith(player))
-
-
 def fresh_state(seed: int, batches: int) -> pl.State:
-    """What ``fit`` would make of a module: a State with the optimizers' memory and the time at which to stop."""
+    """A State with the time at which to stop."""
     with pl.random.seeded(seed):
         state = pl.State.create(GAN(), seed=seed)
-    return state.replace(
-        opt_state=FrozenDict((player, OPTIMIZERS[player].init(part(state, player))) for player in PLAYERS),
-        timestamp=state.timestamp.replace(max_duration=pl.Time(batches, "ba")),
-    )
+    return state.replace(timestamp=state.timestamp.replace(max_duration=pl.Time(batches, "ba")))
 
 
 class GAN(nn.Module):
@@ -114,6 +89,9 @@ def discriminator_loss(gan: GAN, real: Tensor, noise: Tensor) -> Tensor:
 
 def generator_loss(gan: GAN, real: Tensor, noise: Tensor) -> Tensor:
     return softplus(-gan.discriminator(gan.generator(noise))).mean()
+
+
+LOSSES = {"discriminator": discriminator_loss, "generator": generator_loss}
 
 
 def real_points(n: int, random: torch.Generator) -> Tensor:

@@ -20,6 +20,8 @@ from pure_loop.task import OnTargets, Task, check_loss_function
 from pure_loop.time import Time, TimeUnit
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from pure_loop.data.source import Source
 
 __all__ = [
@@ -217,13 +219,13 @@ def _is_labelled(item: Any) -> bool:
     return pair and (_is_data(item[1]) or isinstance(item[1], list))
 
 
-def with_own_tasks(evaluators: Iterable[BoundEvaluator], task: Task) -> tuple[BoundEvaluator, ...]:
+def with_own_tasks(evaluators: Iterable[BoundEvaluator], task: Task, model: nn.Module) -> tuple[BoundEvaluator, ...]:
     """The evaluators, of which those with a loss have a task: their own, or that of the call with this loss."""
     result = []
     for evaluator in evaluators:
         loss = evaluator.loss
         if loss is not None:
-            own = loss if isinstance(loss, Task) else attrs.evolve(task, loss=OnTargets(loss))
+            own = loss.of_model(model) if isinstance(loss, Task) else attrs.evolve(task, loss=OnTargets(loss))
             evaluator = attrs.evolve(evaluator, task=own)
         result.append(evaluator)
     return tuple(result)

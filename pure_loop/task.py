@@ -13,10 +13,11 @@ from typing import Any
 import attrs
 from torch import Tensor, nn
 
-from pure_loop._internal.arguments import accepts, name_of
+from pure_loop._internal.arguments import accepts, check_flag, name_of
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.reprs import call, changed_fields
 from pure_loop._internal.weights import Implied, implied_by
+from pure_loop.data import conventions
 from pure_loop.data.batch import describe
 from pure_loop.data.group import parts_of
 from pure_loop.data.samples import num_samples, num_tokens, split
@@ -30,6 +31,20 @@ def _inputs_and_targets(batch: Batch) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     size = f" of {len(batch)}" if hasattr(batch, "__len__") else ""
+    if isinstance(batch, Tensor):
+        raise DataError(
+            f"a batch is {describe(batch)}, and by default a batch is (inputs, targets). If the dataloader is "
+            "(inputs, targets) itself, each of them was taken for a batch: write [(inputs, targets)], or for several "
+            "batches DataLoader(TensorDataset(inputs, targets), batch_size=32). If batches are tensors, write "
+            "task=pl.Task(forward=lambda model, batch: model(batch), loss=lambda outputs, batch: ...); to predict, the "
+            "forward is enough."
+        )
+    if isinstance(batch, Mapping) and "input_ids" in batch:
+        raise DataError(
+            f"a batch is {describe(batch)}, and by default a batch is (inputs, targets). For a model of Transformers, "
+            "which computes its loss, write task=pl.Task.from_transformers(), without loss=; for others "
+            "task=pl.Task(forward=lambda model, batch: model(batch['input_ids']), loss=lambda outputs, batch: ...)."
+        )
     raise DataError(
         f"a batch is a {type(batch).__name__}{size}, {describe(batch)}, and by default a batch is (inputs, targets), "
         "for the forward and for a function passed as loss=. For other batches write task=pl.Task(forward=lambda "
@@ -68,6 +83,12 @@ class Task:
         samples: ``(batch) -> int``: the number of samples; default: the leading size of its tensors.
         tokens: ``(batch) -> int``: the number of tokens, for durations in tokens.
         split: ``(batch, size) -> list`` of microbatches of at most ``size`` samples.
+        loss_total: ``parts -> loss``, such as ``sum``, of a loss that is a tuple or list of scalars, or a dict of them
+            without the key ``total``: a list of the parts, in order. The parts are in ``state.loss`` by their keys,
+            fields or places ("0", "1").
+        predictions: ``outputs -> predictions``: what metrics are given as outputs, and what :func:`predict` gives;
+            default: the outputs.
+        targets: ``batch -> targets``: metrics are given ``(batch, targets)`` as batch; default: the batch.
 
     >>> import torch
     >>> task = Task(forward=lambda model, batch: model(batch["x"]),
@@ -85,6 +106,9 @@ class Task:
     samples: Callable[[Any], int] = num_samples
     tokens: Callable[[Any], int] = num_tokens
     split: Callable[[Any, int], list[Any]] = split
+    loss_total: Callable[[list[Any]], Any] | None = None
+    predictions: Callable[[Any], Any] | None = None
+    targets: Callable[[Any], Any] | None = None
     # What is known of the weight by the loss.
     implied: Implied | None = attrs.field(init=False, repr=False, eq=False)
     # Whether a whole batch on one rank weighs its samples; whether weights follow from shapes; whether the loss is a
@@ -132,6 +156,88 @@ class Task:
     @loss_may_use_rng.default
     def _loss_may_use_rng(self) -> bool:
         return not (isinstance(self.loss, OnTargets) and self.loss.is_torchs) or is_users(self.loss)
+
+    @classmethod
+    def from_transformers(cls, *, shifted: bool | None = None) -> Task:
+        """The task of a model of Transformers: a batch is a mapping, and the model computes its loss from ``labels``.
+
+        The forward is ``model(**batch)`` and the loss ``outputs.loss``, a mean over the labels that are not -100, so a
+        microbatch weighs as many as it has; floating point labels all count. Durations in tokens count what
+        ``attention_mask`` leaves. Metrics are given ``outputs.logits`` and ``(batch, labels)``; prediction gives these
+        logits, or the outputs of a model that has none.
+
+        Args:
+            shifted: whether labels of tokens are compared with the outputs at the token before, as in a causal language
+                model; metrics are given shifted ones then. None: the name of the model's class says so, which is
+                ``...ForCausalLM``, ``...LMHeadModel``, or ``...ForConditionalGeneration`` without an encoder. Other
+                names with ``For`` do not shift, and of a name without it must be said.
+
+        Raises:
+            DataError: (by the stream) a batch that is no mapping, or has no labels.
+            ArgumentError: (by ``fit``) a model whose loss is no mean over labels, such as ``...ForCTC``.
+
+        >>> import torch
+        >>> Task.from_transformers(shifted=True).weigh({"labels": torch.tensor([[5, 7, -100], [5, 7, 9]])})
+        tensor(3)
+        """
+        check_flag("shifted", bool(shifted) if shifted is None else shifted, where="pl.Task.from_transformers")
+        labels = conventions.Labels(shifted)
+        return cls(
+            forward=conventions.call_with_batch,
+            loss=conventions.own_loss,
+            weight=labels.weigh,
+            tokens=conventions.attended,
+            predictions=conventions.logits,
+            targets=labels.targets,
+        )
+
+    @classmethod
+    def detection(cls) -> Task:
+        """The task of a detection model of torchvision: batches are ``(images, targets)``, lists of tensors and dicts.
+
+        In training the model returns a dict of losses, whose sum is the loss; each is in ``state.loss`` by its name. A
+        microbatch is a part of the images with their targets, and weighs as many images as it has. In evaluation and
+        prediction the model returns boxes and no loss, so evaluators need metrics of ``(boxes, (images, targets))``.
+
+        Raises:
+            DataError: (by the stream) a batch that is no such pair.
+            LossError: (by the stream) a loss is asked for in evaluation.
+
+        >>> import torch
+        >>> images, targets = [torch.zeros(3, 20, 30), torch.zeros(3, 8, 8)], [{"boxes": torch.zeros(2, 4)}, {}]
+        >>> [len(part[0]) for part in Task.detection().split((images, targets), 1)]
+        [1, 1]
+        """
+        return cls(
+            forward=conventions.losses_of_images,
+            loss=conventions.parts_of_loss,
+            validate=conventions.found_in_images,
+            samples=conventions.num_images,
+            split=conventions.split_images,
+            loss_total=sum,
+        )
+
+    def of_model(self, model: nn.Module) -> Task:
+        """This task, with what the class of a model of Transformers says of its labels."""
+        labels = getattr(self.weight, "__self__", None)
+        if not isinstance(labels, conventions.Labels):
+            return self
+        of_class = labels.of_model(model)
+        return attrs.evolve(self, weight=of_class.weigh, targets=of_class.targets)
+
+    def totalled(self, loss: Any) -> Any:
+        """A loss with the key ``total``, where it has parts and ``loss_total`` says how they add up."""
+        if self.loss_total is None or not isinstance(loss, Mapping | tuple | list):
+            return loss
+        names = loss if isinstance(loss, Mapping) else getattr(loss, "_fields", range(len(loss)))
+        parts = dict(zip(map(str, names), loss.values() if isinstance(loss, Mapping) else loss, strict=True))
+        return parts if "total" in parts else {"total": self.loss_total(list(parts.values())), **parts}
+
+    def measured(self, outputs: Any, batch: Batch) -> tuple[Any, Batch]:
+        """What metrics are given of outputs and of their batch."""
+        if self.predictions is not None:
+            outputs = self.predictions(outputs)
+        return outputs, batch if self.targets is None else (batch, self.targets(batch))
 
     @property
     def loss_in_words(self) -> str:
@@ -204,7 +310,7 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
         if loss is None:
             if task.loss is None:
                 _require_loss_method(model)
-            return task
+            return task.of_model(model)
         if task.loss is not None:
             raise ArgumentError("loss= is given, and task= has a loss, too; pass one of them.")
         return attrs.evolve(task, loss=OnTargets(loss))

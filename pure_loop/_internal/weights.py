@@ -48,7 +48,7 @@ class Weights:
 
     Attributes:
         shares: what each microbatch's gradient is multiplied by, at most 1.
-        divisor: what the sum of gradients is divided by, in (0.5, 1], or 0.
+        divisor: what the sum of gradients is divided by, in (0.5, 1], or 0; a tensor is 1 where all weights are 0.
         fractions: how much of the batch's loss each microbatch's loss is; they add up to 1.
 
     >>> Weights.of([4, 2], batch=0)
@@ -77,7 +77,9 @@ class Weights:
                 return cls((1.0,), 1.0, (wider[0] / wider[0],))  # NaN where it is 0
             total = sum(wider) if total is None else total
             power = power_of_two(total)
-            return cls(tuple(w / power for w in wider), total / power, tuple(w / total for w in wider))
+            # Gradients of no weight stay 0 then; that there is none is seen at the loss, which is NaN.
+            divisor = torch.where(total == 0, 1.0, total / power) if isinstance(total, Tensor) else total / power
+            return cls(tuple(w / power for w in wider), divisor, tuple(w / total for w in wider))
         result = of_numbers(tuple(numbers), total)
         if result is None:
             raise DataError(f"the microbatches of batch {batch} weigh {numbers}: {WEIGHTS_ARE}")

@@ -15,12 +15,16 @@ sample:
   n lists of n items could be either, and is refused; so is a tuple of n numbers.
 
 The batch itself, such as ``(inputs, targets)``, is a container, unless it is a list of numbers or strings.
+
+In a batch of detection, which has a list of images beside a list of as many mappings, both are data, whatever the sizes
+of images and of what is in the mappings: images are tensors of at most three dimensions, (channels, height, width).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +62,9 @@ def num_samples(batch: Batch) -> int:
     size = _flat_size(batch)
     if size >= 0:
         return size
+    images = _num_images(batch)
+    if images is not None:
+        return images
     sizes = _sizes(batch)
     # A batch of texts alone has no tensor to count, nor has one of numbers.
     sizes = sizes or [(path, len(leaf)) for path, leaf in leaves(batch) if is_texts(leaf)] or _lengths(batch)
@@ -171,6 +178,20 @@ def _views(leaf: Tensor, size: int) -> Sequence[Tensor]:
     return leaf.split_with_sizes([size] * count + [rest] * (rest > 0))
 
 
+def _num_images(batch: Batch) -> int | None:
+    """How many images a batch of detection has; None of any other batch."""
+    node = None if isinstance(batch, Tensor) or is_texts(batch) else open_node(batch)
+    if node is None:
+        return None
+    lists: list[Any] = [child for child in node.children if type(child) in (list, tuple) and child]
+    mappings = {len(child) for child in lists if all(isinstance(item, Mapping) for item in child)}
+    images = {len(child) for child in lists if all(isinstance(item, Tensor) and 0 < item.ndim < 4 for item in child)}
+    if len(mappings) != 1 or mappings != images:
+        return None
+    (n,) = images
+    return n if all(_fits(child, n) for child in node.children) else None
+
+
 def _split(value: Batch, n: int, size: int, path: str, *, top: bool = False) -> list[Batch]:
     if isinstance(value, Tensor) and value.ndim:
         return list(_views(value, size))
@@ -195,7 +216,14 @@ def _split(value: Batch, n: int, size: int, path: str, *, top: bool = False) -> 
         )
     if not node.children:
         return [value] * -(-n // size)
-    columns = [_split(child, n, size, path + name) for child, name in zip(node.children, node.names, strict=True)]
+    by_image = top and _num_images(value) == n
+    children: Sequence[Any] = node.children
+    columns = [
+        [child[i : i + size] for i in range(0, n, size)]
+        if by_image and type(child) in (list, tuple) and len(child) == n
+        else _split(child, n, size, path + name)
+        for child, name in zip(children, node.names, strict=True)
+    ]
     return [node.build(row) for row in zip(*columns, strict=True)]
 
 

@@ -88,7 +88,7 @@ def evaluate(
     if loss is None and value.loss is None and not has_loss_method(module) and not measure_loss(bound, of_call=True):
         loss = _no_loss
     run_task = make_task(module, loss, task)
-    bound = with_own_tasks(bound, run_task)
+    bound = with_own_tasks(bound, run_task, module)
     stages = _stages(settings, state, run_task, bound)
     script = loop.evaluate(state, stages, bound, _described(settings))
     return _stream(settings, stages, script, [evaluator.source for evaluator in bound], bound)

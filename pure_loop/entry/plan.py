@@ -123,7 +123,7 @@ class Plan:
             batches_per_step=settings.batches_per_step,
             ranks=stages.engine.ranks,
         )
-        evaluators = _evaluators(settings, open_source, state.seed, stages.task)
+        evaluators = _evaluators(settings, open_source, state, stages.task)
         stages, strategy, evaluating = _computation(settings, stages, observed, evaluators)
         return cls(
             settings=settings,
@@ -264,16 +264,16 @@ def _training_data(settings: Settings, open_source: Callable[..., Source], seed:
 
 
 def _evaluators(
-    settings: Settings, open_source: Callable[..., Source], seed: int, task: Task
+    settings: Settings, open_source: Callable[..., Source], state: State, task: Task
 ) -> tuple[BoundEvaluator, ...]:
     """
     Raises:
         ArgumentError: an evaluator has the label of the metrics of training.
     """
     evaluators = bind_evaluators(
-        settings.evaluators, settings.eval_interval, seed, settings.max_duration, sources=open_source
+        settings.evaluators, settings.eval_interval, state.seed, settings.max_duration, sources=open_source
     )
-    evaluators = with_own_tasks(evaluators, task)
+    evaluators = with_own_tasks(evaluators, task, state.model.skeleton)
     if settings.train_metrics and any(evaluator.label == "train" for evaluator in evaluators):
         raise ArgumentError(
             "the label 'train' of an evaluator is that of train_metrics=, in state.metrics['train']: give the "

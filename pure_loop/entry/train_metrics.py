@@ -66,7 +66,8 @@ def measuring(metrics: tuple[Metric, ...], ranks: int) -> Algorithm:
         measured = None
         if of_loss:
             measured = weighed_loss(measured_loss(state.loss, stages.task), stages.task, state.microbatch)
-        result = updated(metrics, memory[where], state.outputs, measured, state.microbatch)
+        seen = stages.task.measured(state.outputs, state.microbatch)
+        result = updated(metrics, memory[where], *seen, measured)
         return state.remember(NAME, FrozenDict({**memory, where: FrozenDict(result)}))
 
     def end(state: State, stages: LoopStages) -> State:
@@ -75,7 +76,7 @@ def measuring(metrics: tuple[Metric, ...], ranks: int) -> Algorithm:
             of_batch = stages.engine.merge_metrics(metrics, dict(memory["batch"]), state)
             memory = FrozenDict(epoch=_merged(metrics, memory["epoch"], of_batch), batch=FrozenDict())
             state = state.remember(NAME, memory)
-        values = {metric.name: metric.compute(memory["epoch"][metric.name]) for metric in metrics}
+        values = {metric.name: metric.value_of(memory["epoch"][metric.name]) for metric in metrics}
         return state.replace(metrics={**state.metrics, LABEL: FrozenDict(values)})
 
     handlers: dict[Event, HandlerFunction] = {

@@ -19,7 +19,7 @@ from pure_loop.data.batch import map_tensors
 from pure_loop.data.group import END
 from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
-from pure_loop.evaluator import BoundEvaluator
+from pure_loop.evaluator import BoundEvaluator, measure_loss
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.batch import LoopStages
@@ -94,7 +94,7 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
                 branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index, gradients=gradients)
                 branch = yield Event.EVAL_AFTER_FORWARD, branch
                 if metrics is None:
-                    metrics = default_metrics(branch.outputs, branch.microbatch, stages.task)
+                    metrics = default_metrics(*stages.task.measured(branch.outputs, branch.microbatch), stages.task)
                 if engine.counts_microbatch(index, len(pieces)):
                     accumulated = _measure(accumulated, metrics, branch, stages, gradients)
                 if gradients:
@@ -118,7 +118,7 @@ def _values(
     for metric in metrics:
         about = noting(lambda: f"raised by the metric {metric.name!r} ({metric!r}) of evaluator {label!r}")  # noqa: B023
         with about, _guard(state, stages, metric):
-            values[metric.name] = metric.compute(accumulated[metric.name])
+            values[metric.name] = metric.value_of(accumulated[metric.name])
     return FrozenDict(values)
 
 
@@ -130,7 +130,8 @@ def _measure(
     if any(metric.of_loss for metric in metrics):
         measured = weighed_loss(stages.validation_loss(branch, gradients=gradients), stages.task, branch.microbatch)
     outputs = detached(branch.outputs) if gradients else branch.outputs
-    return updated(metrics, accumulated, outputs, measured, branch.microbatch, guard=partial(_guard, branch, stages))
+    guard = partial(_guard, branch, stages)
+    return updated(metrics, accumulated, *stages.task.measured(outputs, branch.microbatch), measured, guard=guard)
 
 
 def _guard(state: State, stages: Stages, metric: Metric) -> AbstractContextManager[None]:
@@ -143,14 +144,15 @@ def refuse_misfit(state: State, stages: Stages, metrics: Sequence[Metric]) -> No
 
     Args:
         state: that of its EVAL_AFTER_FORWARD.
-        stages: the loop's.
+        stages: the loop's, with the evaluator's task.
         metrics: of its evaluator.
 
     Raises:
         ArgumentError: a metric gives two values for one batch.
         DataError: a metric does not, or the error that it raised; names the evaluator and the metric.
     """
-    label, outputs, microbatch = state.evaluator, detached(state.outputs), state.microbatch
+    label = state.evaluator
+    outputs, microbatch = stages.task.measured(detached(state.outputs), state.microbatch)
     for metric in metrics:
         if metric.of_loss:
             continue
@@ -246,6 +248,8 @@ def predict(
             state = stages.validate(state, label="predict", batch=number, gradients=gradients)
             if gradients:
                 state = state.replace(outputs=detached(state.outputs))
+            if stages.task.predictions is not None:
+                state = state.replace(outputs=stages.task.predictions(state.outputs))
             if stages.engine.padding:
                 state = state.replace(outputs=map_tensors(_no_rows, state.outputs))
             state = yield Event.PREDICT_AFTER_FORWARD, state
@@ -258,19 +262,25 @@ def predict(
 def refuse_misfits(state: State, stages: LoopStages, evaluators: Sequence[BoundEvaluator]) -> None:
     """Refuse metrics that do not fit what they measure, before training: hours may pass before the first evaluation.
 
-    Each evaluator with metrics that were passed measures one microbatch of its data, on a branch that is dropped. Left
+    Each evaluator with metrics that were passed measures one microbatch of its data, on a branch that is dropped; so
+    does one that measures the loss, where the task has another forward in evaluation, which the loss may not fit. Left
     out is data that can't be begun again, or has workers to start, and what several ranks would have to do together.
     """
     if stages.engine.exchanges:
         return
     for evaluator in evaluators:
         never = isinstance(evaluator.interval, Cadence) and not evaluator.interval.interval
-        if evaluator.source.repeats and not never and not all(metric.of_loss for metric in evaluator.metrics or ()):
+        own = stages if evaluator.task is None else stages.with_task(evaluator.task)
+        of_loss = own.task.validate is not None and measure_loss([evaluator])
+        passed = not all(metric.of_loss for metric in evaluator.metrics or ())
+        if evaluator.source.repeats and not never and (of_loss or passed):
             script, label = evaluation(state, stages, evaluator), evaluator.label
             about = noting(lambda: f"raised by the first microbatch of evaluator {label!r}, before training")  # noqa: B023
             with closing(script), about:
                 for _, evaluated in drive(script, stages.handlers, stages=stages, watch={Event.EVAL_AFTER_FORWARD}):
-                    refuse_misfit(evaluated, stages, evaluator.metrics or ())
+                    if of_loss:
+                        own.validation_loss(evaluated, gradients=evaluator.gradients)
+                    refuse_misfit(evaluated, own, evaluator.metrics or ())
                     break
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Number
 from typing import ClassVar, NoReturn, TypeAlias
 
 import attrs
+import optree
 import torch
 from torch import Tensor
 
-from pure_loop._internal.pytree import Batch, Outputs, PyTree
+from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.reprs import call
 from pure_loop._internal.suggestions import member
 from pure_loop._internal.weights import is_number
+from pure_loop.data.batch import is_array
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random.authors import is_users
 
@@ -84,6 +87,21 @@ class Metric:
             on_parts.__module__ = "__main__"  # what it calls is the user's
         result = attrs.evolve(self, update=on_parts)
         return result.made_by(self._factory, self._settings) if self._factory else result
+
+    def value_of(self, accumulator: PyTree) -> PyTree:
+        """What ``compute`` gives, which loggers can record.
+
+        Raises:
+            ArgumentTypeError: it holds something else than numbers, tensors and arrays, such as a text.
+        """
+        value = self.compute(accumulator)
+        for leaf in optree.tree_leaves(value, none_is_leaf=True, namespace=NAMESPACE):
+            if not (isinstance(leaf, Tensor | Number) or is_array(leaf)):
+                raise ArgumentTypeError(
+                    f"the metric {self.name!r} ({self!r}) gave {leaf!r} of type {type(leaf).__name__}: its compute "
+                    "returns a number or a tensor, or a mapping of such."
+                )
+        return value
 
     @property
     def parts_of_code(self) -> tuple[object, ...]:
@@ -160,8 +178,8 @@ def updated(
     metrics: Sequence[Metric],
     before: Mapping[str, PyTree],
     outputs: Outputs,
-    measured: tuple[Tensor, Scalar | None] | None,
     batch: Batch,
+    measured: tuple[Tensor, Scalar | None] | None,
     *,
     guard: Callable[[Metric], AbstractContextManager[None]] = lambda metric: nullcontext(),
 ) -> dict[str, PyTree]:
@@ -171,8 +189,8 @@ def updated(
         metrics: what is measured.
         before: the accumulators by name; a metric that has none begins with its first one.
         outputs: those of the microbatch.
-        measured: its loss and weight; None where no metric is of the loss.
         batch: the microbatch.
+        measured: its loss and weight; None where no metric is of the loss.
         guard: what a metric is called in.
     """
     # What is a mean over nothing is left out. Where only a device knows whether it is, its loss is 0.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from pure_loop._internal.lazy import lazily as _lazily
 
 if TYPE_CHECKING:
-    from pure_loop.stages.differentiation import value_and_grad
+    from pure_loop.stages.differentiation import update_part, value_and_grad
     from pure_loop.stages.stages import Stages
 
-__all__ = ["Stages", "value_and_grad"]
+__all__ = ["Stages", "update_part", "value_and_grad"]
 
 if not TYPE_CHECKING:
-    __getattr__ = _lazily(__name__, {"stages": ["Stages"], "differentiation": ["value_and_grad"]})
+    __getattr__ = _lazily(__name__, {"stages": ["Stages"], "differentiation": ["update_part", "value_and_grad"]})
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import gradient_of
-from pure_loop.errors import LossError, ModelError
+from pure_loop.errors import ArgumentError, LossError, ModelError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.optim.optimizer import Optimizer, time_of_step
 from pure_loop.stages.loss import detached
+from pure_loop.state import State
 
 T = TypeVar("T")
 
@@ -47,6 +49,62 @@ def value_and_grad(
             )
         results = gradient_of(value, list(leaves.values()))
     return detached(result), FrozenDict(zip(leaves, results, strict=True))
+
+
+def update_part(
+    state: State,
+    part: str,
+    loss: Callable[[Any], Tensor],
+    optimizer: Optimizer,
+    *,
+    mean: Callable[[Any], Any] = lambda tree: tree,
+) -> State:
+    """One step of a part of a model with an optimizer of its own, for scripts such as a GAN's; the other parts stay.
+
+    Args:
+        state: its ``opt_state`` is a mapping of parts to optimizer states; that of a part begins at its first step.
+        part: the name of a submodule, such as ``"generator"``.
+        loss: ``module -> loss``, a tensor of shape (), of the whole model in train mode. It may draw random numbers:
+            seed them, or pass in what was drawn with :func:`pure_loop.random.generator`.
+        optimizer: of the parameters of the part that are trained and not frozen.
+        mean: what gives all ranks the same loss, gradients and buffers, in a script that several ranks run:
+            ``functools.partial(pl.distributed.mean, weight=samples)``.
+
+    Returns:
+        The State with new parameters and optimizer state of the part, the buffers after the forward, and the ``loss``.
+
+    Raises:
+        ArgumentError: no parameter of the part is trained, or ``opt_state`` is that of one optimizer.
+        LossError: the loss is not a scalar tensor that depends on the part.
+
+    >>> from pure_loop.optim import sgd
+    >>> model = torch.nn.ModuleDict({"actor": torch.nn.Linear(1, 1), "critic": torch.nn.Linear(1, 1)})
+    >>> state = State.create(model)
+    >>> after = update_part(state, "critic", lambda model: model["critic"].weight.sum(), sgd(lr=1.0))
+    >>> [name for name in state.params if not torch.equal(state.params[name], after.params[name])]
+    ['critic.weight']
+    """
+    names = [name for name in state.model.differentiated(state.frozen) if name.startswith(f"{part}.")]
+    if not names:
+        parts = sorted({name.partition(".")[0] for name in state.model.differentiated(state.frozen)})
+        raise ArgumentError(f"update_part: no parameter of {part!r} is trained; there are those of {', '.join(parts)}.")
+    memories = FrozenDict() if state.opt_state is None else state.opt_state
+    if not isinstance(memories, Mapping):
+        raise ArgumentError(
+            f"update_part: state.opt_state is a {type(memories).__name__}, that of one optimizer; it is a mapping of "
+            "parts to optimizer states, or None before the first step: state.replace(opt_state=None)."
+        )
+
+    def of_part(params: FrozenDict[str, Tensor]) -> tuple[Tensor, FrozenDict[str, Tensor]]:
+        return state.model.apply(loss, FrozenDict({**state.params, **params}), state.buffers, training=True)
+
+    trained = FrozenDict((name, state.params[name]) for name in names)
+    (value, buffers), grads = mean(value_and_grad(of_part, trained))
+    memory = memories[part] if part in memories else optimizer.init(trained)
+    timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
+    params, memory = optimizer.update(grads, memory, trained, timestamp)
+    opt_state = FrozenDict({**memories, part: memory})
+    return state.replace(params={**state.params, **params}, opt_state=opt_state, buffers=buffers, loss=value)
 
 
 @contextmanager

@@ -77,7 +77,8 @@ class Engine:
             return None
         device = next(iter(raw_params(state).values())).device
         batch = to_device(loaded, device, stays=source.keeps_pinned)
-        return batch, task.samples(batch), task.tokens(batch)
+        # Where it comes from: on the device a count of numbers would wait for the batches before.
+        return batch, task.samples(loaded), task.tokens(loaded)
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         """The number of batches of an epoch on all ranks, where this rank's data has ``length``."""

@@ -36,11 +36,14 @@ def check_loss(loss: Any, state: State, event: str, task: Task | None = None) ->
         raise LossError(f"the loss at {event} of batch {state.timestamp.batch}{by} {problem}")
 
 
+_TO_ADD = "or have its parts added: task=pl.Task(loss_total=sum), beside loss=, or with loss= in it"
+
+
 def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
     """What is wrong with a loss, and what to write instead; None where nothing is."""
     if isinstance(loss, dict):
         if "total" not in loss:
-            return f"is a dict with keys {sorted(map(str, loss))}; it needs the key 'total'."
+            return f"is a dict with keys {sorted(map(str, loss))}; it needs the key 'total', {_TO_ADD}."
         for key, part in loss.items():
             is_tensor = isinstance(part, Tensor)
             if key != "total" and (part.ndim if is_tensor else not isinstance(part, int | float)):
@@ -56,6 +59,8 @@ def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
             f"is {loss!r} of type {type(loss).__name__}, which can't be differentiated; return a tensor of shape (), "
             "computed from the outputs without .item() or float()."
         )
+    if isinstance(loss, tuple | list):
+        return f"is a {type(loss).__name__} of {len(loss)}; return one tensor of shape (), {_TO_ADD}."
     if not isinstance(loss, Tensor):
         return (
             f"is of type {type(loss).__name__}; return a tensor of shape (), computed from the outputs, or a dict of "

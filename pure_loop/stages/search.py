@@ -124,7 +124,7 @@ def _again(module: Any, state: State, stages: StageSettings) -> Iterator[tuple[A
             outputs = task.forward(module, piece)
         with around("loss", index):
             loss = module.loss(outputs, piece) if task.loss is None else task.loss(outputs, piece)
-        yield piece, outputs, total_loss(loss)
+        yield piece, outputs, total_loss(task.totalled(loss))
 
 
 def _origin_in_forward(state: State, stages: StageSettings) -> Origin | None:

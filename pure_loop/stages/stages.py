@@ -265,10 +265,10 @@ class Stages(UpdateStage):
         """The loss, and buffers and structure after it: a module's own loss may write to them."""
         outputs, microbatch = raw_outputs(state), state.microbatch
         if self.task.loss is not None:
-            return self.task.loss(outputs, microbatch), state.buffers, state.model
+            return self.task.totalled(self.task.loss(outputs, microbatch)), state.buffers, state.model
 
         def method(module: Any) -> Any:
-            return module.loss(outputs, microbatch)
+            return self.task.totalled(module.loss(outputs, microbatch))
 
         return self.engine.apply(state, method, raw_params(state), training=training)
 

@@ -235,6 +235,7 @@ class OneByOne:
                 "data, loss=..., ...). Gradients and updates of parameters are those of the run then in a State of "
                 "AFTER_TRAIN_BATCH, and those of this loss in others."
             ) from error
+        loss = task.totalled(loss)
         problem = loss_problem(loss, differentiated=False)
         if problem is not None:
             raise LossError(f"the loss of one sample, which {task.loss_in_words} returned, {problem}")

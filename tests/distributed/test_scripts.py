@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 import pure_loop as pl
-from pure_loop import Event, FrozenDict
+from pure_loop import Event
 from tests.support.worlds import pool, told
 
 
@@ -30,10 +30,6 @@ def losses(models, player, real, noise):
     return softplus(-critic(fake)).mean()
 
 
-def params_of(state, player):
-    return FrozenDict((name, tensor) for name, tensor in state.params.items() if name.startswith(player))
-
-
 def adversarial(state, batches, *, exchanges=True, samples=7):
     rank, ranks = pl.distributed.rank(), pl.distributed.world_size()
     while state.timestamp < f"{batches}ba":
@@ -41,31 +37,18 @@ def adversarial(state, batches, *, exchanges=True, samples=7):
         real, noise = torch.randn(2, samples, 2, generator=random, dtype=torch.float64)[:, rank::ranks]
         state = yield Event.BATCH_START, state.replace(batch=real + 3.0)
         total = 0.0
+        mean = partial(pl.distributed.mean, weight=len(real)) if exchanges else lambda tree: tree
         for player, optimizer in OPTIMIZERS.items():
-
-            def loss(params, player=player, state=state, real=real, noise=noise):
-                everything = FrozenDict({**state.params, **params})
-                play = partial(losses, player=player, real=real + 3.0, noise=noise)
-                return state.model.apply(play, everything, state.buffers, training=True)[0]
-
-            params = params_of(state, player)
-            value, grads = pl.stages.value_and_grad(loss, params)
-            if exchanges:
-                value, grads = pl.distributed.mean((value, grads), weight=len(real))
-            params, opt_state = optimizer.update(grads, state.opt_state[player], params, state.timestamp)
-            opt_state = {**state.opt_state, player: opt_state}
-            state = state.replace(params={**state.params, **params}, opt_state=opt_state)
-            total = total + value
-        before, now = state.timestamp, state.timestamp.next_batch(samples=samples)
-        state = state.replace(loss={"total": total}, timestamp=now, previous_timestamp=before)
-        state = yield Event.BATCH_END, state
+            loss = partial(losses, player=player, real=real + 3.0, noise=noise)
+            state = pl.stages.update_part(state, player, loss, optimizer, mean=mean)
+            total = total + state.loss
+        state = yield Event.BATCH_END, state.replace(loss={"total": total}).count_batch(samples=samples)
     return state
 
 
 def start(seed=0):
     with pl.random.seeded(seed):
-        state = pl.State.create(gan().double())
-    return state.replace(opt_state={name: each.init(params_of(state, name)) for name, each in OPTIMIZERS.items()})
+        return pl.State.create(gan().double())
 
 
 def script(seed=0, batches=6, parallel="replicate", state=None, callbacks=(), **options):

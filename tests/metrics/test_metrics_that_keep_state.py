@@ -56,7 +56,7 @@ GOOD: dict[str, Callable[[], pl.Metric]] = {
     "numbers": lambda: metric(lambda accumulator, outputs, batch: accumulator + 1, lambda: 10**300),
     "draws": lambda: metric(lambda accumulator, outputs, batch: accumulator + torch.rand(()) + random.random()),
     "NaN": lambda: metric(lambda accumulator, outputs, batch: accumulator * float("nan")),
-    "texts": lambda: metric(lambda accumulator, outputs, batch: "a text", lambda: ""),
+    "texts": lambda: pl.Metric("own", str, lambda accumulator, outputs, batch: "a text", len),
     "lists": lambda: metric(lambda accumulator, outputs, batch: [*accumulator, outputs], list),
     "half precision": lambda: rounded(torch.bfloat16),
     "single precision": lambda: rounded(torch.float32),
