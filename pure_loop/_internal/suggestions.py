@@ -12,6 +12,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from pure_loop._internal.arguments import is_number
 from pure_loop._internal.hints import ARGUMENTS, EXAMPLES, PASSED_TWICE, STATE_PLACES
+from pure_loop._internal.tracebacks import OWN_HIDDEN
 from pure_loop.errors import ArgumentTypeError
 
 P = ParamSpec("P")
@@ -19,12 +20,16 @@ T = TypeVar("T")
 
 
 def teaching(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, with errors about the names and the number of its arguments that say what to write."""
+    """The function, with errors about the names and the number of its arguments that say what to write.
+
+    The last line of the traceback of the package's errors is that of the call.
+    """
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        refuse_misfit(function, args, kwargs)
-        return function(*args, **kwargs)
+        with OWN_HIDDEN:
+            refuse_misfit(function, args, kwargs)
+            return function(*args, **kwargs)
 
     return called
 

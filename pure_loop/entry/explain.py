@@ -16,7 +16,7 @@ from pure_loop._internal.arguments import check_integer
 from pure_loop._internal.frames import consumer_doubt
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import paragraph
-from pure_loop._internal.suggestions import arguments_of_call
+from pure_loop._internal.suggestions import arguments_of_call, teaching
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
 from pure_loop.entry.assembly import assemble
@@ -63,6 +63,7 @@ def _as_typed(function: Callable[..., None]) -> _Explain:
 
 
 @_as_typed
+@teaching
 def explain(*args: Any, file: TextIO | None = None, sample: Any = None, depth: int = 2, **kwargs: Any) -> None:
     """Print what ``fit`` with these arguments would do: its settings and layers, and what runs at each event, in order.
 

@@ -12,6 +12,7 @@ import torch
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.processes import generation, here
+from pure_loop._internal.tracebacks import hide_own
 from pure_loop.cadence import Cadence
 from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
@@ -111,6 +112,7 @@ def drive(
         error = ended_by
         if failed is not None and began == generation():
             failed(error, event, state)
+        hide_own(error)
         raise
     finally:
         try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from pure_loop._internal.arguments import check_number, refusal
 from pure_loop._internal.closing import Closing, call_all
 from pure_loop._internal.processes import here, rank
+from pure_loop._internal.tracebacks import OWN_HIDDEN
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
 from pure_loop.progress.estimate import Facts
@@ -78,16 +79,16 @@ def progress(
     )
     if file is not None and not hasattr(file, "write"):
         raise refusal("file", file, "an open text file, such as sys.stdout, or None", "progress")
+    facts = Facts.of(stream)
     if rank() > 0:
         return Stream(_unseen(stream))
-    facts = Facts.of(stream)
     screen = screen_for(file, tuple(facts.evaluators))
     return Stream(_pass_on(stream, Tracker(screen, description, refresh_seconds, facts=facts)))
 
 
 def _unseen(stream: Iterable[tuple[Event, State]]) -> Pairs:
     """Of several ranks the first one draws."""
-    with Closing(*([stream.close] if isinstance(stream, Generator) else [])):
+    with OWN_HIDDEN, Closing(*([stream.close] if isinstance(stream, Generator) else [])):
         yield from pairs_of(stream, "pl.progress")
 
 
@@ -103,7 +104,7 @@ def _pass_on(stream: Iterable[tuple[Event, State]], tracker: Tracker) -> Pairs:
     # A child that is forked meanwhile draws nothing.
     finish, close = here(tracker.finish), here(tracker.screen.close)
     ended = [stream.close] if isinstance(stream, Generator) else []
-    with Closing(close, *ended):
+    with OWN_HIDDEN, Closing(close, *ended):
         try:
             # No variable of this generator has the State while the loop's body does, or the next step costs a copy.
             yield from map(look, pairs_of(stream, "pl.progress"))
