@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -16,8 +17,9 @@ from pure_loop._internal.frames import callers, frame_at, variable
 from pure_loop.errors import PureLoopError
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-# What attrs generates for the package's classes; what draws, or enters and leaves a block, where Ctrl-C comes.
-_GENERATED, _BETWEEN = "<attrs generated methods pure_loop", ("rich.", "contextlib")
+_GENERATED = "<attrs generated methods pure_loop"
+# What the package draws and handles signals with: where Ctrl-C comes while it does.
+_BETWEEN = {"rich", *sys.stdlib_module_names}
 
 
 def entries_of(traceback: TracebackType | None) -> Iterator[TracebackType]:
@@ -54,7 +56,7 @@ def hide_own(error: BaseException) -> None:
     remaining = None
     for entry in reversed(entries):
         frame = entry.tb_frame
-        between = interrupt and str(frame.f_globals.get("__name__")).startswith(_BETWEEN)
+        between = interrupt and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN
         if not between and not is_own(frame.f_code.co_filename):
             remaining = TracebackType(remaining, frame, entry.tb_lasti, entry.tb_lineno)
     error.__traceback__ = remaining

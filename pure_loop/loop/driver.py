@@ -12,7 +12,7 @@ import torch
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.processes import generation, here
-from pure_loop._internal.tracebacks import hide_own
+from pure_loop._internal.tracebacks import OWN_HIDDEN, hide_own
 from pure_loop.cadence import Cadence
 from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
@@ -119,7 +119,8 @@ def drive(
             if closing is not None:
                 forget = [] if ownership is None else [ownership.forget]
                 release = [] if state is None else [state.model.release]
-                call_all([script.close, *forget, *release, *closing], error, "while closing: ")
+                with OWN_HIDDEN:
+                    call_all([script.close, *forget, *release, *closing], error, "while closing: ")
         finally:
             error = None  # its traceback refers to this frame
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from inspect import GEN_CLOSED, GEN_CREATED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from operator import attrgetter
 from types import GeneratorType
@@ -15,7 +16,7 @@ from weakref import WeakSet
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.frames import frame_at, leaves_except
-from pure_loop._internal.tracebacks import hide_own, user_place
+from pure_loop._internal.tracebacks import OWN_HIDDEN, user_place
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NeverIteratedWarning, StreamAttributeError
 from pure_loop.event import Event
 from pure_loop.state import State
@@ -37,7 +38,14 @@ def _close_all() -> None:
     for stream in list(_waiting):
         stream.__del__()
     generators = [pairs for pairs in _open if isinstance(pairs, GeneratorType)]
-    call_all(pairs.close for pairs in generators if getgeneratorstate(pairs) == GEN_SUSPENDED)
+    started = [pairs for pairs in generators if getgeneratorstate(pairs) == GEN_SUSPENDED]
+    interrupt = getattr(sys, "last_value", None)
+    if not isinstance(interrupt, KeyboardInterrupt):
+        return call_all(pairs.close for pairs in started)
+    # Ctrl-C in the loop's body; what streams say of it comes after the traceback.
+    notes = len(getattr(interrupt, "__notes__", ()))
+    call_all([partial(end_by, pairs, interrupt) for pairs in started], interrupt)
+    return print(*getattr(interrupt, "__notes__", [])[notes:], sep="\n", file=sys.stderr)
 
 
 class Stream(Generator[tuple[Event, State], None, Any]):
@@ -171,6 +179,18 @@ def _checked(pair: Any, stream: Any, function: str) -> tuple[Event, State]:
     )
 
 
+def end_by(stream: Iterable[object], error: BaseException) -> None:
+    """Let an error between two pairs, such as Ctrl-C, end a stream as it does within it.
+
+    Raises:
+        BaseException: this error, if the stream had begun and not ended.
+    """
+    iterator = iter(stream) if isinstance(stream, Generator) else None
+    if isinstance(iterator, GeneratorType) and getgeneratorstate(iterator) == GEN_SUSPENDED:
+        with suppress(StopIteration):  # of a generator that catches it and ends
+            iterator.throw(error)
+
+
 def run(stream: Iterable[tuple[Event, State]]) -> State:
     """Run a stream to its end and return its last State: with ``watch=``, that of the last event that is watched.
 
@@ -189,14 +209,10 @@ def run(stream: Iterable[tuple[Event, State]]) -> State:
     except StopIteration as stop:
         ended = stop.value
     except BaseException as error:
-        # Ctrl-C between two pairs ends the stream as it does within it. Otherwise the stream would be left open for as
-        # long as the traceback refers to this frame.
-        iterator = iter(stream) if isinstance(stream, Generator) else None
-        if isinstance(iterator, GeneratorType) and getgeneratorstate(iterator) == GEN_SUSPENDED:
-            with suppress(StopIteration):  # of a generator that catches it and ends
-                iterator.throw(error)
-        hide_own(error)
-        raise
+        # The stream would be left open for as long as the traceback refers to this frame.
+        with OWN_HIDDEN:
+            end_by(stream, error)
+            raise
     if state is not None:
         return state
     if not isinstance(ended, State):

@@ -19,7 +19,7 @@ from pure_loop._internal.closing import Closing, call_all
 from pure_loop._internal.processes import here, rank
 from pure_loop._internal.tracebacks import OWN_HIDDEN
 from pure_loop.event import Event
-from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
+from pure_loop.loop.stream import Stream, end_by, pairs_of, refuse_no_stream
 from pure_loop.progress.estimate import Facts
 from pure_loop.progress.screens import Lines, Notebook, Screen
 from pure_loop.progress.tracker import Tracker
@@ -104,12 +104,15 @@ def _pass_on(stream: Iterable[tuple[Event, State]], tracker: Tracker) -> Pairs:
     # A child that is forked meanwhile draws nothing.
     finish, close = here(tracker.finish), here(tracker.screen.close)
     ended = [stream.close] if isinstance(stream, Generator) else []
+    pairs = pairs_of(stream, "pl.progress")
     with OWN_HIDDEN, Closing(close, *ended):
         try:
             # No variable of this generator has the State while the loop's body does, or the next step costs a copy.
-            yield from map(look, pairs_of(stream, "pl.progress"))
+            yield from map(look, pairs)
         except BaseException as error:
-            call_all([partial(finish, _WORDS.get(type(error)) or f"failed: {type(error).__name__}")], error)
+            ending = _WORDS.get(type(error)) or f"failed: {type(error).__name__}"
+            interrupted = [partial(end_by, pairs, error)] if isinstance(error, KeyboardInterrupt) else []
+            call_all([partial(finish, ending), *interrupted], error)
             raise
         finish("done")
 
