@@ -95,7 +95,8 @@ def early_stopping(
         name: another one, if there are several.
 
     State: ``best`` (float64, shape (), NaN before the first value), ``since`` (what was finished at that evaluation,
-    and the ``evaluations`` after it), ``stop`` (a bool), ``why`` (a text, once it has stopped training), and with ``best="keep"`` ``params`` and ``buffers``.
+    and the ``evaluations`` after it), ``stop`` (a bool), ``why`` (a text, empty until it stops training, which
+    ``state.why_ended()`` gives), and with ``best="keep"`` ``params`` and ``buffers``.
 
     Raises:
         ArgumentError: a setting out of range; by ``fit``: an evaluator or metric that there is not.

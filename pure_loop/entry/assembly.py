@@ -168,7 +168,7 @@ def _failed(assembly: Assembly, error: BaseException, event: Event, state: State
             error.add_note(f"interrupted after batch {batch}: the same command resumes from {str(run.autoresume)!r}")
         elif all(type(callback).saves_to is Callback.saves_to for callback in run.callbacks):
             error.add_note(
-                f"interrupted after batch {batch}, and nothing is saved: with fit(..., autoresume=\"runs/1\") Ctrl-C "
+                f'interrupted after batch {batch}, and nothing is saved: with fit(..., autoresume="runs/1") Ctrl-C '
                 "saves, and the same command resumes"
             )
     assembly.fit.stages.engine.failed(error, event, state)

@@ -103,7 +103,8 @@ class Tracker:
         if ending == "done" or all(map(on_cpu, values.values())):
             self._shown = Reading(values).values()
         self._waiting.clear()
-        self.screen.show(self._snapshot(self._clock(), ending=self._ending if ending == "done" else ending), self._shown)
+        ending = self._ending if ending == "done" else ending
+        self.screen.show(self._snapshot(self._clock(), ending=ending), self._shown)
 
     # What happens at the events.
 

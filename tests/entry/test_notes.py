@@ -34,6 +34,7 @@ def mine(event: Event, function: Any, **changes: Any) -> Any:
 
 Broken: Any = type("Broken", (pl.Callback,), {"batch_start": broken})
 
+
 class Table(nn.Embedding):
     def forward(self, rows: torch.Tensor, scale: float) -> torch.Tensor:
         return super().forward(rows) * scale

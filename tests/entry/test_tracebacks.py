@@ -1,4 +1,4 @@
-"""Where an error happened is the last line of its traceback that a user reads: no line of the package comes after it."""
+"""The last line of a traceback is the user's, or of what that calls: no line of the package comes after it."""
 
 from __future__ import annotations
 
