@@ -154,14 +154,19 @@ def start(assembly: Assembly) -> Stream:
         events=events,
         ownership=stages.workspace.ownership,
         closing=_closing(assembly),
-        failed=partial(_failed, assembly),
+        failed=partial(_failed, assembly.run, stages.engine.failed),
     )
     return stream_of(pairs, settings.deterministic)
 
 
-def _failed(assembly: Assembly, error: BaseException, event: Event, state: State | None) -> None:
+def _failed(
+    run: BoundRun,
+    report: Callable[[BaseException, Event, State | None], None],
+    error: BaseException,
+    event: Event,
+    state: State | None,
+) -> None:
     """What is done where the stream ends before its script does: Ctrl-C says how to resume, unless a saver does."""
-    run = assembly.run
     if isinstance(error, KeyboardInterrupt):
         batch = 0 if state is None else state.timestamp.batch
         if run.autoresume is not None:
@@ -171,7 +176,7 @@ def _failed(assembly: Assembly, error: BaseException, event: Event, state: State
                 f'interrupted after batch {batch}, and nothing is saved: with fit(..., autoresume="runs/1") Ctrl-C '
                 "saves, and the same command resumes"
             )
-    assembly.fit.stages.engine.failed(error, event, state)
+    report(error, event, state)
 
 
 def _run_name(plan: Plan) -> str | None:
