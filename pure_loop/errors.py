@@ -38,6 +38,7 @@ __all__ = [
     "MissingExtraError",
     "MissingNameError",
     "ModelError",
+    "NeverIteratedWarning",
     "NonFiniteError",
     "NondeterministicError",
     "OrderError",
@@ -230,6 +231,10 @@ class MissingNameError(PureLoopError, KeyError):
 
 class StreamAttributeError(PureLoopError, AttributeError):
     """An attribute of a State was read from a stream."""
+
+
+class NeverIteratedWarning(RuntimeWarning):
+    """A stream was dropped that was never iterated over: nothing was computed."""
 
 
 class FrozenStateError(PureLoopError, AttributeError):

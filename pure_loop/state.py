@@ -365,6 +365,24 @@ class State(Record):
         """
         return self.stop or self.timestamp.has_ended()
 
+    def why_ended(self) -> str:
+        """Why training ends at this boundary, in words; ``""``: it doesn't.
+
+        An algorithm that sets ``stop`` says why under the key ``"why"`` of its algorithm state, as ``early_stopping``
+        and ``threshold_stopping`` do: metric, best value and when it was.
+
+        >>> import torch
+        >>> state = State.create(torch.nn.Linear(1, 1))
+        >>> state.why_ended(), state.replace(stop=True).remember("mine", {"why": "it is Friday"}).why_ended()
+        ('', 'mine: it is Friday')
+        """
+        if not self.stop:
+            return f"max_duration={str(self.timestamp.max_duration)!r} is reached" if self.has_ended() else ""
+        memories = [(name, memory) for name, memory in self.algorithm_state.items() if isinstance(memory, Mapping)]
+        reasons = [(name, memory.get("why")) for name, memory in memories]
+        listed = [f"{name}: {why}" for name, why in reasons if isinstance(why, str) and why]
+        return "; ".join(listed) or "an algorithm set state.stop"
+
     def module(self, *, training: bool = True) -> nn.Module:
         """A plain ``nn.Module`` with copies of the parameters and buffers; yours to use and to change.
 

@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict, Unpack
 
 import attrs
 
@@ -154,6 +154,15 @@ class Time:
         other = self._like(other, "divide")
         return self.value / other.value
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Time):
+            _refuse_text(other, "a Time", f'Time("{other}")')
+            return NotImplemented
+        return self.unit is other.unit and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash((self.value, self.unit))
+
     def __lt__(self, other: Time | str) -> bool:
         return NotImplemented if isinstance(other, Timestamp) else self.value < self._like(other, "compare").value
 
@@ -188,6 +197,16 @@ class Time:
                 f"{_plural(value.unit)}: timestamp.get({self.unit.value!r}), timestamp >= {str(value)!r}"
             )
         return value
+
+
+def _refuse_text(other: object, what: str, instead: str) -> None:
+    """Refuse to compare for equality with a text that is a time: nothing would ever be equal to it.
+
+    Raises:
+        ArgumentTypeError: it is one.
+    """
+    if isinstance(other, str) and other and re.fullmatch(f"{_COUNT}|{_CLOCK}", other):
+        raise ArgumentTypeError(f"{what} is equal to no text, and {other!r} is one: compare with {instead}.")
 
 
 TimeLike: TypeAlias = str | Time | Literal[0]
@@ -509,6 +528,15 @@ class Timestamp(Record):
         count: int | float = self.get(end.unit) if field is None else getattr(self, field)
         return count >= end.value
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Timestamp):
+            _refuse_text(other, "a timestamp", f'timestamp >= "{other}", or one of its counts, timestamp.batch == 3')
+            return NotImplemented
+        return bool(_values(self) == _values(other))
+
+    def __hash__(self) -> int:
+        return hash(_values(self))
+
     def __lt__(self, other: Time | str) -> bool:
         time = self._time(other)
         return NotImplemented if time is None else self.get(time.unit) < time.value
@@ -648,6 +676,17 @@ _ELSEWHERE |= {"tokens": "token", "iterations": "iteration", "seconds": "total_s
 for _name, _field in _ELSEWHERE.items():
     setattr(Timestamp, _name, Elsewhere(_name, f"it is timestamp.{_field}"))
 _values = operator.attrgetter(*_NAMES)
+
+
+def _refuse_arithmetic(*_: object) -> NoReturn:
+    raise ArgumentTypeError(
+        "a timestamp counts in several units, and is no number: write timestamp.epoch, timestamp.batch or another."
+    )
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    for _side in ("", "r"):
+        setattr(Timestamp, f"__{_side}{_name}__", _refuse_arithmetic)
 
 
 def _flatten(timestamp: Timestamp) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:

@@ -32,6 +32,16 @@ def variable(frame: FrameType, name: str) -> object:
     return frame.f_locals.get(name)
 
 
+def leaves_except(frame: FrameType) -> bool:
+    """Whether this frame leaves an ``except`` block, or one that suppresses an error: what that refers to is freed."""
+    instructions = list(dis.get_instructions(frame.f_code))
+    number = sum(instruction.offset <= frame.f_lasti for instruction in instructions)
+    here, after = instructions[number - 1], instructions[number : number + 1]
+    # ``except ... as error`` ends with ``error = None; del error``.
+    deleted = [item.argval for item in after if item.opname.startswith("DELETE_")]
+    return here.opname == "POP_EXCEPT" or (here.opname.startswith("STORE_") and deleted == [here.argval])
+
+
 def generator_arguments(generator: Any) -> dict[str, Any]:
     """The arguments of a generator that has not begun."""
     variables: Any = generator.gi_frame.f_locals

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from pure_loop._internal.arguments import is_number
 from pure_loop._internal.hints import ARGUMENTS, EXAMPLES, PASSED_TWICE, STATE_PLACES, hint, letters_of
+from pure_loop._internal.tracebacks import OWN_HIDDEN
 from pure_loop.errors import ArgumentTypeError
 
 P = ParamSpec("P")
@@ -21,15 +22,19 @@ T = TypeVar("T")
 
 
 def teaching(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, with errors about the names and the number of its arguments that say what to write."""
+    """The function, with errors about the names and the number of its arguments that say what to write.
+
+    The last line of the traceback of the package's errors is that of the call.
+    """
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            refuse_misfit(function, args, kwargs)  # if not, it is an error of the function itself
-            raise
+        with OWN_HIDDEN:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                refuse_misfit(function, args, kwargs)  # if not, it is an error of the function itself
+                raise
 
     return called
 

@@ -95,7 +95,8 @@ def early_stopping(
         name: another one, if there are several.
 
     State: ``best`` (float64, shape (), NaN before the first value), ``since`` (what was finished at that evaluation,
-    and the ``evaluations`` after it), ``stop`` (a bool), and with ``best="keep"`` ``params`` and ``buffers``.
+    and the ``evaluations`` after it), ``stop`` (a bool), ``why`` (a text, empty until it stops training, which
+    ``state.why_ended()`` gives), and with ``best="keep"`` ``params`` and ``buffers``.
 
     Raises:
         ArgumentError: a setting out of range; by ``fit``: an evaluator or metric that there is not.
@@ -118,24 +119,31 @@ def early_stopping(
 
     def start(state: State, **totals: PyTree) -> Memory:
         best_value = torch.tensor(torch.nan, dtype=torch.float64)
-        return {"best": best_value, "since": _now(state, 0), "stop": False, **totals, **kept(state)}
+        return {"best": best_value, "since": _now(state, 0), "stop": False, "why": "", **totals, **kept(state)}
 
     def compare(state: State, memory: Memory, value: float) -> Memory:
         if monitored.is_better(value, float(memory["best"]), min_delta):
-            return {"best": torch.tensor(value, dtype=torch.float64), "since": _now(state, 0), **kept(state)}
+            best_value = torch.tensor(value, dtype=torch.float64)
+            return {"best": best_value, "since": _now(state, 0), "why": "", **kept(state)}
         since = memory["since"]
         evaluations = since["evaluations"] + 1
         if isinstance(read_patience, Time):
             over = _has_passed(read_patience, since, state)
         else:
             over = evaluations >= read_patience
-        return {"since": FrozenDict({**since, "evaluations": evaluations}), "stop": over}
+        return {"since": FrozenDict({**since, "evaluations": evaluations}), "stop": over, "why": ""}
 
     def is_due(state: State) -> bool:
         return cadence.at(state, Event.BATCH_END if state.event is Event.BATCH_CHECKPOINT else Event.EPOCH_END)
 
     def stop(state: State) -> State:
-        return state.replace(stop=True)
+        memory = state.algorithm_state[name]
+        value, since = float(memory["best"]), memory["since"]
+        best_value = f"the best is {value:.4g}, after epoch {since['epoch']} (batch {since['batch']})"
+        best_value = best_value if math.isfinite(value) else "it was never finite"
+        passed = str(patience) if isinstance(patience, Time) else f"{patience} evaluations"
+        why = f"{metric} has not become better for {passed}: {best_value}"
+        return state.remember(name, FrozenDict({**memory, "why": why})).replace(stop=True)
 
     return watcher(name, monitored, start, compare, "stop", stop, is_due=is_due)
 

@@ -64,13 +64,14 @@ def threshold_stopping(
         raise ArgumentError(f"threshold_stopping: metric={metric!r} with at={at!r}: write {right}.")
 
     def start(state: State) -> Memory:
-        return FrozenDict(value=torch.tensor(torch.nan, dtype=torch.float64, device=state.device), stop=False)
+        return FrozenDict(value=torch.tensor(torch.nan, dtype=torch.float64, device=state.device), stop=False, why="")
 
     def is_reached(value: float) -> bool:
         return value <= threshold if monitored.mode == "min" else value >= threshold
 
     def compare(state: State, memory: Memory, value: float) -> Memory:
-        return {"stop": is_reached(value)}
+        why = f"{metric} is {value:.4g}, and threshold={threshold:g} is reached" if is_reached(value) else ""
+        return {"stop": is_reached(value), "why": why}
 
     def stop(state: State) -> State:
         return state.replace(stop=True)
@@ -81,9 +82,10 @@ def threshold_stopping(
         return state.remember(name, FrozenDict({**memory, "value": value}))
 
     def compare_batch(state: State) -> State:
-        if not is_reached(float(state.algorithm_state[name]["value"])):
+        changes = compare(state, {}, float(state.algorithm_state[name]["value"]))
+        if not changes["stop"]:
             return state
-        return stop(state.remember(name, start(state)))
+        return stop(state.remember(name, FrozenDict({**start(state), "why": changes["why"]})))
 
     if not monitored.of_training:
         return watcher(name, monitored, start, compare, "stop", stop)

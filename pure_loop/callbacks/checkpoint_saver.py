@@ -352,7 +352,7 @@ class CheckpointSaver(Callback):
         folder = None if self._called is None else self._called.autoresume
         text = f"{why}: the State of batch {batch} is saved in {path}: resume it with fit(..., load_path=...)"
         if self._weights_only:
-            text = f"{why}: the weights of batch {batch} are saved in {path}"
+            text = f"{why}: the weights of batch {batch} are saved in {path}; fit(..., autoresume=...) could resume"
         elif folder is not None and self.saves_to(folder):
             text = f"{why}: the State of batch {batch} is saved in {path}: the same command resumes from it"
         warn_on_terminal(_log, text)

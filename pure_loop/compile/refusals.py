@@ -93,7 +93,10 @@ def naming(tracing: Tracing, what: str, part: Part = FORWARD) -> Iterator[None]:
     # What torch's tracer raises has no class of its own: NotImplementedError is one of them, a RuntimeError too. Others
     # are of code that wants a number of Python's, and is given one that stands for it.
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)}", part) from error
+        untraceable = Untraceable(f"{what} can't be compiled: {_place(error)}{_reason(error)}", part)
+        for note in getattr(error, "__notes__", ()):
+            untraceable.add_note(note)
+        raise untraceable from error
     if of_another_dtype:
         raise Untraceable(f"{what} can't be compiled: {_reason(DefaultDtypeError())}", part)
     if tracing.stray_draws(last):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import attrs
 
-from pure_loop.callback import LastBoundary
+from pure_loop.callback import Callback, LastBoundary
 from pure_loop.callback import Run as BoundRun
 from pure_loop.data.samples import num_tokens
 from pure_loop.entry.deterministic import stream_of
@@ -29,6 +30,7 @@ from pure_loop.loop.strict import Strict
 from pure_loop.observer import bind_callbacks
 from pure_loop.random.authors import is_users
 from pure_loop.random.guards import guard
+from pure_loop.state import State
 from pure_loop.time import TimeUnit
 
 
@@ -119,6 +121,7 @@ def _fit(plan: Plan, boundary: LastBoundary) -> Fit:
         boundary=boundary,
         strategy=plan.strategy,
         evaluating=plan.evaluating,
+        resumed_from=None if plan.checkpoint is None else plan.checkpoint.path,
         load=loading(
             plan.checkpoint,
             None if Event.INIT in stages.handlers else plan.state,
@@ -151,9 +154,29 @@ def start(assembly: Assembly) -> Stream:
         events=events,
         ownership=stages.workspace.ownership,
         closing=_closing(assembly),
-        failed=stages.engine.failed,
+        failed=partial(_failed, assembly.run, stages.engine.failed),
     )
     return stream_of(pairs, settings.deterministic)
+
+
+def _failed(
+    run: BoundRun,
+    report: Callable[[BaseException, Event, State | None], None],
+    error: BaseException,
+    event: Event,
+    state: State | None,
+) -> None:
+    """What is done where the stream ends before its script does: Ctrl-C says how to resume, unless a saver does."""
+    if isinstance(error, KeyboardInterrupt):
+        batch = 0 if state is None else state.timestamp.batch
+        if run.autoresume is not None:
+            error.add_note(f"interrupted after batch {batch}: the same command resumes from {str(run.autoresume)!r}")
+        elif all(type(callback).saves_to is Callback.saves_to for callback in run.callbacks):
+            error.add_note(
+                f'interrupted after batch {batch}, and nothing is saved: with fit(..., autoresume="runs/1") Ctrl-C '
+                "saves, and the same command resumes"
+            )
+    report(error, event, state)
 
 
 def _run_name(plan: Plan) -> str | None:

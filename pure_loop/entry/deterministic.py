@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
-from pure_loop._internal.frames import look_through, variable
+from pure_loop._internal.frames import look_through
 from pure_loop._internal.torch_private import config_of_compiler
+from pure_loop._internal.tracebacks import OWN_HIDDEN, RaisedIn
 from pure_loop.errors import ArgumentError, NondeterministicError
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
@@ -34,7 +34,8 @@ def stream_of(pairs: Pairs, deterministic: bool) -> Stream:
 
 
 def _switching(pairs: Pairs) -> Pairs:
-    return (yield from _Switching(pairs))
+    with OWN_HIDDEN:
+        return (yield from _Switching(pairs))
 
 
 @contextmanager
@@ -94,8 +95,11 @@ def _taught(error: RuntimeError) -> NondeterministicError | None:
     match = _NO_IMPLEMENTATION.search(str(error))
     if match is None or isinstance(error, NondeterministicError):
         return None
-    module = _module_of(error.__traceback__)
-    where = f"in {module}" if module else "outside of the forward of a module (a backward, the loss, an algorithm)"
+    place = RaisedIn.of(error)
+    where = "outside of the forward of a module (a backward, the loss, an algorithm)"
+    if place is not None:
+        name = type(place.module).__name__
+        where = f"in module {place.path!r} ({name})" if place.path else f"in the model ({name})"
     taught = NondeterministicError(
         f"deterministic=True: the operation {match[1]} has no deterministic implementation on this device, and ran "
         f"{where}. Use another operation there, or fit(..., deterministic=False). What is deterministic is "
@@ -104,20 +108,6 @@ def _taught(error: RuntimeError) -> NondeterministicError | None:
     for note in getattr(error, "__notes__", ()):
         taught.add_note(note)
     return taught
-
-
-def _module_of(traceback: TracebackType | None) -> str | None:
-    """The innermost module in whose forward an error was raised, by its path and class."""
-    outermost, innermost = None, None
-    while traceback is not None:
-        module = variable(traceback.tb_frame, "self")
-        if isinstance(module, nn.Module):
-            outermost, innermost = outermost or module, module
-        traceback = traceback.tb_next
-    if innermost is None or outermost is None:
-        return None
-    path = next((name for name, module in outermost.named_modules() if module is innermost), "")
-    return f"module {path!r} ({type(innermost).__name__})" if path else f"the model ({type(innermost).__name__})"
 
 
 def refuse_cublas(device: torch.device, environment: Mapping[str, str] = os.environ) -> None:

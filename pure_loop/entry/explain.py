@@ -16,7 +16,7 @@ from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop._internal.frames import consumer_doubt
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import count, paragraph
-from pure_loop._internal.suggestions import arguments_of_call
+from pure_loop._internal.suggestions import arguments_of_call, teaching
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
 from pure_loop.entry.assembly import assemble
@@ -64,6 +64,7 @@ def _as_typed(function: Callable[..., None]) -> _Explain:
 
 
 @_as_typed
+@teaching
 def explain(
     *args: Any,
     file: TextIO | None = None,

@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from pure_loop._internal.processes import rank, world_size
+from pure_loop._internal.tracebacks import hide_own
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.group import Share
@@ -46,6 +47,7 @@ def announced(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         except Exception as error:
             _announce(kwargs.get("parallel"), function.__name__, error)
+            hide_own(error)
             raise
 
     return called

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from pure_loop._internal.recordable import Table, losses, recordable
 from pure_loop.cadence import CadenceLike
-from pure_loop.callback import LoggerGroup
+from pure_loop.callback import LoggerGroup, Run
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.loggers._destination import AtIntervals, Names, read_globs
 from pure_loop.progress import words as _words
@@ -36,7 +36,8 @@ _MOST_ON_A_LINE, _MOST_CELLS = 8, 20
 class ConsoleLogger(AtIntervals):
     """Prints one line in every interval, at the end of training, and for each evaluation, followed by its tables.
 
-    Only then it reads from the device and checks that every loss so far was finite.
+    At the end it says where training stopped early, where there was nothing to train, and from which file it resumed.
+    Only where a line is due it reads from the device and checks that every loss so far was finite.
 
     Args:
         interval: how often, as everywhere: ``"1ep"``, ``"100ba"``, ``"0.1dur"``, a predicate of the State;
@@ -70,13 +71,18 @@ class ConsoleLogger(AtIntervals):
         self._include = read_globs(include, "ConsoleLogger include") or ()
         self._latest: dict[str, Any] = {}
         self._reported: int | None = None
+        self._begun_at: int | None = None
+        self._resumed_from: str | None = None
 
     def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
         self._latest.update(metrics)
 
+    def bind(self, run: Run) -> None:
+        self._resumed_from = run.resumed_from
+
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         self._latest.clear()
-        self._reported = state.timestamp.batch
+        self._reported = self._begun_at = state.timestamp.batch
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
         self._latest |= losses(state.loss)
@@ -85,6 +91,11 @@ class ConsoleLogger(AtIntervals):
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
         if self._reported != state.timestamp.batch:
             self._act(state)
+        nothing = state.timestamp.batch == self._begun_at
+        if nothing or state.stop:
+            self._write(state, "end", f"{'nothing to train: ' if nothing else 'stopped early: '}{state.why_ended()}")
+        if self._resumed_from is not None:
+            self._write(state, "end", f"resumed from {self._resumed_from}")
 
     def eval_end(self, state: State, logger: LoggerGroup) -> None:
         label = state.evaluator or "eval"
@@ -128,11 +139,13 @@ class ConsoleLogger(AtIntervals):
 
     def _print(self, state: State, label: str, values: Mapping[str, MetricValue]) -> None:
         state.check_finite()
+        self._write(state, label, "  ".join(f"{name} {_value(name, value)}" for name, value in values.items()))
+
+    def _write(self, state: State, label: str, text: str) -> None:
         t = state.timestamp
         length = t.max_duration
         of = f"/{length.value}" if length is not None and length.unit is TimeUnit.EPOCH else ""
-        words = [f"{name} {_value(name, value)}" for name, value in values.items()]
-        line = f"epoch {_words.epoch(t)}{of}  batch {t.batch:>6}  {label:<7}  {'  '.join(words)}"
+        line = f"epoch {_words.epoch(t)}{of}  batch {t.batch:>6}  {label:<7}  {text}"
         print(line.rstrip(), file=sys.stdout if self._stream is None else self._stream, flush=True)
 
 

@@ -134,4 +134,6 @@ class Fit:
     # The stages of evaluations.
     evaluating: Stages
     load: Callable[[State], State] | None = None
+    # The checkpoint that it reads.
+    resumed_from: str | None = None
     boundary: LastBoundary = attrs.field(factory=LastBoundary)

@@ -12,6 +12,7 @@ import torch
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.processes import generation, here
+from pure_loop._internal.tracebacks import OWN_HIDDEN, hide_own
 from pure_loop.cadence import Cadence
 from pure_loop.errors import AlgorithmReturnError, ForkedError, PureLoopError
 from pure_loop.event import Event
@@ -111,13 +112,15 @@ def drive(
         error = ended_by
         if failed is not None and began == generation():
             failed(error, event, state)
+        hide_own(error)
         raise
     finally:
         try:
             if closing is not None:
                 forget = [] if ownership is None else [ownership.forget]
                 release = [] if state is None else [state.model.release]
-                call_all([script.close, *forget, *release, *closing], error, "while closing: ")
+                with OWN_HIDDEN:
+                    call_all([script.close, *forget, *release, *closing], error, "while closing: ")
         finally:
             error = None  # its traceback refers to this frame
 

@@ -36,8 +36,9 @@ def fit_2021(state: State, fit: Fit) -> Script:
     beginning = training.begin(state, fit)
     del state
     state, stopwatch = yield from beginning
+    first = state.timestamp.batch
     if stopwatch is None:
-        return (yield from training.end(state, fit))
+        return (yield from training.end(state, fit, first))
     at = state.position
     while at in training.INSIDE_EPOCH or not state.has_ended():
         if state.timestamp.batch_in_epoch == 0 and at is not Event.EPOCH_START:
@@ -50,4 +51,4 @@ def fit_2021(state: State, fit: Fit) -> Script:
         state = yield from evaluations(state, fit, *ended)
         state = yield Event.EPOCH_END, state
     training.check_finite(state)
-    return (yield from training.end(state, fit))
+    return (yield from training.end(state, fit, first))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import sys
+import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from inspect import GEN_CLOSED, GEN_CREATED, GEN_RUNNING, GEN_SUSPENDED, getgeneratorstate
 from operator import attrgetter
 from types import GeneratorType
@@ -12,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 from pure_loop._internal.closing import call_all
+from pure_loop._internal.frames import frame_at, leaves_except
 from pure_loop._internal.suggestions import teaching
-from pure_loop.errors import ArgumentError, ArgumentTypeError, StreamAttributeError
+from pure_loop._internal.tracebacks import OWN_HIDDEN, user_place
+from pure_loop.errors import ArgumentError, ArgumentTypeError, NeverIteratedWarning, StreamAttributeError
 from pure_loop.event import Event
 from pure_loop.state import State
 
@@ -24,15 +29,31 @@ _PROGRESS = {GEN_CREATED: "not started", GEN_RUNNING: "running", GEN_SUSPENDED: 
 _open: WeakSet[Any] = WeakSet()
 
 
+# Those that nothing has iterated over.
+_waiting: WeakSet[Stream] = WeakSet()
+
+
 @atexit.register
 def _close_all() -> None:
     """End the streams that variables of modules keep: when these are cleared, what a stream calls to end is gone."""
+    for stream in list(_waiting):
+        stream.__del__()
     generators = [pairs for pairs in _open if isinstance(pairs, GeneratorType)]
-    call_all(pairs.close for pairs in generators if getgeneratorstate(pairs) == GEN_SUSPENDED)
+    started = [pairs for pairs in generators if getgeneratorstate(pairs) == GEN_SUSPENDED]
+    interrupt = getattr(sys, "last_value", None)
+    if not isinstance(interrupt, KeyboardInterrupt):
+        return call_all(pairs.close for pairs in started)
+    # Ctrl-C in the loop's body; what streams say of it comes after the traceback.
+    notes = len(getattr(interrupt, "__notes__", ()))
+    call_all([partial(end_by, pairs, interrupt) for pairs in started], interrupt)
+    return print(*getattr(interrupt, "__notes__", [])[notes:], sep="\n", file=sys.stderr)
 
 
 class Stream(Generator[tuple[Event, State], None, Any]):
     """A generator of ``(event, state)`` pairs; it runs as far as it is iterated over.
+
+    One that is dropped before it is iterated over or closed warns, as a coroutine that was never awaited does: nothing
+    was trained. It does not where an error is being handled, or ended the program.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
@@ -47,14 +68,31 @@ class Stream(Generator[tuple[Event, State], None, Any]):
     2
     """
 
-    __slots__ = ("__weakref__", "_pairs")
+    __slots__ = ("__weakref__", "_pairs", "_place")
 
     def __init__(self, pairs: Generator[tuple[Event, State], None, Any]) -> None:
         self._pairs = pairs
+        # Where it was made, for the warning; None: something asked for its pairs.
+        self._place: tuple[str, int] | None = user_place()
         _open.add(pairs)
+        _waiting.add(self)
+
+    def __del__(self) -> None:
+        place, self._place = self._place, None
+        if place is None or sys.is_finalizing() or getgeneratorstate(self._pairs) != GEN_CREATED:
+            return
+        if sys.exception() is not None or hasattr(sys, "last_value") or leaves_except(frame_at(1)):
+            return  # an error came in between
+        text = (
+            "the stream that is made here was never iterated over, so nothing was computed: write "
+            "for event, state in stream: ..., or state = pl.run(stream). stream.close() says that it isn't needed."
+        )
+        warnings.warn_explicit(text, NeverIteratedWarning, *place)
 
     # A loop then asks the generator itself, which costs nothing, and lets it see where its States go.
     def __iter__(self) -> Generator[tuple[Event, State], None, Any]:
+        self._place = None
+        _waiting.discard(self)
         return self._pairs
 
     def __bool__(self) -> bool:
@@ -69,9 +107,9 @@ class Stream(Generator[tuple[Event, State], None, Any]):
     else:
         # The methods of the generator, so that no frame of Python comes between it and the caller.
         __next__ = property(attrgetter("_pairs.__next__"))
-        send = property(attrgetter("_pairs.send"))
-        throw = property(attrgetter("_pairs.throw"))
-        close = property(attrgetter("_pairs.close"))
+        send = property(lambda self: iter(self).send)
+        throw = property(lambda self: iter(self).throw)
+        close = property(lambda self: iter(self).close)
 
         # What follows a stream doesn't have, and type checkers say so, too.
         def __len__(self) -> NoReturn:
@@ -142,6 +180,18 @@ def _checked(pair: Any, stream: Any, function: str) -> tuple[Event, State]:
     )
 
 
+def end_by(stream: Iterable[object], error: BaseException) -> None:
+    """Let an error between two pairs, such as Ctrl-C, end a stream as it does within it.
+
+    Raises:
+        BaseException: this error, if the stream had begun and not ended.
+    """
+    iterator = iter(stream) if isinstance(stream, Generator) else None
+    if isinstance(iterator, GeneratorType) and getgeneratorstate(iterator) == GEN_SUSPENDED:
+        with suppress(StopIteration):  # of a generator that catches it and ends
+            iterator.throw(error)
+
+
 @teaching
 def run(stream: Iterable[tuple[Event, State]]) -> State:
     """Run a stream to its end and return its last State: with ``watch=``, that of the last event that is watched.
@@ -161,13 +211,10 @@ def run(stream: Iterable[tuple[Event, State]]) -> State:
     except StopIteration as stop:
         ended = stop.value
     except BaseException as error:
-        # Ctrl-C between two pairs ends the stream as it does within it. Otherwise the stream would be left open for as
-        # long as the traceback refers to this frame.
-        iterator = iter(stream) if isinstance(stream, Generator) else None
-        if isinstance(iterator, GeneratorType) and getgeneratorstate(iterator) == GEN_SUSPENDED:
-            with suppress(StopIteration):  # of a generator that catches it and ends
-                iterator.throw(error)
-        raise
+        # The stream would be left open for as long as the traceback refers to this frame.
+        with OWN_HIDDEN:
+            end_by(stream, error)
+            raise
     if state is not None:
         return state
     if not isinstance(ended, State):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from typing import TypeAlias
 
 from pure_loop._internal.closing import closing
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.pytree import Batch
 from pure_loop.data.group import END
 from pure_loop.errors import DataError
@@ -23,6 +24,8 @@ from pure_loop.loop.driver import Script
 from pure_loop.loop.evaluation import current, evaluations, refuse_misfits
 from pure_loop.state import State, outside_batch, setter
 from pure_loop.time import TimeUnit
+
+_log = get_logger("pure_loop.fit")
 
 # Returns the State of FIT_START, and a stopwatch that was started; None: there is nothing left to train.
 BeginScript: TypeAlias = Generator[tuple[Event, State], State, tuple[State, Stopwatch | None]]
@@ -119,8 +122,9 @@ def fit(state: State, fit: Fit) -> Script:
     beginning = begin(state, fit)
     del state
     state, stopwatch = yield from beginning
+    first = state.timestamp.batch
     if stopwatch is None:
-        return (yield from end(state, fit))
+        return (yield from end(state, fit, first))
     at = state.position  # the boundary from which training resumes
     if at in _BEFORE_FIRST_ITERATION and _begins_iteration(state, fit):
         state = yield Event.ITERATION_START, state
@@ -139,7 +143,7 @@ def fit(state: State, fit: Fit) -> Script:
             state = yield from epoch_end(state, fit, Event.EPOCH_END)
     check_finite(state)
     state = yield from evaluations(state, fit, Event.FIT_END)
-    return (yield from end(state, fit))
+    return (yield from end(state, fit, first))
 
 
 def batches_of_epoch(state: State, fit: Fit, at: Event | None, stopwatch: Stopwatch) -> EpochScript:
@@ -185,9 +189,13 @@ def next_epoch(state: State) -> State:
     return state.replace(timestamp=state.timestamp.next_epoch(), event=None)
 
 
-def end(state: State, fit: Fit) -> Script:
-    """The last event, once all ranks have come to it."""
+def end(state: State, fit: Fit, first: int) -> Script:
+    """The last event, once all ranks have come to it; what was trained are the batches from the ``first`` on."""
     fit.stages.engine.barrier(state, Event.FIT_END)
+    if state.timestamp.batch == first and fit.stages.engine.rank == 0:
+        further = "state.replace(stop=False)" if state.stop else "a longer max_duration"
+        text = "nothing to train: training had ended before this call, at batch %d (%s); %s trains on"
+        _log.warning(text, first, state.why_ended(), further)
     return (yield Event.FIT_END, state)
 
 

@@ -18,8 +18,9 @@ from pure_loop._internal.arguments import check_number, refusal
 from pure_loop._internal.closing import Closing, call_all
 from pure_loop._internal.processes import here, rank
 from pure_loop._internal.suggestions import teaching
+from pure_loop._internal.tracebacks import OWN_HIDDEN
 from pure_loop.event import Event
-from pure_loop.loop.stream import Stream, pairs_of, refuse_no_stream
+from pure_loop.loop.stream import Stream, end_by, pairs_of, refuse_no_stream
 from pure_loop.progress.estimate import Facts
 from pure_loop.progress.screens import Lines, Notebook, Screen
 from pure_loop.progress.tracker import Tracker
@@ -80,16 +81,16 @@ def progress(
     )
     if file is not None and not hasattr(file, "write"):
         raise refusal("file", file, "an open text file, such as sys.stdout, or None", "progress")
+    facts = Facts.of(stream)
     if rank() > 0:
         return Stream(_unseen(stream))
-    facts = Facts.of(stream)
     screen = screen_for(file, tuple(facts.evaluators))
     return Stream(_pass_on(stream, Tracker(screen, description, refresh_seconds, facts=facts)))
 
 
 def _unseen(stream: Iterable[tuple[Event, State]]) -> Pairs:
     """Of several ranks the first one draws."""
-    with Closing(*([stream.close] if isinstance(stream, Generator) else [])):
+    with OWN_HIDDEN, Closing(*([stream.close] if isinstance(stream, Generator) else [])):
         yield from pairs_of(stream, "pl.progress")
 
 
@@ -105,12 +106,15 @@ def _pass_on(stream: Iterable[tuple[Event, State]], tracker: Tracker) -> Pairs:
     # A child that is forked meanwhile draws nothing.
     finish, close = here(tracker.finish), here(tracker.screen.close)
     ended = [stream.close] if isinstance(stream, Generator) else []
-    with Closing(close, *ended):
+    pairs = pairs_of(stream, "pl.progress")
+    with OWN_HIDDEN, Closing(close, *ended):
         try:
             # No variable of this generator has the State while the loop's body does, or the next step costs a copy.
-            yield from map(look, pairs_of(stream, "pl.progress"))
+            yield from map(look, pairs)
         except BaseException as error:
-            call_all([partial(finish, _WORDS.get(type(error)) or f"failed: {type(error).__name__}")], error)
+            ending = _WORDS.get(type(error)) or f"failed: {type(error).__name__}"
+            interrupted = [partial(end_by, pairs, error)] if isinstance(error, KeyboardInterrupt) else []
+            call_all([partial(finish, ending), *interrupted], error)
             raise
         finish("done")
 

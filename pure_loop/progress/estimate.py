@@ -50,12 +50,14 @@ class Facts:
         evaluators: by label, in their order.
         batches: those of a prediction.
         skips: whether batches that are not finite are left out of training.
+        resumed_from: the checkpoint from which it resumes.
     """
 
     optimizer: Optimizer | None = None
     evaluators: Mapping[str, EvaluatorFacts] = attrs.field(factory=FrozenDict)
     batches: int | None = None
     skips: bool = False
+    resumed_from: str | None = None
 
     @classmethod
     def of(cls, stream: Iterable[object]) -> Facts:
@@ -65,7 +67,12 @@ class Facts:
             arguments = generator_arguments(pairs)
             fit, evaluators, source = (arguments.get(name) for name in ("fit", "evaluators", "source"))
             if isinstance(fit, Fit):
-                return cls(fit.stages.optimizer, _by_label(fit.evaluators), skips=fit.stages.nonfinite == "skip")
+                return cls(
+                    fit.stages.optimizer,
+                    _by_label(fit.evaluators),
+                    skips=fit.stages.nonfinite == "skip",
+                    resumed_from=fit.resumed_from,
+                )
             if evaluators is not None:
                 return cls(evaluators=_by_label(evaluators))
             if source is not None:

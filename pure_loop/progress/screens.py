@@ -96,7 +96,8 @@ class Snapshot:
         speed: samples a second; None before it is known.
         left: seconds until the end; None before it is known.
         spent: seconds since the start.
-        ending: how it ended; empty while it runs.
+        ending: how it ended, in a word, with what else there is to say behind a colon; empty while it runs.
+        remarks: why it ended, and where it came from: a line each, at the end.
     """
 
     title: str
@@ -108,6 +109,12 @@ class Snapshot:
     left: float | None
     spent: float
     ending: str = ""
+    remarks: Sequence[str] = ()
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended well."""
+        return self.ending.partition(":")[0] == "done"
 
     @property
     def place(self) -> str:
@@ -251,7 +258,8 @@ class Lines:
         inside = snapshot.inside if snapshot.epoch else None
         left = "" if inside is None or inside.fraction is None else f"{int(100 * inside.fraction)}%"
         parts = (snapshot.title, snapshot.place, snapshot.percent if inside is None else left, *measured, snapshot.time)
-        print("  ".join(filter(None, parts)), file=self._file, flush=True)
+        remarks = (f"{snapshot.title}  {remark}" for remark in snapshot.remarks)
+        print("  ".join(filter(None, parts)), *remarks, sep="\n", file=self._file, flush=True)
 
     def add(self, row: Row, values: Mapping[str, float]) -> None:
         pass  # the end of an epoch and each evaluation have lines
@@ -288,7 +296,7 @@ class Notebook:
 
     @deferred_signals()
     def show(self, snapshot: Snapshot, values: Mapping[str, float]) -> None:
-        if snapshot.ending == "done" and self._table.rows:
+        if snapshot.done and self._table.rows:
             values = {}  # the last row has them
         data = {"text/html": self.html(snapshot, values), "text/plain": self.text(snapshot, values)}
         if self._id is None:
@@ -311,7 +319,8 @@ class Notebook:
             place = f"{inside.label}  {batch_of(inside.batch, inside.batches)}"
             time = "" if inside.left is None or snapshot.ending else time_left(inside.left, snapshot.spent)
             measured = _bar(place, inside.fraction, percent(inside.fraction), time)
-        done = 1.0 if snapshot.ending == "done" and snapshot.fraction is None else snapshot.fraction
+        done = 1.0 if snapshot.done and snapshot.fraction is None else snapshot.fraction
+        measured += "".join(f"<div>{escape(remark)}</div>" for remark in snapshot.remarks)
         place = "  ".join(filter(None, _place(snapshot)))
         head = f"<b>{escape(snapshot.title)}</b>&ensp;"
         bar = _bar(place, done, snapshot.percent, snapshot.time, head)
@@ -322,7 +331,7 @@ class Notebook:
         rows = self._table.lines(_TEXT_WIDTH) if self._table.rows else []
         measured = ["  ".join(group) for group in snapshot.measured(values)]
         line = (snapshot.title, *_place(snapshot), snapshot.percent, *measured, snapshot.time)
-        return "\n".join([*rows, "  ".join(filter(None, line))])
+        return "\n".join([*rows, "  ".join(filter(None, line)), *snapshot.remarks])
 
     def _html_table(self) -> str:
         if not self._table.rows:

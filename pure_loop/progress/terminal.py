@@ -99,9 +99,9 @@ class Bar:
     def _draw(self, snapshot: Snapshot, values: Mapping[str, float]) -> RenderableType:
         width = self._console.width - _MARGIN
         title = _words.cut(snapshot.title, max(width // 4, 10))
-        failed = bool(snapshot.ending) and snapshot.ending != "done"
+        failed = bool(snapshot.ending) and not snapshot.done
         time = next((text for text in snapshot.times if len(text) <= width), "")
-        done = float(snapshot.ending == "done") if snapshot.fraction is None else snapshot.fraction
+        done = float(snapshot.done) if snapshot.fraction is None else snapshot.fraction
         place = snapshot.inside.label if snapshot.inside is not None and not snapshot.epoch else ""
         head = [
             Part(title, 3, "bold"),
@@ -109,7 +109,7 @@ class Bar:
             Part(snapshot.epoch, 2),
             Part(snapshot.batch, 4),
         ]
-        finished = snapshot.ending == "done" and bool(self._table.rows)
+        finished = snapshot.done and bool(self._table.rows)
         tail = [
             Part(snapshot.rate if finished else "", 6),
             Part(snapshot.percent.rjust(4) if snapshot.percent else "", 1),
@@ -122,7 +122,7 @@ class Bar:
         elif not finished:  # or else the last row has it
             measured = side_by_side(snapshot.measured(values, max(width // 4, 6)), width - _INDENT)
             lines += [Text(self._plain(" " * _INDENT + line)) for line in measured]
-        return Group(*lines)
+        return Group(*lines, *(Text(self._plain(" " * _INDENT + remark)) for remark in snapshot.remarks))
 
     def _evaluation(self, inside: Inside, snapshot: Snapshot, width: int) -> RenderableType:
         label = " " * _INDENT + _words.cut(inside.label, max(width // 3, 8))

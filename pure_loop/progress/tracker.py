@@ -52,10 +52,14 @@ class Tracker:
         self._shown: dict[str, float] = {}
         self._title = "train"
         self._timestamp: Timestamp | None = None
+        # How a stream that ended well ended, and what else there is to say.
+        self._ending, self._remarks = "done", list[str]()
         self._loss: Loss | None = None
         # What evaluators measured; on a live screen, since the last row.
         self._metrics: dict[str, Mapping[str, MetricValue]] = {}
         self._batches = 0
+        # The batch after which training began; None: its start was not seen.
+        self._begun_at: int | None = None
         self._speed_from: tuple[float, int] | None = None
         self._speed: float | None = None
         # Of the table. The losses since the last row; None where there is no table.
@@ -99,6 +103,7 @@ class Tracker:
         if ending == "done" or all(map(on_cpu, values.values())):
             self._shown = Reading(values).values()
         self._waiting.clear()
+        ending = self._ending if ending == "done" else ending
         self.screen.show(self._snapshot(self._clock(), ending=ending), self._shown)
 
     # What happens at the events.
@@ -109,6 +114,7 @@ class Tracker:
         self._timestamp = None
         if title == TRAIN:
             self._timestamp = state.timestamp
+            self._begun_at = state.timestamp.batch
             if not self.screen.live:
                 self._metrics = dict(state.metrics)
             end = state.timestamp.max_duration
@@ -144,6 +150,13 @@ class Tracker:
             self._close_row()
 
     def _fit_end(self, state: State) -> None:
+        if self._facts.resumed_from is not None:
+            self._remarks = [f"resumed from {self._facts.resumed_from}"]
+        if self._timestamp is not None and self._timestamp.batch == self._begun_at:
+            self._ending = "done: nothing to train"
+        elif state.stop:
+            self._ending = "done: stopped early"
+            self._remarks.insert(0, state.why_ended())
         self._timestamp = state.timestamp
         trained = self._losses is not None and self._losses.count > 0
         if self._row is None and (self._metrics or trained):  # the end of an epoch that was cut short
@@ -293,6 +306,7 @@ class Tracker:
             left=self._left(seconds, fraction) if about is None else None,
             spent=seconds - self._begun,
             ending=ending,
+            remarks=self._remarks if ending else (),
         )
 
     def _place(self) -> tuple[str, str]:

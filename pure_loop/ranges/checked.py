@@ -15,6 +15,7 @@ from typing import Literal, TypeVar, cast
 import attrs
 
 from pure_loop._internal.suggestions import refuse_misfit
+from pure_loop._internal.tracebacks import OWN_HIDDEN
 from pure_loop.errors import ArgumentError
 from pure_loop.ranges.kinds import Flag, OneOf, Range, Setting
 
@@ -143,8 +144,9 @@ def checked(target: C) -> C:
 
         @functools.wraps(init)
         def made(self: object, *args: object, **kwargs: object) -> None:
-            bound = read(args, kwargs)
-            init(self, *bound.args, **bound.kwargs)
+            with OWN_HIDDEN:
+                bound = read(args, kwargs)
+                init(self, *bound.args, **bound.kwargs)
             if hasattr(self, "made_with"):
                 self.made_with = dict(bound.arguments)
 
@@ -153,8 +155,9 @@ def checked(target: C) -> C:
 
     @functools.wraps(target)
     def called(*args: object, **kwargs: object) -> object:
-        bound = read(args, kwargs)
-        result = target(*bound.args, **bound.kwargs)
+        with OWN_HIDDEN:
+            bound = read(args, kwargs)
+            result = target(*bound.args, **bound.kwargs)
         say = getattr(type(result), "made_by", None)
         if say is None:
             return result

@@ -21,7 +21,7 @@ from pure_loop._internal.processes import torch_distributed
 from pure_loop._internal.processes import world_size as running_ranks
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import in_bytes
-from pure_loop._internal.suggestions import arguments_of_call
+from pure_loop._internal.suggestions import arguments_of_call, teaching
 from pure_loop._internal.tree_ops import bytes_of
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
@@ -61,6 +61,7 @@ def _as_typed(function: Callable[..., Rehearsal]) -> _Rehearse:
 
 
 @_as_typed
+@teaching
 def rehearse(
     *args: Any,
     sample: Any = None,

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from pure_loop._internal.tracebacks import RaisedIn
 from pure_loop.data.batch import describe
+from pure_loop.errors import PureLoopError
+from pure_loop.state import raw_outputs
 
 
 class noting:  # noqa: N801
@@ -39,3 +42,27 @@ def note_stage(error: Exception, stage: str, state: Any, index: int) -> None:
     """Note of an error that it was raised in this stage of a State's microbatch, which has this number."""
     where = f"batch {state.timestamp.batch}, microbatch {index}"
     error.add_note(f"raised in the {stage} of {where}, which is {describe(state.microbatch)}")
+
+
+def note_module(error: Exception) -> None:
+    """Note of an error of a forward in which module of the model it was raised, and on which inputs."""
+    place = None if isinstance(error, PureLoopError) else RaisedIn.of(error)
+    if place is None:
+        return
+    inputs = ""
+    if place.inputs is not None:
+        args, kwargs = place.inputs
+        named = [f"{name}={describe(value)}" for name, value in kwargs.items()]
+        inputs = f", of inputs ({', '.join([*map(describe, args), *named])})"
+    error.add_note(f"raised in {place}{inputs}")
+
+
+def note_loss(error: Exception, loss: str, state: Any) -> None:
+    """Note of an error of a loss in which module it was raised, if in one, which loss it is, and of what."""
+    note_module(error)
+    if isinstance(error, PureLoopError):
+        return
+    batch = state.microbatch
+    pair = type(batch) in (tuple, list) and len(batch) == 2
+    of = f"targets {describe(batch[1])}" if pair else f"microbatch {describe(batch)}"
+    error.add_note(f"raised by the loss {loss}, of outputs {describe(raw_outputs(state))} and {of}")

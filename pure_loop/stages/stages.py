@@ -27,7 +27,7 @@ from pure_loop.random.seeds import derive
 from pure_loop.stages.differentiation import refusing_to_differentiate
 from pure_loop.stages.loss import check_loss, detached, detached_loss, map_loss, measured_loss
 from pure_loop.stages.nonfinite import total_loss
-from pure_loop.stages.notes import note_stage, noting
+from pure_loop.stages.notes import note_loss, note_module, note_stage
 from pure_loop.stages.update import UpdateStage
 from pure_loop.state import NOT_READY, State, lend, raw_loss, raw_outputs, raw_params, setter, with_fields
 from pure_loop.task import Task
@@ -88,6 +88,7 @@ class Stages(UpdateStage):
                     state, lambda module: forward(module, microbatch), params, training=True, hold=True
                 )
         except Exception as error:
+            note_module(error)
             note_stage(error, "forward", state, index)
             raise
         self.workspace.went_through(state.model, params, lent=code == "users")
@@ -107,6 +108,7 @@ class Stages(UpdateStage):
             with self.running(state, "loss", index, code=code):
                 loss, buffers, model = self._loss(state, training=True)
         except Exception as error:
+            note_loss(error, task.loss_in_words, state)
             note_stage(error, "loss", state, index)
             raise
         if code == "users":
@@ -244,13 +246,17 @@ class Stages(UpdateStage):
         # Leaves, because a forward may differentiate by its parameters (an inner step) in evaluation too, and by those
         # that are frozen in training.
         params = self.engine.leaves(with_fields(state, frozen=frozenset()), index=index, last=False)
-        about = noting(lambda: f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
         refusing = refusing_to_differentiate("forward", gradients)
         code = self.code_of(state, "validate")
-        with about, refusing, self.running(state, "validate", index, code=code, seed=seed, gradients=gradients):
-            outputs, buffers, model = self.engine.apply(
-                state, lambda module: task.evaluate(module, microbatch), params, training=False
-            )
+        try:
+            with refusing, self.running(state, "validate", index, code=code, seed=seed, gradients=gradients):
+                outputs, buffers, model = self.engine.apply(
+                    state, lambda module: task.evaluate(module, microbatch), params, training=False
+                )
+        except Exception as error:
+            note_module(error)
+            error.add_note(f"raised in the forward of microbatch {index}, which is {describe(microbatch)}")
+            raise
         self.workspace.went_through(state.model, params, lent=code == "users")
         return _validated[type(state)](state, outputs, buffers, model)
 
@@ -258,8 +264,12 @@ class Stages(UpdateStage):
         """The loss of ``outputs`` in evaluation; shape (). ``gradients`` says whether it may differentiate."""
         seed, refusing = derive(state.seed, "validation loss"), refusing_to_differentiate("loss", gradients)
         code = self.code_of(state, "validation loss")
-        with refusing, self.running(state, "validation loss", code=code, seed=seed, gradients=gradients):
-            return measured_loss(self._loss(state, training=False)[0], self.task).detach()
+        try:
+            with refusing, self.running(state, "validation loss", code=code, seed=seed, gradients=gradients):
+                return measured_loss(self._loss(state, training=False)[0], self.task).detach()
+        except Exception as error:
+            note_loss(error, self.task.loss_in_words, state)
+            raise
 
     def _loss(self, state: State, *, training: bool) -> tuple[Any, FrozenDict[str, Tensor], ModelDef]:
         """The loss, and buffers and structure after it: a module's own loss may write to them."""

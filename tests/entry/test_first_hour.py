@@ -75,7 +75,7 @@ pl.run(state) | pl.run(pl.fit(...)) | pl.run(fit())
 fit()[0] | for event, state in stream | next(fit())
 fit().run() | pl.run(stream) | pl.run(fit())
 len(fit()) | a stream has no length | list(fit())
-pl.fit(model, (X, Y), **SETTINGS) | DataLoader(TensorDataset(inputs, targets) | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
+pl.fit(model, (X, Y), **SETTINGS) | DataLoader(TensorDataset( | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
 pl.fit(model, dataset, **SETTINGS) | DataLoader(dataset, | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
 pl.fit(model, dicts, **SETTINGS) | task=pl.Task( | pl.fit(model, dicts, task=TASK, **NO_LOSS)
 pl.fit(data, model, **SETTINGS) | the model comes first | pl.fit(model, data, **SETTINGS)
@@ -171,9 +171,7 @@ def names() -> dict[str, Any]:
         "nothing": lambda state: None,
         "unreduced": lambda outputs, targets: cross_entropy(outputs, targets, reduction="none"),
         "state": pl.run(fit(evaluators={"val": data})),
-        "stopped": pl.run(
-            fit(algorithms=[pl.algorithms.early_stopping("val/loss", best="keep")], evaluators={"val": data})
-        ),
+        "stopped": pl.run(fit(algorithms=[stopping], evaluators={"val": data})),
         "average": pl.run(fit(algorithms=[ema])),
     }
 

@@ -33,8 +33,27 @@ def mine(event: Event, function: Any, **changes: Any) -> Any:
 
 
 Broken: Any = type("Broken", (pl.Callback,), {"batch_start": broken})
+
+
+class Table(nn.Embedding):
+    def forward(self, rows: torch.Tensor, scale: float) -> torch.Tensor:
+        return super().forward(rows) * scale
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table(5, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.table(rows, scale=torch.tensor(1.0)).mean(1)
+        return result
+
+
 OF = "raised in the {} of batch 1, microbatch 0, which is (tensor {})"
 IN = "raised in the forward of microbatch 0, which is (tensor (4, 3) float32, tensor (4,) int64)"
+MODULE = "raised in '0', Linear(4, 8), of inputs (tensor (4, 3) float32)"
+LOSS = "cross_entropy(outputs, targets), of outputs tensor (2, 3) float32"
 NOTES: list[tuple[Any, list[str]]] = [
     (lambda: mine(Event.BATCH_START, broken), ["raised by algorithm 'mine' at BATCH_START, batch 0"]),
     (lambda: mine(Event.BATCH_END, lambda s: s, init=broken), ["raised by init of algorithm 'mine'"]),
@@ -43,21 +62,47 @@ NOTES: list[tuple[Any, list[str]]] = [
     (lambda: fit(evaluators={"val": breaking()}), ["raised in evaluator 'val', batch 1"]),
     (
         lambda: fit(data=[(X, Y), (X[:, :3], Y)], microbatch_size=2),
-        [OF.format("forward", "(2, 3) float32, tensor (2,) int64")],
+        [
+            "raised in '0', Linear(4, 8), of inputs (tensor (2, 3) float32)",
+            OF.format("forward", "(2, 3) float32, tensor (2,) int64"),
+        ],
     ),
     (
         lambda: fit(data=[(X, Y), (X, torch.zeros(4, 7))], microbatch_size=2),
-        [OF.format("loss", "(2, 4) float32, tensor (2, 7) float32")],
+        [
+            f"raised by the loss {LOSS} and targets tensor (2, 7) float32",
+            OF.format("loss", "(2, 4) float32, tensor (2, 7) float32"),
+        ],
     ),
-    (lambda: pl.predict(mlp(), [(X, Y), (X[:, :3], Y)]), [IN, "raised in prediction, batch 1"]),
+    (
+        lambda: fit(evaluators={"val": [(X, Y), (X, Y.float())]}),
+        [
+            f"raised by the loss {LOSS.replace('(2', '(4')} and targets tensor (4,) float32",
+            "raised in evaluator 'val', batch 1",
+        ],
+    ),
+    (
+        lambda: fit(Lookup(), [(torch.tensor([[7]]), Y[:1])]),
+        [
+            "raised in 'table', Table(5, 3), of inputs (tensor (1, 1) int64, scale=tensor () float32)",
+            OF.format("forward", "(1, 1) int64, tensor (1,) int64").replace("batch 1", "batch 0"),
+        ],
+    ),
+    (lambda: pl.predict(mlp(), [(X, Y), (X[:, :3], Y)]), [MODULE, IN, "raised in prediction, batch 1"]),
 ]
 
 
 def test_a_note_says_whose_code_raised_it() -> None:
     for make, notes in NOTES:
-        with pytest.raises((KeyError, RuntimeError, TypeError)) as caught:
+        with pytest.raises((KeyError, RuntimeError, TypeError, IndexError)) as caught:
             pl.run(make())
         assert getattr(caught.value, "__notes__", []) == notes
+
+
+def test_what_a_trace_stumbles_over_has_the_notes_of_the_eager_error() -> None:
+    with interpreted(), pytest.raises(pl.CompileError) as caught:
+        pl.run(fit(data=[(X[:, :3], Y)], compile=True))
+    assert MODULE in caught.value.__notes__
 
 
 ELSEWHERE = {

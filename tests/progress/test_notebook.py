@@ -96,3 +96,11 @@ def test_a_long_table_is_sent_less_often(notebook):
     pl.run(progress(fit(DATA[:1], max_duration="200ep"), refresh_seconds=0))
     assert len(notebook.messages) < 60
     assert len(rows_of(notebook.messages[-1][0])) == 200
+
+
+def test_why_a_run_stopped_stands_below_the_bar(notebook):
+    stopping = pl.algorithms.threshold_stopping("val/loss", 99.0)
+    state = pl.run(progress(fit(evaluators=VAL, algorithms=[stopping])))
+    for text in notebook.messages[-1]:
+        assert "done: stopped early, 0:00" in text
+        assert state.why_ended() in text

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -110,3 +115,68 @@ def test_names_that_mappings_lack() -> None:
     refused(lambda: state["eval"], pl.ArgumentTypeError, "state.metrics['eval']")
     with pytest.raises(TypeError, match="not iterable"):
         iter(state)
+
+
+def warned(call: Callable[[], object]) -> list[str]:
+    """The files that warnings about streams name."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+        gc.collect()
+    return [item.filename for item in caught if item.category is pl.NeverIteratedWarning]
+
+
+def dropped(make: Callable[[], Any]) -> None:
+    stream = make()
+    repr(stream)
+
+
+def failing(make: Callable[[], Any]) -> None:
+    stream = make()
+    raise ValueError(stream)
+
+
+def handled(make: Callable[[], Any]) -> None:
+    try:
+        failing(make)
+    except ValueError as error:
+        repr(error)
+    try:
+        failing(make)
+    except ValueError:
+        repr(make)
+    with contextlib.suppress(ValueError):
+        failing(make)
+    with contextlib.suppress(pl.PureLoopError):
+        pl.explain(make())
+    with contextlib.suppress(pl.PureLoopError):
+        print(make().timestamp)
+
+
+def left(make: Callable[[], Any]) -> None:
+    for _ in make():
+        return
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_that_is_dropped_before_it_begins_warns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was made, once: not one that was begun or closed, nor where an error came in between."""
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    make = STREAMS[name]
+    for call in (make, lambda: dropped(make)):
+        assert len(warned(call)) == 1
+        assert warned(call)[0].startswith(str(__file__).removesuffix("state/test_streams.py"))
+    for use in (pl.run, lambda s: s.close(), list, lambda s: pl.run(pl.progress(s)), next, lambda s: s.send(None)):
+        assert warned(lambda use=use: use(make())) == []
+    assert warned(lambda: (left(make), handled(make))) == []
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    assert warned(make) == []
+
+
+@pytest.mark.slow  # two processes
+@pytest.mark.parametrize("end", ["", "raise ValueError"])
+def test_a_program_that_ends_with_a_stream_that_never_began_warns(end: str) -> None:
+    code = f"from tests.state.test_streams import own\nstream = own()\n{end}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stderr.count("NeverIteratedWarning") == (0 if end else 1)
+    assert ended.stdout == ""
