@@ -69,7 +69,7 @@ class CheckpointSaver(Callback):
             name, such as ``loss``, ``accuracy`` or ``f1``.
         latest: the name of a link to the newest file; None: no link. A remote folder has none.
         best: with ``keep_best``, the name of a link to the best file; None: no link. Where there are no links, as in a
-            remote folder, it is a text file that holds the name. :func:`pure_loop.best` needs neither.
+            remote folder, it is a text file that holds the name. :func:`pure_loop.best_path` needs neither.
         weights_only: save the weights alone, as ``pl.save(..., weights_only=True)`` does: for other programs, not to
             resume from, so ``autoresume`` needs another folder. A file with a score has the weights that were measured:
             with ``ema``, ``swa`` and the like, those of the average. Others have the weights that are trained.

@@ -80,7 +80,7 @@ def test_another_run_is_refused_before_training_and_what_resumes_is_its_own(name
     state = go(mlp(), make(place), run_name="one", autoresume=auto, max_duration="1ep")
     go(state, make(place))
     go(mlp(), make(place), autoresume=auto, max_duration="3ep")
-    go(mlp(), make(place), load_path=pl.latest(auto), max_duration="4ep")
+    go(mlp(), make(place), load_path=pl.latest_path(auto), max_duration="4ep")
     for options in ({"seed": 1}, {}, {"run_name": "one"}):
         refused(lambda options=options: fit(mlp(1), make(place), **options), place, r"another run.*overwrite.*run_name")
     saver, killed = CheckpointSaver(tmp_path / "auto2", interval="100ba", signals=()), tmp_path / "killed"
@@ -197,7 +197,7 @@ def test_what_is_there_is_never_changed_unless_that_was_written(runs: list[tuple
     with tempfile.TemporaryDirectory() as place:
         folder, last, kept = Path(place), None, None
         for number, (start, overwrite, seed) in enumerate(runs):
-            before, newest = content(folder), pl.latest(folder)
+            before, newest = content(folder), pl.latest_path(folder)
             saver = every_batch(folder, latest=None, overwrite=overwrite)
             options: dict[str, Any] = {"max_duration": f"{number + 2}ba", "optimizer": pl.optim.sgd(lr=0.1 + number)}
             beginning: Any = mlp(number)

@@ -187,9 +187,9 @@ REFUSED = [
     weights("nothing of the model", OTHER, "other weights than Linear", tensors={"other": ONES}, strict=False),
     Refusal("a description of weights alone", lambda: (save_file({"w": ONES}, "w.safetensors"),
             pl.checkpoint.describe("w.safetensors")), pl.CheckpointError, ("weights alone",)),
-    Refusal("no folder", lambda: pl.latest(), TYPE, ("latest needs folder",)),  # type: ignore[call-arg]
-    Refusal("another mode", lambda: pl.best(".", mode="least"), WRONG, ("mode='least'",)),  # type: ignore[arg-type]
-    Refusal("a protocol unknown", lambda: pl.latest("carrier-pigeon://home"), WRONG, ("carrier-pigeon://home",)),
+    Refusal("no folder", lambda: pl.latest_path(), TYPE, ("latest needs folder",)),  # type: ignore[call-arg]
+    Refusal("another mode", lambda: pl.best_path(".", mode="least"), WRONG, ("mode='least'",)),  # type: ignore[arg-type]
+    Refusal("a protocol unknown", lambda: pl.latest_path("carrier-pigeon://home"), WRONG, ("carrier-pigeon://home",)),
     Refusal("a class that is no record", lambda: pl.checkpoint.register(Strange), TYPE, ("give an attrs class",)),
 ]  # fmt: skip
 

@@ -144,7 +144,7 @@ def test_an_error_surfaces_at_the_next_event(faulty: str, error: Exception, fail
     assert seen[-1][1] <= failing + 1
     assert (Event.BATCH_CHECKPOINT, failing + 1) not in seen
     assert not threads()
-    assert pl.latest(faulty) == (None if failing == 1 else f"{faulty}/ba{failing - 1}.safetensors")
+    assert pl.latest_path(faulty) == (None if failing == 1 else f"{faulty}/ba{failing - 1}.safetensors")
     assert not [each for each in Faulty.store if each.endswith(paths.LEFTOVER)]
 
 
