@@ -318,7 +318,7 @@ def _refuse_misfit(
     if not says and unlike:
         advice = f"Write exclude={[*unlike]} for what keeps the values of the model."
     shapes = [
-        f"{old!r} has shape {tuple(source.weights[old].shape)} in the file and {tuple(tensors[name].shape)} in the model"
+        f"{old!r} has shape {tuple(source.weights[old].shape)} in the file, {tuple(tensors[name].shape)} in the model"
         for name, old in unlike.items()
     ]
     if says or shapes:
