@@ -160,8 +160,8 @@ class Pattern:
         for literal, name, spec, conversion in parts:
             if name is not None and name not in fields:
                 raise ArgumentError(
-                    f"{argument}={self.text!r}: {{{name}}} is no field{_instead(name)}; there are {listed}. Write '{{{{' and '}}}}' "
-                    "for braces of the name itself."
+                    f"{argument}={self.text!r}: {{{name}}} is no field{_instead(name)}; there are {listed}. Write "
+                    "'{{' and '}}' for braces of the name itself."
                 )
             allowed = "" if name == "run_name" else _DIGITS
             if name is not None and (conversion or re.fullmatch(allowed, spec or "") is None):
