@@ -18,10 +18,11 @@ from pure_loop._internal.arguments import check_flag, is_path
 from pure_loop._internal.devices import read_device
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.suggestions import teaching
+from pure_loop._text import one_line
 from pure_loop.checkpoint.checkpoint import Checkpoint, Rename, Selection
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import storage_of
-from pure_loop.checkpoint.validation import differences, first_names
+from pure_loop.checkpoint.validation import differences, first_names, shortened
 from pure_loop.checkpoint.weights import all_names, not_in_state_dict
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, PureLoopError, ResumeError
 from pure_loop.optim.optimizer import Optimizer
@@ -229,19 +230,19 @@ def _loaded(path: object) -> tuple[str, Mapping[str, Any]]:
     try:
         with where.open() as file, torch.serialization.safe_globals(_HARMLESS):
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = re.search(r"(?:GLOBAL|global:?) [`']?([\w.]+\.\w+)", str(error))
+    except PureLoopError:
+        raise
+    except Exception as error:  # of any kind, where a file is damaged
+        named = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if named is None:
-            raise CheckpointError(f"{where.path} can't be read: it is no file of torch.save: {error!s:.200}") from error
+            reason = one_line(str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0])
+            raise CheckpointError(
+                f"{where.path} can't be read: it is damaged, or no file of torch.save: {shortened(reason)}."
+            ) from error
         raise CheckpointError(
-            f"{where.path} isn't opened: it needs {named[1]}, which could run any code. For a file of a trusted origin "
-            f"alone: pl.from_composer(torch.load({where.path!r}, map_location='cpu', weights_only=False), model)"
-        ) from error
-    except (RuntimeError, ValueError, LookupError, EOFError, TypeError, AttributeError) as error:
-        if isinstance(error, PureLoopError):
-            raise
-        raise CheckpointError(
-            f"{where.path} can't be read: it is damaged, or no file of torch.save: {error!s:.200}"
+            f"{where.path} isn't opened: it needs {one_line(named[1])[:200]}, which could run any code. For a file of "
+            f"a trusted origin alone: pl.from_composer(torch.load({where.path!r}, map_location='cpu', "
+            "weights_only=False), model)"
         ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{where.path} has a {type(content).__name__}, and no dict with weights by name.")
