@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import check_flag, is_path
 from pure_loop._internal.devices import read_device
 from pure_loop._internal.logs import get_logger
+from pure_loop._internal.names import COUNTS
 from pure_loop._internal.suggestions import teaching
 from pure_loop._text import one_line
 from pure_loop.checkpoint.checkpoint import Checkpoint, Rename, Selection
@@ -45,19 +46,8 @@ class _Remains:
 
 # What a file may have besides tensors and plain values; none of it runs code. States of generators are arrays.
 _HARMLESS: list[Any] = [
-    *(
-        np.ndarray,
-        np.dtype,
-        datetime.timedelta,
-        datetime.datetime,
-        datetime.date,
-        defaultdict,
-        deque,
-        dict,
-        list,
-        int,
-        float,
-    ),
+    *(np.ndarray, np.dtype, datetime.timedelta, datetime.datetime, datetime.date),
+    *(defaultdict, deque, dict, list, int, float),
     *(value for name, value in vars(np.dtypes).items() if name.endswith("DType")),
     *((np.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     *((np.float64(0).__reduce__()[0], f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
@@ -69,8 +59,7 @@ _MODELS = ("state/model", "model", "model_state_dict", "state_dict", "module", "
 _OPTIMIZERS = ("state/optimizers", "optimizer", "optimizers", "optimizer_state_dict", "optimizer_states")
 _TIMESTAMP = "state/timestamp"
 
-_COUNTS = [name for name in attrs.fields_dict(Timestamp) if not name.endswith("seconds")][:11]
-_SECONDS = {"total_wct": "total_seconds", "epoch_wct": "epoch_seconds", "batch_wct": "batch_seconds"}
+_COUNTS = [name for name in COUNTS if not name.endswith("seconds")]
 
 
 @attrs.frozen
@@ -165,10 +154,6 @@ def from_composer(
     source = _read(path)
     if model is None:
         return source
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(
-            f"from_composer(path, model): a torch.nn.Module is needed, got a {type(model).__name__}"
-        )
     if weights_only and optimizer is not None:
         raise ArgumentError("optimizer= takes the moments, which weights_only=True leaves out: write one of them.")
     selection = Selection(exclude, rename)
@@ -181,7 +166,7 @@ def from_composer(
     rest = list(source.rest)
     if not weights_only:
         state = state.replace(timestamp=source.timestamp, previous_timestamp=source.timestamp)
-    if optimizer is not None and not weights_only:
+    if optimizer is not None:
         state = _with_moments(state, source, optimizer, selection, names)
     elif source.optimizers:
         rest.append(f"the state of {', '.join(source.optimizers)}" + ("" if weights_only else " (for it, optimizer=)"))
@@ -284,16 +269,12 @@ def _timestamp(content: Mapping[str, Any], path: str) -> Timestamp:
     Raises:
         CheckpointError: it has counts that are none.
     """
-    _, saved = _at(content, (_TIMESTAMP + "/Timestamp", _TIMESTAMP), lambda value: isinstance(value, Mapping)) or (
-        "",
-        {},
-    )
+    found = _at(content, (_TIMESTAMP + "/Timestamp", _TIMESTAMP), lambda value: isinstance(value, Mapping))
+    saved = {} if found is None else found[1]
     fields = {name: saved[name] for name in _COUNTS if name in saved}
-    fields |= {
-        field: saved[name].total_seconds()
-        for name, field in _SECONDS.items()
-        if isinstance(saved.get(name), datetime.timedelta)
-    }
+    for unit in ("total", "epoch", "batch"):
+        if isinstance(time := saved.get(f"{unit}_wct"), datetime.timedelta):
+            fields[f"{unit}_seconds"] = time.total_seconds()
     try:
         return Timestamp(**fields)
     except PureLoopError as error:
@@ -336,9 +317,7 @@ def _advice(names: list[str], wanted: list[str], selection: Selection) -> str:
             if prefix and {prefix + name for name in wanted} <= {*names}:
                 rest = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in names if not name.startswith(prefix))
                 more = f", exclude={[*rest]}" if rest else ""
-                return (
-                    f"In the file all names of the model begin with {prefix!r}: write rename={{{prefix!r}: ''}}{more}."
-                )
+                return f"In the file the model's names begin with {prefix!r}: write rename={{{prefix!r}: ''}}{more}."
         for prefix in (name.removesuffix(names[0]) for name in wanted if name.endswith(names[0])):
             if prefix and {prefix + name for name in names} <= {*wanted}:
                 return f"In the model the file's names begin with {prefix!r}: write rename={{'': {prefix!r}}}."

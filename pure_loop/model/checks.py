@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from pure_loop._internal.arguments import is_path
 from pure_loop._internal.devices import shapes_only
 from pure_loop._internal.torch_private import has_gradient_hooks
 from pure_loop._internal.tree_ops import is_sharded
@@ -137,7 +138,9 @@ def _what_is_strange(tensor: Tensor, kind: str) -> str | None:
 def _hint(argument: object) -> str:
     if isinstance(argument, Mapping) and any(isinstance(value, Tensor) for value in argument.values()):
         return ": a state_dict goes into its module first, model.load_state_dict(...)"
-    if isinstance(argument, Iterable) and not isinstance(argument, Mapping | str):
+    if is_path(argument):
+        return "; of a file, fit(model, ..., load_path=path) resumes, and pl.load(path, model=model) is the State"
+    if isinstance(argument, Iterable) and not isinstance(argument, Mapping):
         return "; the model comes first, then the data: fit(model, train_dataloader, ...)"
     return ""
 
