@@ -354,3 +354,8 @@ def test_two_savers_of_one_folder_have_names_of_their_own(tmp_path: Path) -> Non
     milestones = CheckpointSaver(tmp_path, interval="4ba", filename="milestone-{batch}.safetensors")
     pl.run(fit(callbacks=[often, milestones]))
     assert names(tmp_path) == ["ep2-ba8.safetensors", "milestone-4.safetensors", "milestone-8.safetensors"]
+
+
+def test_earlier_names_are_the_same_functions_and_are_not_listed() -> None:
+    assert (pl.best, pl.latest) == (pl.best_path, pl.latest_path)
+    assert not {"best", "latest"} & {*pl.__all__, *pl.checkpoint.__all__}
