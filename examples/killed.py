@@ -107,7 +107,7 @@ def train_quietly(folder: Path, epochs: int) -> None:
 
 
 def newest(folder: Path) -> pl.State:
-    path = pl.latest(folder)
+    path = pl.latest_path(folder)
     assert path is not None
     return pl.load(path, model=model())
 

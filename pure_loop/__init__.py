@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     from pure_loop import algorithms, callbacks, checkpoint, distributed, loggers, order, schedules
     from pure_loop import testing as testing
     from pure_loop import typing as typing
-    from pure_loop.checkpoint import best, latest, load, save
+    from pure_loop.checkpoint import best as best
+    from pure_loop.checkpoint import best_path, latest_path, load, save
+    from pure_loop.checkpoint import latest as latest
+    from pure_loop.checkpoint.composer import from_composer
     from pure_loop.entry.drive import drive
     from pure_loop.entry.evaluate import evaluate, predict
     from pure_loop.entry.explain import explain
@@ -83,7 +86,7 @@ __all__ = [
     "ablate",
     "algorithm",
     "algorithms",
-    "best",
+    "best_path",
     "blame",
     "callbacks",
     "checkpoint",
@@ -96,10 +99,11 @@ __all__ = [
     "explain",
     "export",
     "fit",
+    "from_composer",
     "gradients",
     "inspect",
     "largest_microbatch",
-    "latest",
+    "latest_path",
     "load",
     "loggers",
     "lr_find",
@@ -123,7 +127,9 @@ __all__ = [
 
 # What a plain fit doesn't use.
 _LAZY = {
-    "checkpoint": ("best", "latest", "load", "save"),
+    # best and latest are earlier names of best_path and latest_path.
+    "checkpoint": ("best", "best_path", "latest", "latest_path", "load", "save"),
+    "checkpoint.composer": ("from_composer",),
     "entry.drive": ("drive",),
     "entry.evaluate": ("evaluate", "predict"),
     "entry.explain": ("explain",),

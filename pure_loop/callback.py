@@ -11,7 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlias
 
 import attrs
 import torch
@@ -26,7 +26,7 @@ from pure_loop.metrics import Metric
 from pure_loop.precision import PrecisionName
 from pure_loop.state import State
 from pure_loop.task import Task
-from pure_loop.time import Time
+from pure_loop.time import Time, Timestamp
 
 if TYPE_CHECKING:
     from pure_loop._internal.names import Fields
@@ -36,16 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "CallbackLike", "LastBoundary", "Logger", "LoggerGroup", "Run"]
 
 P = ParamSpec("P")
-
-
-class Progress(Protocol):
-    """What counts finished epochs and batches: a timestamp."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def batch(self) -> int: ...
 
 
 @attrs.define
@@ -114,15 +104,13 @@ class Run:
     resumed_from: str | None = None
     started: int = attrs.field(factory=lambda: int(time.time()))
 
-    def fields(self, now: Progress, rank: int = 0) -> Fields:
+    def fields(self, now: Timestamp, rank: int = 0) -> Fields:
         """What stands for the fields of a path such as ``"runs/{run_name}/ep{epoch}.pt"``."""
-        return {
-            "run_name": self.run_name,
-            "start": self.started,
-            "epoch": now.epoch,
-            "batch": now.batch,
-            "rank": rank,
-        }
+        from pure_loop._internal.names import counts_of  # a plain fit doesn't need it
+        from pure_loop._internal.processes import whereabouts
+
+        here = {"run_name": self.run_name, "rank": rank, "start": self.started, "world_size": self.ranks}
+        return {**counts_of(now), **here, **whereabouts(self.ranks)}
 
     def continues(self, batch: int) -> bool:
         """Whether the run, which starts after so many batches, continues an earlier one, and so its files."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pure_loop.algorithm import AlgorithmLike
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import CallbackLike, LoggerGroup, Run
+from pure_loop.checkpoint.composer import ComposerCheckpoint
 from pure_loop.entry.fit import FitOptions
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import EventName
@@ -25,6 +26,7 @@ __all__ = [
     "AlgorithmLike",
     "CadenceLike",
     "CallbackLike",
+    "ComposerCheckpoint",
     "EvaluatorsLike",
     "EventName",
     "FitOptions",

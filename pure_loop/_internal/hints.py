@@ -48,6 +48,9 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
             "write fit(..., batches_per_step=4)"
         ),
         "Rehearsal RangeTest Profile": "the types of what tools return are in pl.typing",
+        "best_checkpoint latest_checkpoint find_checkpoint": "write pl.best_path(folder), pl.latest_path(folder)",
+        "HuggingFaceModel ComposerClassifier": "a model of transformers is a torch.nn.Module: pl.Task(forward=, loss=)",
+        "load_composer from_checkpoint from_torch load_torch": "write pl.from_composer(path, model)",
         "ModelCheckpoint CheckpointSaver": "write callbacks=[pl.callbacks.CheckpointSaver(folder)]",
     },
     "pure_loop.callbacks": {
@@ -137,6 +140,8 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "Adagrad Adadelta NAdam RAdam Adamax ASGD Rprop": (
             "write from_torch(cls, lr=...), cls its class in torch.optim"
         ),
+        "DecoupledAdamW": "write adamw(lr=..., weight_decay=..., independent_decay=True)",
+        "DecoupledSGDW": "write sgd(lr=..., momentum=..., weight_decay=..., independent_decay=True)",
         "lr_scheduler": 'a rate is a function of the timestamp: adamw(lr=pl.schedules.cosine("3ep", peak=3e-4))',
     },
     "pure_loop.schedules": {
@@ -154,6 +159,16 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "get_cosine_schedule_with_warmup": 'write cosine("3ep", peak=3e-4, warmup="100ba")',
         "ExponentialLR": 'write exponential("1ep", gamma=0.9)',
         "LinearLR": 'write linear(1.0, 0.0, "3ep")',
+        # Of Composer; "with warmup" is an argument, or a schedule around another one.
+        "CosineAnnealingScheduler CosineAnnealingWithWarmupScheduler": 'write cosine("1dur", peak=3e-4, warmup="1ep")',
+        "CosineAnnealingWarmRestartsScheduler": 'write cosine_restarts("3ep")',
+        "LinearScheduler": 'write linear(1e-3, 0.0, "1dur")',
+        "LinearWithWarmupScheduler": 'write warmup("100ba", linear(1e-3, 0.0, "1dur"))',
+        "ConstantScheduler ConstantWithWarmupScheduler": 'write constant(1e-3), or warmup("100ba", 1e-3)',
+        "StepScheduler": 'write step("10ep", gamma=0.1)',
+        "MultiStepScheduler MultiStepWithWarmupScheduler": 'write warmup("100ba", multistep(["10ep", "20ep"]))',
+        "ExponentialScheduler": 'write exponential("1ep", gamma=0.9)',
+        "PolynomialScheduler PolynomialWithWarmupScheduler": 'write polynomial("1dur", power=2.0, warmup="100ba")',
         "ReduceLROnPlateau": 'a schedule knows no metric: pl.algorithms.reduce_on_plateau("val/loss")',
     },
 }
@@ -226,6 +241,49 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
         "evaluators",
         'evaluators={{"val": dataloader}}',
     ),
+    # Of Composer's Trainer.
+    ("train_subset_num_batches", "batches_per_epoch", "batches_per_epoch={}"),
+    ("eval_subset_num_batches", "evaluators", 'evaluators={{"val": pl.Evaluator(dataloader, batches={})}}'),
+    ("train_dataloader_label", "train_dataloader", "nothing of it: values of training are named train/..."),
+    ("spin_dataloaders", "train_dataloader", "nothing of it: a resumed run skips samples by their numbers"),
+    ("algorithm_passes", "algorithms", "algorithms=[...], in the order in which they are to run"),
+    ("scale_schedule_ratio", "optimizer", "optimizer=pl.optim.adamw(lr=pl.schedules.scaled(schedule, {}))"),
+    ("step_schedulers_every_batch", "optimizer", "nothing of it: a schedule is a function of the timestamp"),
+    (
+        "log_to_console console_stream console_log_interval",
+        "loggers",
+        'loggers=[pl.loggers.ConsoleLogger("1ep", stream=None)]',
+    ),
+    ("log_traces python_log_level", "loggers", 'logging.getLogger("pure_loop").setLevel("INFO")'),
+    ("auto_log_hparams", "loggers", "nothing of it: loggers are given the arguments of fit"),
+    ("load_object_store load_progress_bar", "load_path", 'load_path="s3://bucket/run/ep1-ba100.safetensors"'),
+    (
+        "load_weights_only load_strict_model_weights load_ignore_keys load_exclude_algorithms",
+        "load_path",
+        "pl.load(path, model=model, weights_only=..., strict=..., exclude=...) in the place of the model",
+    ),
+    (
+        "save_filename save_latest_filename save_overwrite save_weights_only save_ignore_keys save_metrics "
+        "save_num_checkpoints_to_keep save_latest_remote_file_name",
+        "callbacks",
+        "callbacks=[pl.callbacks.CheckpointSaver(folder, filename=, latest=, overwrite=, weights_only=, exclude=, "
+        "keep_last=)], with those that are needed",
+    ),
+    (
+        "parallelism_config fsdp_config deepspeed_config ddp_sync_strategy",
+        "parallel",
+        'parallel="shard" or "replicate"',
+    ),
+    ("dist_timeout", "parallel", 'parallel=pl.distributed.Parallel("replicate", timeout="10m")'),
+    ("precision_config", "precision", 'precision="amp_fp8"'),
+    (
+        "accumulate_train_batch_on_tokens",
+        "task",
+        "task=pl.Task(..., weight=count), with the number of tokens of a batch",
+    ),
+    ("deterministic_mode", "deterministic", "deterministic=True"),
+    ("compile_config", "compile", "compile=True"),
+    ("save_ignore_keys", "exclude", 'exclude=["opt_state"]'),
     ("metrics metric", "evaluators", 'evaluators={{"val": pl.Evaluator(dataloader, metrics=[...])}}'),
     ("loss_fn loss_function criterion objective", "loss", "loss=torch.nn.functional.cross_entropy"),
     ("batch_size", "train_dataloader", f"train_dataloader={_LOADER}; microbatch_size= is how much of it goes at once"),

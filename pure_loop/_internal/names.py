@@ -89,9 +89,31 @@ def check_recorded_run_name(name: object, path: object) -> str | None:
 
 Fields: TypeAlias = Mapping[str, "str | int | None"]
 
-FIELDS = ("epoch", "batch", "run_name", "rank", "start")
-"""The fields of every path: how many epochs and batches are finished, the name of the run, the rank of the process that
-writes, and when ``fit`` was called, in whole seconds since 1970."""
+COUNTS = (
+    *("epoch", "batch", "sample", "token", "iteration", "batch_in_epoch", "sample_in_epoch", "token_in_epoch"),
+    *("epoch_in_iteration", "batch_in_iteration", "token_in_iteration"),
+    *("total_seconds", "epoch_seconds", "batch_seconds"),
+)
+"""The fields of every path that a timestamp has; of seconds the whole ones."""
+
+OF_RUN = ("run_name", "rank", "start", "local_rank", "world_size", "local_world_size", "node_rank")
+"""The other fields of every path: the name of the run, the rank of the process that writes, when ``fit`` was called, in
+whole seconds since 1970, and where among all processes this one is, as torchrun says."""
+
+FIELDS = (*COUNTS, *OF_RUN)
+
+# What Composer calls them.
+_ELSEWHERE = {f"{unit}_wct": f"{unit}_seconds" for unit in ("total", "epoch", "batch")} | {"timestamp": "start"}
+
+
+def counts_of(timestamp: object) -> dict[str, int]:
+    """What stands for the fields of a path that a timestamp has."""
+    return {name: int(getattr(timestamp, name)) for name in COUNTS}
+
+
+def _instead(name: str) -> str:
+    return f", write {{{_ELSEWHERE[name]}}}" if name in _ELSEWHERE else ""
+
 
 # Digits alone, so that names can be recognised; a width is read before it is computed.
 _DIGITS = re.compile(r"(0?[1-9][0-9]?)?d?")
@@ -138,8 +160,8 @@ class Pattern:
         for literal, name, spec, conversion in parts:
             if name is not None and name not in fields:
                 raise ArgumentError(
-                    f"{argument}={self.text!r}: {{{name}}} is no field; there are {listed}. Write '{{{{' and '}}}}' "
-                    "for braces of the name itself."
+                    f"{argument}={self.text!r}: {{{name}}} is no field{_instead(name)}; there are {listed}. Write "
+                    "'{{' and '}}' for braces of the name itself."
                 )
             allowed = "" if name == "run_name" else _DIGITS
             if name is not None and (conversion or re.fullmatch(allowed, spec or "") is None):
@@ -160,7 +182,8 @@ class Pattern:
         if missing:
             raise ArgumentError(
                 f"{self._argument}={self.text!r}: {{{missing[0]}}} has no value here. Outside of fit write the path "
-                "itself; on other ranks than the first the name of the run has to be passed, fit(run_name=...)."
+                "itself; on other ranks than the first the name of the run has to be passed, fit(run_name=...); and "
+                "which machine a rank is on torchrun says."
             )
         return "".join(
             literal if name is None else literal + format(values[name], spec) for literal, name, spec in self._parts

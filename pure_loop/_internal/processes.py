@@ -140,6 +140,15 @@ def world_size() -> int:
     return world().size if dist is None else int(dist.get_world_size())
 
 
+def whereabouts(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[str, int | None]:
+    """Which machine this is, and which of its processes, of a run with so many ranks; None: no launcher says so."""
+    if ranks == 1:
+        return {"local_rank": 0, "local_world_size": 1, "node_rank": 0}
+    says = {"local_world_size": ("LOCAL_WORLD_SIZE",), "node_rank": ("GROUP_RANK", "SLURM_NODEID")}
+    result = {name: [_number(environ, key) for key in keys if environ.get(key)] for name, keys in says.items()}
+    return {"local_rank": world(environ).local_rank} | {name: next(iter(found), None) for name, found in result.items()}
+
+
 def torch_distributed() -> types.ModuleType | None:
     """torch.distributed, if there is a default process group; it is imported wherever one exists."""
     dist = sys.modules.get("torch.distributed")

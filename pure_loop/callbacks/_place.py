@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from pure_loop._internal.arguments import check_flag
-from pure_loop._internal.names import Fields, Pattern
+from pure_loop._internal.names import COUNTS, Fields, Pattern, counts_of
 from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop.callback import Run
 from pure_loop.checkpoint.paths import join
@@ -54,7 +54,7 @@ class Place:
         run = self.run or Run(function="drive", callbacks=())
         if self._overwrite or run.continues(state.timestamp.batch):
             return
-        names = [name.filled({**self._fields, "epoch": None, "batch": None}) for name in self._names]
+        names = [name.filled({**self._fields, **dict.fromkeys(COUNTS)}) for name in self._names]
         there = sorted(item for item in storage_of(self.folder).names() if any(name.match(item) for name in names))
         if self._is_file and not names[0].fields:
             if not there or storage_of(join(self.folder, there[0])).is_folder():
@@ -70,5 +70,5 @@ class Place:
             state: the source of the counts in the name; None: those with which the run starts.
             number: which of the names.
         """
-        counts = {} if state is None else {"epoch": state.timestamp.epoch, "batch": state.timestamp.batch}
+        counts = {} if state is None else counts_of(state.timestamp)
         return join(self.folder, self._names[number].of({**self._fields, **counts}))

@@ -10,11 +10,12 @@ from typing import Annotated, Literal
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.logs import get_logger, warn_on_terminal
-from pure_loop._internal.names import Fields, Pattern
+from pure_loop._internal.names import OF_RUN, Fields, Pattern
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._scored import Scored
 from pure_loop.checkpoint.background import StateWriter
+from pure_loop.checkpoint.contents import Contents
 from pure_loop.checkpoint.coordination import REQUEUE, Coordinator, StopConsensus, TimeLimit, of_first_rank, read_limit
 from pure_loop.checkpoint.digests import refuse_no_base
 from pure_loop.checkpoint.document import write_document
@@ -55,13 +56,11 @@ class CheckpointSaver(Callback):
     ``load_path`` of which the folder holds nothing that is further on.
 
     Args:
-        folder: where to, made if it isn't there; a URL is opened by fsspec. It may have the fields ``{run_name}``,
-            ``{start}`` (when ``fit`` was called, in whole seconds since 1970), ``{epoch}`` and ``{batch}`` (where the
-            run starts) and ``{rank}`` (0: the first rank's).
+        folder: where to, made if it isn't there; a URL is opened by fsspec. It may have fields such as ``{run_name}``,
+            ``{start}`` (when ``fit`` was called, in whole seconds since 1970) and ``{epoch}`` (where the run starts).
         interval: how often: ``"1ep"``, ``"100ba"``, ``"30m"``, ``"0.1dur"``, or a pure function of the State; 0: only
             where training ends.
-        filename: a pattern of counts of the timestamp: ``epoch``, ``batch``, ``sample``, ``token``, ``iteration``; and
-            of ``run_name``, ``start`` and ``rank``.
+        filename: a pattern of the same fields, with the counts of the State that is saved.
         keep_last: how many of the newest stay; None: all, or with ``keep_best`` one.
         keep_best: how many stay of those at which ``metric`` was measured and best.
         metric: label of an evaluator and name, ``"val/accuracy"``.
@@ -69,11 +68,13 @@ class CheckpointSaver(Callback):
             name, such as ``loss``, ``accuracy`` or ``f1``.
         latest: the name of a link to the newest file; None: no link. A remote folder has none.
         best: with ``keep_best``, the name of a link to the best file; None: no link. Where there are no links, as in a
-            remote folder, it is a text file that holds the name. :func:`pure_loop.best` needs neither.
+            remote folder, it is a text file that holds the name. :func:`pure_loop.best_path` needs neither.
         weights_only: save the weights alone, as ``pl.save(..., weights_only=True)`` does: for other programs, not to
             resume from, so ``autoresume`` needs another folder. A file with a score has the weights that were measured:
             with ``ema``, ``swa`` and the like, those of the average. Others have the weights that are trained.
         trained_only: leave out frozen parameters, as ``pl.save(..., trained_only=True)`` does.
+        exclude: what is left out of States, ``"opt_state"`` or ``"algorithm_state/NAME"`` (a glob): training goes on
+            from such a file by ``pl.load(path, model=..., exclude=...)`` alone, with what is missing begun anew.
         overwrite: replace what another run has left in the folder under names of this pattern: it is removed as soon as
             the first State of this run is saved.
         background: write in a thread while training continues, or before it does.
@@ -116,6 +117,7 @@ class CheckpointSaver(Callback):
         best: str | None = "best",
         weights_only: bool = False,
         trained_only: bool = False,
+        exclude: str | Iterable[str] = (),
         overwrite: bool = False,
         background: bool = True,
         signals: Iterable[SignalLike] = ("TERM", "INT"),
@@ -129,15 +131,13 @@ class CheckpointSaver(Callback):
             raise ArgumentTypeError('interval=None: write how often to save, such as "1ep" or "100ba".')
         self.interval = due
         self._scored = Scored(keep_best, metric, mode)
-        self._weights_only = check_flag("weights_only", weights_only)
-        self._trained_only = check_flag("trained_only", trained_only)
+        kinds = check_flag("weights_only", weights_only), check_flag("trained_only", trained_only)
+        self._contents = Contents(*kinds, exclude)
         retention = Retention(keep_last, keep_best, self._scored.largest)
-        options = {"weights_only": self._weights_only, "overwrite": check_flag("overwrite", overwrite)}
+        options = {"weights_only": kinds[0], "overwrite": check_flag("overwrite", overwrite)}
         names, links = Names(filename, SUFFIX), Links(latest, best)
         self._folder = RunFolder(where, names, retention, links, **options, beside=self._beside)
-        self._writer = StateWriter(
-            self._folder, weights_only=self._weights_only, trained_only=self._trained_only, beside=background
-        )
+        self._writer = StateWriter(self._folder, self._contents, beside=background)
         self._held = HeldSignals(signals)
         self._limit = read_limit(stop_before)
         # Where each rank holds a part of the State.
@@ -159,10 +159,11 @@ class CheckpointSaver(Callback):
             ArgumentError: it would never save, its metric isn't measured, or another saver has files of the same names.
         """
         self._called = run
-        if run.autoresume is not None and self._weights_only and same_place(self.folder, run.autoresume):
+        if run.autoresume is not None and not self._contents.is_whole and same_place(self.folder, run.autoresume):
+            what = "weights_only=True" if self._contents.weights_only else f"exclude={list(self._contents.exclude)}"
             raise ArgumentError(
-                f"CheckpointSaver({self.folder!r}, weights_only=True) saves to the folder of autoresume, which resumes "
-                "from whole States: give the weights a folder of their own."
+                f"CheckpointSaver({self.folder!r}, {what}) saves to the folder of autoresume, which resumes from whole "
+                "States: give it a folder of its own."
             )
         if run.function in ("evaluate", "predict"):
             raise ArgumentError(
@@ -171,7 +172,7 @@ class CheckpointSaver(Callback):
             )
         savers = [callback for callback in run.callbacks if isinstance(callback, CheckpointSaver)]
         if self._limit is not None:
-            resumes = not all(saver._weights_only for saver in savers)
+            resumes = any(saver._contents.is_whole for saver in savers)
             self._limit.refuse_endless(counts=run.function != "drive", resumes=resumes)
         if run.function == "drive":
             return
@@ -194,20 +195,21 @@ class CheckpointSaver(Callback):
 
     def saves_to(self, folder: PathLike) -> bool:
         """Whether a run resumes from what this saves to a folder."""
-        return not self._weights_only and same_place(self.folder, folder)
+        return self._contents.is_whole and same_place(self.folder, folder)
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         is_fit = self._called is not None and self._called.function == "fit"
         self._held.run = self._called if is_fit else None
         self._folder.settle(self._fields(state))
-        if self._trained_only:
+        if self._contents.trained_only:
             refuse_no_base(state)
+        self._contents.refuse_unmatched(state)
         if together := in_parts(state):
             self._vote = StopConsensus()
             self._writer.coordinator = Coordinator()
         if self.rank == 0:
             # What can't be saved is an error now, not after the first epoch.
-            if self._weights_only:
+            if self._contents.weights_only:
                 refuse_unwritable(state)
             else:
                 write_document(state, parts=together)
@@ -223,7 +225,7 @@ class CheckpointSaver(Callback):
         """The fields of paths: on all ranks those of the first one."""
         run = self._called
         fields = (run or Run(function="drive", callbacks=())).fields(state.timestamp)
-        if run is None or run.ranks == 1 or not {"run_name", "start"} & self._folder.fields:
+        if run is None or run.ranks == 1 or not {*OF_RUN} & self._folder.fields:
             return fields
         return of_first_rank(fields, self.folder)
 
@@ -231,7 +233,7 @@ class CheckpointSaver(Callback):
         self._scored.begins(state)
 
     def eval_start(self, state: State, logger: LoggerGroup) -> None:
-        if self._weights_only:
+        if self._contents.weights_only:
             self._scored.evaluates(state)
 
     def eval_batch_end(self, state: State, logger: LoggerGroup) -> None:
@@ -325,7 +327,7 @@ class CheckpointSaver(Callback):
         Raises:
             SystemExit: on all ranks.
         """
-        measured = self._scored.is_measured(state, evaluated=self._weights_only)
+        measured = self._scored.is_measured(state, evaluated=self._contents.weights_only)
         save = partial(self._finish, state, f"stop_before={limit.text!r}", measured=measured)
         if self._writer.coordinator is None and self._held.run is not None and self._held.run.ranks > 1:
             # The first rank that ends may have the others killed, so all wait until the file is complete.
@@ -350,12 +352,8 @@ class CheckpointSaver(Callback):
             return
         self._said = path
         folder = None if self._called is None else self._called.autoresume
-        text = f"{why}: the State of batch {batch} is saved in {path}: resume it with fit(..., load_path=...)"
-        if self._weights_only:
-            text = f"{why}: the weights of batch {batch} are saved in {path}; fit(..., autoresume=...) could resume"
-        elif folder is not None and self.saves_to(folder):
-            text = f"{why}: the State of batch {batch} is saved in {path}: the same command resumes from it"
-        warn_on_terminal(_log, text)
+        same_command = folder is not None and self.saves_to(folder)
+        warn_on_terminal(_log, self._contents.saved(why, batch, path, same_command=same_command))
 
     def _note(self, state: State) -> None:
         """Remember the State of a boundary until the next batch is loaded."""
@@ -371,7 +369,7 @@ class CheckpointSaver(Callback):
             self._held.caught = self._held.caught or stop
         interval = self.interval
         is_due = interval.at(state, counted) if isinstance(interval, Cadence) else interval(state)
-        measured = self._scored.is_measured(state, evaluated=self._weights_only)
+        measured = self._scored.is_measured(state, evaluated=self._contents.weights_only)
         if not self._saves or not (stop or is_due or state.has_ended()):
             return
         # A run that resumes from this State does not record again what was recorded before it.
@@ -388,7 +386,7 @@ class CheckpointSaver(Callback):
 
     def _save(self, state: State, *, measured: bool) -> None:
         place = state.timestamp.batch, state.event
-        if self._weights_only and measured:
+        if self._contents.weights_only and measured:
             state = self._scored.with_measured_weights(state)
         path = self._writer.save(state, partial(self._notes, measured=measured), first=self.rank == 0)
         self._saved = *place, path

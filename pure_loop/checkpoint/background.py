@@ -17,6 +17,7 @@ from torch import Tensor
 from pure_loop._internal.processes import in_child
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.tree_ops import are_sharded
+from pure_loop.checkpoint.contents import Contents
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.files import write_state
 from pure_loop.checkpoint.run_folder import RunFolder, Saved
@@ -102,17 +103,16 @@ class StateWriter(Background):
 
     Args:
         folder: where to.
-        weights_only, trained_only: what is written: see :func:`pure_loop.save`.
+        contents: what is written.
         beside: whether a thread writes while training continues.
 
     Attributes:
         coordinator: where the ranks that hold parts of the State meet; None: it is not sharded.
     """
 
-    def __init__(self, folder: RunFolder, *, weights_only: bool, trained_only: bool, beside: bool) -> None:
+    def __init__(self, folder: RunFolder, contents: Contents, *, beside: bool) -> None:
         super().__init__()
-        self._folder = folder
-        self._weights_only, self._trained_only, self._beside = weights_only, trained_only, beside
+        self._folder, self._contents, self._beside = folder, contents, beside
         self.coordinator: Coordinator | None = None
 
     def save(self, state: State, notes: Callable[[State], dict[str, object]], *, first: bool) -> str:
@@ -126,13 +126,12 @@ class StateWriter(Background):
         Raises:
             Exception: what a job before this one raised.
         """
-        coordinator, folder = self.coordinator, self._folder
-        if self._weights_only:
-            state = state.replace(opt_state=None, algorithm_state={})
-        name = folder.name_of(state, parts=coordinator is not None and not self._weights_only)
+        coordinator, folder, contents = self.coordinator, self._folder, self._contents
+        state, left = contents.of(state)
+        name = folder.name_of(state, parts=coordinator is not None and not contents.weights_only)
         path = folder.path_of(name)
         # All ranks gather here, because collectives of a thread would meet those of training.
-        gathered = Weights.of(state) if self._weights_only and coordinator is not None else None
+        gathered = Weights.of(state) if contents.weights_only and coordinator is not None else None
         # Taken out of it by the job, so that the State is unaliased as soon as it is copied.
         waiting = [(state, protect(state))]
         streams = _streams_of(state)
@@ -141,16 +140,16 @@ class StateWriter(Background):
             state, release = waiting.pop()
             try:
                 if self._beside:
-                    original, state = state, _snapshot(state, but_frozen=self._trained_only)
+                    original, state = state, _snapshot(state, but_frozen=contents.trained_only)
                     if state is not original:
                         release()
                     del original
                 with streams:
-                    noted, weights = notes(state), gathered
-                    if self._weights_only and weights is None:
-                        weights = Weights.of(state, trained_only=self._trained_only)
+                    noted, weights = {**notes(state), **left}, gathered
+                    if contents.weights_only and weights is None:
+                        weights = Weights.of(state, trained_only=contents.trained_only)
                     write_state(
-                        state, path, noted, trained_only=self._trained_only, weights=weights, coordinator=coordinator
+                        state, path, noted, trained_only=contents.trained_only, weights=weights, coordinator=coordinator
                     )
                 if first:
                     score = noted.get("score")

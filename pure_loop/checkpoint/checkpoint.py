@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import accepts, name_of
 from pure_loop._internal.suggestions import nearest
+from pure_loop.checkpoint.contents import left_out, without_left_out
 from pure_loop.checkpoint.digests import BaseTensor, verified_base
 from pure_loop.checkpoint.document import Document, Shaped
 from pure_loop.checkpoint.validation import Json
@@ -160,12 +161,15 @@ def _near(text: str, names: list[str]) -> str:
 _OPT_STATE, _ALGORITHM_STATE = "opt_state", "algorithm_state/"
 
 
-def without_excluded(fields: Mapping[str, Json], exclude: Iterable[str], path: object) -> dict[str, Json]:
+def without_excluded(
+    fields: Mapping[str, Json], exclude: Iterable[str], path: object, absent: Iterable[str] = ()
+) -> dict[str, Json]:
     """The fields of a State as JSON, without its optimizer state or the algorithm state of some algorithms.
 
     Args:
         fields: of a document.
         exclude: ``"opt_state"``, or ``"algorithm_state/"`` and a glob of the names of algorithms.
+        absent: what the file lacks already.
 
     Raises:
         ArgumentError: another field, or an algorithm that has no state there.
@@ -185,7 +189,7 @@ def without_excluded(fields: Mapping[str, Json], exclude: Iterable[str], path: o
         states = described.get("frozen") if isinstance(described, dict) else None
         states = states if isinstance(states, dict) else {}
         excluded = fnmatch.filter(states, glob.removeprefix(_ALGORITHM_STATE))
-        if not excluded:
+        if not excluded and not fnmatch.filter(absent, glob):
             near = nearest(glob.removeprefix(_ALGORITHM_STATE), states)
             raise ArgumentError(
                 f"exclude={glob!r}: {path} has no such algorithm state"
@@ -247,8 +251,9 @@ class Checkpoint:
         document = self.document
         if document is None or not exclude:
             return self
-        fields = without_excluded(document.fields, exclude, self.path)
-        return attrs.evolve(self, document=attrs.evolve(document, fields=fields, is_whole=False))
+        fields = without_excluded(document.fields, exclude, self.path, left_out(document.notes))
+        notes = without_left_out(document.notes, exclude)
+        return attrs.evolve(self, document=attrs.evolve(document, fields=fields, notes=notes, is_whole=False))
 
     def into(self, state: State) -> State:
         """The saved State, with the model and on the device of this one."""

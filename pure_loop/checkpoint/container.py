@@ -365,8 +365,8 @@ def _kind_of(first: bytes) -> str | None:
 
 
 _ADVICE = (
-    "Resume from another checkpoint: pl.latest(folder) finds the newest one that is whole. Weights that torch.save "
-    "wrote go into the module: model.load_state_dict(torch.load(path, weights_only=True))."
+    "Resume from another checkpoint: pl.latest_path(folder) finds the newest one that is whole. What torch.save or "
+    "Composer wrote is read by pl.from_composer(path, model)."
 )
 
 

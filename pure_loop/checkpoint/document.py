@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.registry import named, registered
+from pure_loop.checkpoint.contents import refuse_left_out
 from pure_loop.checkpoint.digests import Base, read_base, take_out_base
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer
 from pure_loop.checkpoint.validation import (
@@ -144,6 +145,7 @@ class Document:
             CheckpointError: it holds what this program doesn't know.
             ResumeError: it is another model's; names the leaf.
         """
+        refuse_left_out(self.notes, path)
         cls, values = self._values(Reader(tensors, device, path), path)
         model = self.altered_model(model, path)
         refuse_another_model(values["params"], values["buffers"], model, self.model, path)

@@ -240,7 +240,7 @@ def read_checkpoint(path: PathLike) -> Checkpoint:
 
             return ShardedCheckpoint.read(where.path)
         raise CheckpointError(
-            f"{where.path} is a folder: give a checkpoint in it; pl.latest({where.path!r}) finds the newest. (It "
+            f"{where.path} is a folder: give a checkpoint in it; pl.latest_path({where.path!r}) finds the newest. (It "
             f"has no {INDEX}: if it was to be a sharded one, that was not completed.)"
         )
     try:

@@ -124,7 +124,7 @@ def readable(paths: Iterable[str], *, weights: bool) -> Iterator[tuple[str, Foun
 
 
 @teaching
-def latest(folder: PathLike) -> str | None:
+def latest_path(folder: PathLike) -> str | None:
     """The path of the newest checkpoint in a folder that is whole; None if there is none.
 
     Newest is the State that is furthest on: by its counts of batches, epochs and iterations, and where these are equal
@@ -137,7 +137,7 @@ def latest(folder: PathLike) -> str | None:
         ArgumentTypeError: it is no path.
         ArgumentError: it is a file.
 
-    >>> latest("a/folder/that/is/not/there") is None
+    >>> latest_path("a/folder/that/is/not/there") is None
     True
     """
     refuse_file(folder)
@@ -238,7 +238,7 @@ def refuse_file(folder: PathLike) -> None:
 
 
 @teaching
-def best(folder: PathLike, *, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> str | None:
+def best_path(folder: PathLike, *, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> str | None:
     """The path of the best checkpoint in a folder that is whole; None if no checkpoint has a score.
 
     ``CheckpointSaver(folder, keep_best=1, metric="val/loss", mode="min")`` saves the score with each State at which the
@@ -257,7 +257,7 @@ def best(folder: PathLike, *, metric: str | None = None, mode: Literal["min", "m
         ArgumentError: it is a file; there are scores of several metrics and ``metric`` is None; there is no score of
             this metric; whether the largest or the smallest is the best isn't known.
 
-    >>> best("a/folder/that/is/not/there") is None
+    >>> best_path("a/folder/that/is/not/there") is None
     True
     """
     refuse_file(folder)
@@ -300,3 +300,7 @@ def _saved_mode(chosen: list[Found]) -> str:
 def _signed(item: Found, *, largest: bool) -> float:
     assert item.score is not None
     return -item.score if largest else item.score
+
+
+# Earlier names, which sound like States.
+latest, best = latest_path, best_path

@@ -142,7 +142,7 @@ class Index:
             if not where.exists():
                 raise CheckpointError(
                     f"{where.path} is missing, a part of a sharded checkpoint: {folder} was copied without it, or it "
-                    "was deleted. Resume from another one: pl.latest(folder) finds the newest one that is whole."
+                    "was deleted. Resume from another one: pl.latest_path(folder) finds the newest one that is whole."
                 )
             if storage_of(folder).leads_out(file.name):
                 _refuse(where.path, "it is a link to outside of its folder")
@@ -262,6 +262,6 @@ def _refuse_unpaid(files: tuple[File, ...], tensors: dict[str, Stored], path: ob
 
 def _refuse(path: object, reason: str) -> NoReturn:
     raise CheckpointError(
-        f"{path} can't be read: {reason}. Resume from another checkpoint: pl.latest(folder) finds the newest one that "
-        "is whole."
+        f"{path} can't be read: {reason}. Resume from another checkpoint: pl.latest_path(folder) finds the newest one "
+        "that is whole."
     )

@@ -11,7 +11,7 @@ import socket
 import time
 from typing import TypeAlias
 
-from pure_loop._internal.names import FIELDS, Fields, Pattern
+from pure_loop._internal.names import COUNTS, OF_RUN, Fields, Pattern, counts_of
 from pure_loop.errors import ArgumentError
 from pure_loop.time import Timestamp
 
@@ -113,9 +113,9 @@ class Names:
 
     def __init__(self, pattern: PathLike, suffix: str) -> None:
         self._suffix = suffix
-        self._pattern = Pattern(pattern, "filename", tuple(dict.fromkeys((*_COUNTS, *FIELDS))))
-        self._check(self._pattern.of({**_EXAMPLE, **_counts(Timestamp())}))
-        self._check(self._pattern.of({**_EXAMPLE, **_counts(_LARGE)}), ": with counts of millions the name is")
+        self._pattern = Pattern(pattern, "filename")
+        self._check(self._pattern.of({**_EXAMPLE, **counts_of(Timestamp())}))
+        self._check(self._pattern.of({**_EXAMPLE, **_LARGE}), ": with counts of millions the name is")
 
     def _check(self, name: str, what: str = ": it is") -> None:
         if len(os.fsencode(name)) > LONGEST_NAME:
@@ -138,11 +138,11 @@ class Names:
         """The names of one run: counts are left, and its name, its rank and its start put in."""
         result = copy.copy(self)
         result._pattern = self._pattern.filled({name: fields.get(name) for name in _EXAMPLE})
-        result._check(result._pattern.of({**_EXAMPLE, **_counts(_LARGE)}), ": with counts of millions the name is")
+        result._check(result._pattern.of({**_EXAMPLE, **_LARGE}), ": with counts of millions the name is")
         return result
 
     def of(self, timestamp: Timestamp) -> str:
-        return self._pattern.of(_counts(timestamp))
+        return self._pattern.of(counts_of(timestamp))
 
     def is_like(self, names: Names) -> bool:
         """Whether both give a name in some run."""
@@ -154,12 +154,5 @@ class Names:
         return self._pattern.match(name)
 
 
-_COUNTS = ("epoch", "batch", "sample", "token", "iteration", "batch_in_epoch", "epoch_in_iteration")
-_EXAMPLE: dict[str, str | int] = {"run_name": "run", "rank": 0, "start": 1234567}
-
-
-def _counts(timestamp: Timestamp) -> dict[str, int]:
-    return {name: getattr(timestamp, name) for name in _COUNTS}
-
-
-_LARGE = Timestamp(epoch=1234567, batch=1234567, sample=1234567, token=1234567, iteration=1234567)
+_EXAMPLE: dict[str, str | int] = {**dict.fromkeys(OF_RUN, 0), "run_name": "run", "start": 1234567}
+_LARGE = dict.fromkeys(COUNTS, 1234567)

@@ -55,13 +55,17 @@ class Retention:
     def expired(self, saved: list[Saved]) -> list[Saved]:
         """Those that needn't be kept, of some in the order of their saves; the newest is never among them.
 
+        Of one batch, the end of it and that of its epoch, only the later stays.
+
         >>> files = [Saved("a", 1, 0.1), Saved("b", 2, 0.9), Saved("c", 3, 0.5), Saved("d", 4, None)]
         >>> [file.name for file in Retention(last=1, best=1, largest=True).expired(files)]
         ['a', 'c']
         """
+        last = _last_of_batches(saved)
         if self.last is None and self.best is None:
-            return []
-        stay = {*_last_of_batches(saved)[-(self.last or 1) :], *self.ranked(saved)[: self.best or 0]}
+            stay = {*last}
+        else:
+            stay = {*last[-(self.last or 1) :], *self.ranked(saved)[: self.best or 0]}
         return [file for file in saved if file not in stay]
 
     def ranked(self, saved: list[Saved]) -> list[Saved]:

@@ -115,7 +115,7 @@ def storage_of(path: PathLike) -> Storage:
         MissingExtraError: it has a protocol, and fsspec is not installed.
     """
     if not is_path(path):
-        none = " pl.latest and pl.best return None where a folder has no checkpoint." if path is None else ""
+        none = " pl.latest_path and pl.best_path return None where a folder has no checkpoint." if path is None else ""
         raise ArgumentTypeError(f"{path!r} is no path: write a text or a pathlib.Path.{none}")
     text = os.fspath(path)
     if not text:
@@ -163,7 +163,7 @@ def _instead(folder: str, name: str) -> str:
     like = difflib.get_close_matches(name, names, n=_SHOWN)
     first = [*like, *(item for item in names if item not in like)][:_SHOWN]
     more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
-    return f"; {folder} holds {', '.join(first)}{more}, and pl.latest({folder!r}) finds its newest checkpoint"
+    return f"; {folder} holds {', '.join(first)}{more}, and pl.latest_path({folder!r}) finds its newest checkpoint"
 
 
 _SHOWN = 5

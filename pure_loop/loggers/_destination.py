@@ -14,17 +14,18 @@ from torch import Tensor
 from pure_loop._internal.arguments import check_file_name, check_flag
 from pure_loop._internal.closing import Closing, call_all
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.names import Fields, Pattern
+from pure_loop._internal.names import Fields, Pattern, counts_of
 from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop._internal.recordable import recordable_metrics
 from pure_loop._internal.suggestions import teaching
 from pure_loop.cadence import Cadence, CadenceLike
-from pure_loop.callback import Logger, LoggerGroup, Progress, Run
+from pure_loop.callback import Logger, LoggerGroup, Run
 from pure_loop.callbacks._intervals import read_interval
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loggers._entry import Entry, Kind, Moment, read_tensors
 from pure_loop.state import State
+from pure_loop.time import Timestamp
 
 Names = str | Iterable[str] | None
 
@@ -175,7 +176,7 @@ class Destination(AtIntervals):
             raise ArgumentError(f"two loggers write to {file}: give each a file of its own, or leave one of them out.")
         self._run = run
         if run.function != "fit":  # which alone has a name for each run
-            self._settle(_UNKNOWN)
+            self._settle(Timestamp())
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         self._pending.append(Entry("hyperparameters", "hyperparameters", dict(hyperparameters), self._latest, _now()))
@@ -253,7 +254,7 @@ class Destination(AtIntervals):
         """Open the record, unless it is."""
         if self._is_open:
             return
-        self._settle(self._latest)
+        self._settle(self._latest.timestamp)
         recorded = self.recorded_run_name
         self.run_name = (None if self._run is None else self._run.run_name) or recorded
         is_other = self.is_foreign
@@ -279,10 +280,10 @@ class Destination(AtIntervals):
             attrs.evolve(entry, moment=self._latest) if entry.moment == _UNKNOWN else entry for entry in self._pending
         ]
 
-    def _settle(self, progress: Progress) -> None:
+    def _settle(self, timestamp: Timestamp) -> None:
         if self._place is not None:
-            outside: Fields = {"epoch": progress.epoch, "batch": progress.batch, "rank": self.rank}
-            self._location = self._place.of(outside if self._run is None else self._run.fields(progress, self.rank))
+            outside: Fields = {**counts_of(timestamp), "rank": self.rank}
+            self._location = self._place.of(outside if self._run is None else self._run.fields(timestamp, self.rank))
             self.settle(self._location)
 
     def _refuse(self, recorded: str | None, names: Sequence[str]) -> None:

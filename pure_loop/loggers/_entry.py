@@ -34,6 +34,7 @@ class Moment:
         iteration: how many iterations.
         position: the last boundary passed.
         event: the event.
+        timestamp: with all counts.
     """
 
     batch: int = 0
@@ -41,11 +42,12 @@ class Moment:
     iteration: int = 0
     position: Event | None = None
     event: Event | None = None
+    timestamp: Timestamp = attrs.field(factory=Timestamp, eq=False, repr=False)
 
     @classmethod
     def of(cls, state: State) -> Moment:
         t: Timestamp = state.timestamp
-        return cls(t.batch, t.epoch, t.iteration, state.position, state.event)
+        return cls(t.batch, t.epoch, t.iteration, state.position, state.event, t)
 
     def is_before(self, start: Moment) -> bool:
         """Whether a run that resumes at ``start``, which is a FIT_START, won't come to this moment again."""

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pure_loop._internal.arguments import check_file_name, check_flag, is_path
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.names import Fields, Pattern
+from pure_loop._internal.names import FIELDS, Fields, Pattern
 from pure_loop._internal.owned_files import refuse_other_run
 from pure_loop._internal.processes import in_child
 from pure_loop._text import without_secrets
@@ -31,7 +31,7 @@ __all__ = ["RemoteUploader"]
 
 _log = get_logger("pure_loop.loggers")
 # What stands for the fields of a URL outside of a run.
-_OUTSIDE: Fields = {"run_name": "run", "epoch": 0, "batch": 0, "rank": 0}
+_OUTSIDE: Fields = {**dict.fromkeys(FIELDS, 0), "run_name": "run"}
 
 
 @checked

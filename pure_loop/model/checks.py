@@ -141,7 +141,7 @@ def _hint(argument: object) -> str:
     if isinstance(argument, Mapping) and any(isinstance(value, Tensor) for value in argument.values()):
         return ": a state_dict goes into its module first, model.load_state_dict(...)"
     if is_path(argument):
-        return "; the path of a checkpoint goes beside the model: fit(model, ..., load_path=path)"
+        return "; of a file, fit(model, ..., load_path=path) resumes, and pl.load(path, model=model) is the State"
     if isinstance(argument, Iterable) and not isinstance(argument, Mapping):
         return "; the model comes first, then the data: fit(model, train_dataloader, ...)"
     return ""

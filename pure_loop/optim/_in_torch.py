@@ -113,6 +113,13 @@ class RuleInTorch(ABC):
         scheduled = {key for key, value in self.rule.options.items() if _is_scheduled(value)}
         fixed = {key: value for key, value in self.rule.options.items() if key not in scheduled}
         where = f"pl.optim.{self.rule.name}"
+        # Composer's classes have it, and those of torch have not.
+        independent = group.options.get("independent_decay") and "weight_decay" in self.rule.options
+        if independent and not fixed.pop("independent_decay", False) and self.rule.options["weight_decay"] != 0:
+            raise ArgumentError(
+                "the state dict was made with a weight decay that isn't multiplied by the learning rate, and that of "
+                f"{where} is: write {where}(..., independent_decay=True)."
+            )
         refuse_other_options(where, self.built(fixed), group.options, scheduled)
 
     def memory(self, group: TorchGroup, params: Params, keys: Sequence[str], *, counts: bool) -> dict[str, Any]:

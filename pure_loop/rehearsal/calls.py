@@ -18,7 +18,7 @@ from torch import Tensor
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.torch_private import DispatchMode, fake_ranks
 from pure_loop.algorithm import Algorithm, flatten
-from pure_loop.checkpoint.finding import latest
+from pure_loop.checkpoint.finding import latest_path
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.data.batch import tensors_in
 from pure_loop.data.group import parts_of
@@ -56,7 +56,7 @@ def without_numbers(arguments: Arguments, place: Place) -> Arguments:
             if not storage_of(path).exists():
                 raise CheckpointNotFoundError(f"there is no checkpoint at {os.fspath(path)}")
             place.skip(f"load_path: {os.fspath(path)} is there, and was not read.")
-    if folder is not None and isinstance(folder, str | os.PathLike) and latest(folder) is not None:
+    if folder is not None and isinstance(folder, str | os.PathLike) and latest_path(folder) is not None:
         place.skip(f"autoresume: {os.fspath(folder)} has a checkpoint, which was not read.")
     return {**arguments, **changes}
 

@@ -83,7 +83,7 @@ def test_a_plain_fit_imports_nothing_heavy_or_unused(fitted: Any) -> None:
 
 def test_checkpoints_of_one_rank_import_nothing_of_ranks() -> None:
     """There are builds of torch that have no torch.distributed."""
-    imported = measured("pl.save, pl.load, pl.latest, pl.callbacks.CheckpointSaver")["all"]
+    imported = measured("pl.save, pl.load, pl.latest_path, pl.callbacks.CheckpointSaver")["all"]
     assert "pure_loop.checkpoint.files" in imported
     assert "pure_loop.distributed.ranks" not in imported
 

@@ -19,6 +19,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop import callbacks as C
 from pure_loop import loggers as L
+from pure_loop._internal.names import COUNTS, FIELDS
 from pure_loop.callbacks import CheckpointSaver, ExportForInferenceCallback, FlightRecorder
 from pure_loop.errors import RunExistsError
 from tests.support import problem
@@ -80,7 +81,7 @@ def test_another_run_is_refused_before_training_and_what_resumes_is_its_own(name
     state = go(mlp(), make(place), run_name="one", autoresume=auto, max_duration="1ep")
     go(state, make(place))
     go(mlp(), make(place), autoresume=auto, max_duration="3ep")
-    go(mlp(), make(place), load_path=pl.latest(auto), max_duration="4ep")
+    go(mlp(), make(place), load_path=pl.latest_path(auto), max_duration="4ep")
     for options in ({"seed": 1}, {}, {"run_name": "one"}):
         refused(lambda options=options: fit(mlp(1), make(place), **options), place, r"another run.*overwrite.*run_name")
     saver, killed = CheckpointSaver(tmp_path / "auto2", interval="100ba", signals=()), tmp_path / "killed"
@@ -197,7 +198,7 @@ def test_what_is_there_is_never_changed_unless_that_was_written(runs: list[tuple
     with tempfile.TemporaryDirectory() as place:
         folder, last, kept = Path(place), None, None
         for number, (start, overwrite, seed) in enumerate(runs):
-            before, newest = content(folder), pl.latest(folder)
+            before, newest = content(folder), pl.latest_path(folder)
             saver = every_batch(folder, latest=None, overwrite=overwrite)
             options: dict[str, Any] = {"max_duration": f"{number + 2}ba", "optimizer": pl.optim.sgd(lr=0.1 + number)}
             beginning: Any = mlp(number)
@@ -257,6 +258,26 @@ def test_fields_are_put_in_where_the_run_starts(tmp_path: Path) -> None:
     names = {path.rpartition("/")[2] for path in content(folder)}
     flight = {"start-ba0.safetensors", "ba4.safetensors", "journal.jsonl", "run.json"}
     assert names == flight | {f"calm-{start}-0-04.safetensors", "e1-b4-calm.pt", "m.csv", "m.run.json", "calm.jsonl"}
+
+
+def test_every_field_of_composer_is_in_every_path(tmp_path: Path) -> None:
+    """Counts of the State in a name, and of the start in folders; seconds are whole ones; one rank is the first."""
+    fields = [*FIELDS[1:], "epoch"]
+    text = "-".join(f"{{{name}}}" for name in fields)
+    saver = CheckpointSaver(tmp_path / ("c" + text), filename=text + ".safetensors", interval="3ba")
+    others = ExportForInferenceCallback(tmp_path / ("x" + text)), L.CSVLogger(tmp_path / ("l" + text))
+    state = go(mlp(), saver, *others, max_duration="3ba", run_name="calm")
+    here = {"run_name": "calm", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "node_rank": 0}
+    for path in tmp_path.iterdir():
+        now = state.timestamp if path.name.startswith("x") else pl.Timestamp()
+        found = dict(zip(fields, path.name[1:].removesuffix(".run.json").split("-"), strict=True))
+        wanted = {name: int(getattr(now, name)) for name in COUNTS} | here
+        assert found | {name: str(value) for name, value in wanted.items()} == found
+    (path,) = Path(saver.place).glob("*.safetensors")
+    assert path.name.startswith("-".join(str(getattr(state.timestamp, name)) for name in ("batch", "sample", "token")))
+    for wrong, right in (("total_wct", "total_seconds"), ("timestamp", "start")):
+        with pytest.raises(pl.ArgumentError, match=rf"{{{wrong}}} is no field, write {{{right}}}"):
+            CheckpointSaver("runs", filename=f"{{{wrong}}}.safetensors")
 
 
 def test_names_of_runs_are_made_up_kept_in_checkpoints_and_passed(

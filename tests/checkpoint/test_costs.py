@@ -74,7 +74,7 @@ def test_of_a_folder_one_description_at_a_time_is_in_memory(tmp_path: Path) -> N
     for number in range(12):
         (tmp_path / f"{number}.safetensors").write_bytes(content)
     with little_memory(32 << 20), messages():
-        assert pl.latest(tmp_path) == str(tmp_path / "9.safetensors")
+        assert pl.latest_path(tmp_path) == str(tmp_path / "9.safetensors")
 
 
 def test_keys_of_one_hash(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_files_that_may_not_be_so_large(tmp_path: Path, background: bool) -> Non
     with contextlib.ExitStack() as stack, not_written(run, errno.EFBIG):
         pl.run(fit(wide(), callbacks=limit, autoresume=saver))
     assert not names(run, hidden=True)
-    newest: Any = pl.latest(run)
+    newest: Any = pl.latest_path(run)
     assert pl.load(newest, model=wide()).timestamp.batch in (2, 3, 4, 5)
     assert_same(pl.run(fit(wide(), autoresume=saver)), pl.run(fit(wide())), "resumed")
 
@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_written_to(kind: str) -> None:
         (run / "old.safetensors").chmod(0)
         with bound_by_permissions(), messages() as said:
             refused(run / "old.safetensors")
-            assert pl.latest(run) is None
+            assert pl.latest_path(run) is None
         assert str(run / "old.safetensors") in said[0]
 
 
@@ -173,7 +173,7 @@ def test_swept_are_leftovers_of_processes_that_are_gone(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("kind", ["local", "file", "memory"])
 def test_what_is_not_there_is_told_with_what_is(kind: str) -> None:
     with place(kind) as anywhere:
-        assert pl.latest(anywhere) is None
+        assert pl.latest_path(anywhere) is None
         path = f"{anywhere}/deep/epoch10.safetensors"
         for state in (state_at(), trained()):  # and one over the other
             pl.save(state, path)
@@ -186,7 +186,10 @@ def test_what_is_not_there_is_told_with_what_is(kind: str) -> None:
             os.mkdir(f"{anywhere}/empty")
         for missing, says in (
             ("empty/x", "empty is empty" if kind == "local" else "no folder"),
-            ("deep/epoch1", "deep holds epoch10.safetensors, a.txt, b.txt, c.txt, d.txt and 3 more, and pl.latest("),
+            (
+                "deep/epoch1",
+                "deep holds epoch10.safetensors, a.txt, b.txt, c.txt, d.txt and 3 more, and pl.latest_path(",
+            ),
             ("other/x", f"there is no folder {anywhere}/other either"),
         ):
             with pytest.raises(CheckpointNotFoundError) as caught:
@@ -203,7 +206,7 @@ def test_the_longest_names(tmp_path: Path, name: str) -> None:
         assert len(os.fsencode(path.name)) == 255
         pl.save(state_at(seed=3), path)
         assert pl.load(path, model=small()).seed == 3
-    assert pl.latest(tmp_path) == str(tmp_path / f"{name}.safetensors")
+    assert pl.latest_path(tmp_path) == str(tmp_path / f"{name}.safetensors")
     assert not names(tmp_path, hidden=True)
     path = tmp_path / "none" / f"{name}a.safetensors"
     with not_written(path, errno.ENAMETOOLONG, "at most 255 bytes on most file systems: give a shorter one"):
@@ -222,7 +225,7 @@ def test_a_path_that_none_can_be_is_refused_at_the_call(path: str) -> None:
     for call in (
         lambda: pl.load(path, model=small()),
         lambda: pl.save(state_at(), path),
-        lambda: pl.latest(path),
+        lambda: pl.latest_path(path),
         lambda: pl.checkpoint.describe(path),
         lambda: CheckpointSaver(path),
         lambda: fit(load_path=path),

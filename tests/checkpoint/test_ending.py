@@ -223,7 +223,7 @@ def job(
         ended = pl.run(fit(clock=lambda: now, callbacks=callbacks, autoresume=limited, **options))
     except SystemExit as error:
         ended = error.code
-    path: Any = pl.latest(folder)
+    path: Any = pl.latest_path(folder)
     return ended, now, pl.load(path, model=small()).timestamp.batch
 
 
@@ -296,5 +296,5 @@ def test_two_savers_both_save(tmp_path: Path) -> None:
     other = CheckpointSaver(tmp_path / "other", interval=0)
     with messages() as said:
         assert job(tmp_path / "runs", "45s", saver=other) == (75, 40.0, 4)
-    assert str(pl.latest(tmp_path / "other")).endswith("-ba4.safetensors")
+    assert str(pl.latest_path(tmp_path / "other")).endswith("-ba4.safetensors")
     assert [line.partition(":")[0] for line in said] == ["stop_before='45s'", "stop_before"]

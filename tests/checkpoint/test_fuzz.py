@@ -32,7 +32,7 @@ def test_what_is_changed_is_right_to_begin_with(folder: Folder) -> None:
     text = json.dumps(document_of(checkpoint()))
     for content in (checkpoint(), sealed(json.dumps(header), data), described(checkpoint(), text)):
         assert not folder.check(content)
-        assert pl.latest(folder.folder) == str(folder.path)
+        assert pl.latest_path(folder.folder) == str(folder.path)
         assert pl.load(folder.path, model=small()).algorithm_state["x"]["keys"][2, "b"]["inner"] is pl.Event.BATCH_END
 
 

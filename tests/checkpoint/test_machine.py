@@ -206,7 +206,7 @@ class Machine(RuleBasedStateMachine):
             own = [*(each for each in own if each != name), name]
             self.files[name] = "good"
             newest = list({parsed(each)[0]: each for each in own}.values())[-(self.keep or 99) :]
-            for each in [] if self.keep is None else [each for each in own if each not in newest]:
+            for each in [each for each in own if each not in newest]:
                 own.remove(each)
                 del self.files[each]
 
@@ -336,7 +336,7 @@ class Machine(RuleBasedStateMachine):
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("pure_loop")]
         newest = max((name for name, how in self.files.items() if how == "good"), key=parsed, default=None)
         with messages() as said:
-            assert pl.latest(self.folder) == (None if newest is None else f"{self.folder}/{newest}")
+            assert pl.latest_path(self.folder) == (None if newest is None else f"{self.folder}/{newest}")
         for name, how in self.files.items():
             path = f"{self.folder}/{name}"
             if how == "cut" or (how == "flipped" and (newest is None or parsed(name) > parsed(newest))):

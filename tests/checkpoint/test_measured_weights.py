@@ -88,7 +88,7 @@ def assert_scores(folder: Path, data: Any = VAL, label: str = "val") -> float:
         if score is not None and not path.is_symlink():
             assert loss_of(plain(path), data) == score, path.name
             scores[path.name] = score
-    best = pl.best(folder, metric=f"{label}/loss")
+    best = pl.best_path(folder, metric=f"{label}/loss")
     assert best is not None
     for path in (Path(best), folder / "best"):
         assert loss_of(plain(path), data) == min(scores.values())

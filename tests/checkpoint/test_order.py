@@ -58,7 +58,7 @@ def test_the_newest_is_the_furthest_on_whatever_clocks_say(
         os.utime(path, (1, data.draw(st.integers(1, 10**9))))
     while paths:
         newest = paths.pop(max(paths))
-        assert pl.latest(folder) == str(newest)
+        assert pl.latest_path(folder) == str(newest)
         newest.unlink()
 
 
@@ -75,7 +75,7 @@ def test_files_that_go_or_are_damaged_are_passed_over(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch, messages() as said:
         patch.setattr(container, "verify", gone)
-        assert pl.latest(tmp_path) == str(older)
+        assert pl.latest_path(tmp_path) == str(older)
     assert "the disk has a hole" in said[0]
 
     # What was opened is read, and not what has its name by then.
@@ -93,7 +93,7 @@ def test_files_that_go_or_are_damaged_are_passed_over(tmp_path: Path, monkeypatc
     for path in (older, newer):
         path.write_bytes(path.read_bytes()[:-1])
     with messages() as said:
-        assert pl.latest(tmp_path) is None
+        assert pl.latest_path(tmp_path) is None
     assert len(said) == 2
 
 
@@ -140,14 +140,14 @@ def scores(stream: pl.Stream) -> dict[int, float]:
 def test_a_resumed_run_keeps_and_finds_the_best_of_both_parts(kind: str, mode: Any) -> None:
     """By the scores that were saved; of a loss less is better."""
     with place(kind) as folder:
-        assert pl.best(folder) is None
+        assert pl.best_path(folder) is None
         for event, state in run(folder, mode=mode):
             if event is Event.BATCH_START and state.timestamp.batch == 3:
                 break
         pl.run(run(folder, mode=mode, autoresume=folder))
         measured = scores(fit(eval_interval="1ba"))
         best, second, *_ = sorted(measured, key=measured.__getitem__, reverse=mode == "max")
-        assert pl.best(folder) == f"{folder}/{best}.safetensors"
+        assert pl.best_path(folder) == f"{folder}/{best}.safetensors"
         state = pl.load(f"{folder}/{best}.safetensors", model=small())
         assert float(state.metrics["val"]["loss"]) == measured[best]
         kept = {name for name in storage_of(folder).names() if name.endswith(".safetensors")}
@@ -158,7 +158,7 @@ def test_a_resumed_run_keeps_and_finds_the_best_of_both_parts(kind: str, mode: A
             content[-9] ^= 1
             Path(folder, f"{best}.safetensors").write_bytes(content)
             with messages() as said:
-                assert pl.best(folder) == f"{folder}/{second}.safetensors"
+                assert pl.best_path(folder) == f"{folder}/{second}.safetensors"
             assert f"{best}.safetensors is passed over" in said[0]
         else:  # where there are no links
             with storage_of(f"{folder}/best").open() as file:
@@ -172,25 +172,25 @@ def test_the_best_by_what_notes_say(tmp_path: Path) -> None:
         return str(tmp_path / f"{name}.safetensors")
 
     note("none", state_at(), None)
-    assert pl.best(tmp_path) is None
+    assert pl.best_path(tmp_path) is None
     some = note("some", state_at(), 0.5)
     with pytest.raises(pl.ArgumentError, match='write mode="max" or mode="min"'):
-        pl.best(tmp_path)
-    assert pl.best(tmp_path, mode="min") == some
+        pl.best_path(tmp_path)
+    assert pl.best_path(tmp_path, mode="min") == some
     note("some", state_at(), 0.5, mode="max")
     note("none", state_at(), 0.25, mode="min")
     with pytest.raises(pl.ArgumentError, match="say both"):
-        pl.best(tmp_path)
+        pl.best_path(tmp_path)
     # Of equal ones that with the fewest batches, and of one batch the end of its epoch.
     of: dict[str, Any] = {"metric": "val/f1", "mode": "max"}
     note("z", state_at(4, position=Event.BATCH_CHECKPOINT), 0.5, **of)
     first = note("a", state_at(4, 1, position=Event.EPOCH_CHECKPOINT), 0.5, **of)
     note("b", state_at(5), 0.5, **of)
-    assert pl.best(tmp_path, metric="val/f1") == first
+    assert pl.best_path(tmp_path, metric="val/f1") == first
     with pytest.raises(pl.ArgumentError, match=r"has scores of val/f1, val/loss: say by which, metric='val/f1'"):
-        pl.best(tmp_path)
+        pl.best_path(tmp_path)
     with pytest.raises(pl.ArgumentError, match=r"did you mean 'val/loss'\?; there are val/f1, val/loss"):
-        pl.best(tmp_path, metric="val/los")
+        pl.best_path(tmp_path, metric="val/los")
 
 
 def test_a_metric_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
@@ -228,7 +228,9 @@ def test_links_and_what_has_their_names(tmp_path: Path, monkeypatch: pytest.Monk
         with messages() as said:
             pl.run(run(tmp_path, saver(tmp_path / "d", overwrite=overwrite)))
         assert any("can't have links" in each for each in said)
-    assert pl.best(tmp_path / "d") == str(tmp_path / "d" / (tmp_path / "d" / "best").read_text().removesuffix("\n"))
+    assert pl.best_path(tmp_path / "d") == str(
+        tmp_path / "d" / (tmp_path / "d" / "best").read_text().removesuffix("\n")
+    )
 
 
 SAVED = st.lists(st.none() | st.floats(width=16), max_size=12).map(
@@ -352,3 +354,8 @@ def test_two_savers_of_one_folder_have_names_of_their_own(tmp_path: Path) -> Non
     milestones = CheckpointSaver(tmp_path, interval="4ba", filename="milestone-{batch}.safetensors")
     pl.run(fit(callbacks=[often, milestones]))
     assert names(tmp_path) == ["ep2-ba8.safetensors", "milestone-4.safetensors", "milestone-8.safetensors"]
+
+
+def test_earlier_names_are_the_same_functions_and_are_not_listed() -> None:
+    assert (pl.best, pl.latest) == (pl.best_path, pl.latest_path)
+    assert not {"best", "latest"} & {*pl.__all__, *pl.checkpoint.__all__}

@@ -119,7 +119,7 @@ REFUSED = [
     runs("no evaluator 'test' in evaluators=; there are val", keep_best=1, metric="test/loss", mode="min"),
     runs("order='2021' has no checkpoint events", order="2021"),
     runs("iteration_length is not given", interval="1iter"),
-    runs("whole States: give the weights a folder", weights_only=True, autoresume="run"),
+    runs("whole States: give it a folder", weights_only=True, autoresume="run"),
     runs("saves nothing that training resumes from", autoresume=CheckpointSaver("run", weights_only=True)),
     runs("pass the folder", autoresume="x.safetensors"),
     runs("autoresume=CheckpointSaver(...)", autoresume=pl.callbacks.SpeedMonitor(), error=TYPE),
@@ -187,9 +187,9 @@ REFUSED = [
     weights("nothing of the model", OTHER, "other weights than Linear", tensors={"other": ONES}, strict=False),
     Refusal("a description of weights alone", lambda: (save_file({"w": ONES}, "w.safetensors"),
             pl.checkpoint.describe("w.safetensors")), pl.CheckpointError, ("weights alone",)),
-    Refusal("no folder", lambda: pl.latest(), TYPE, ("latest needs folder",)),  # type: ignore[call-arg]
-    Refusal("another mode", lambda: pl.best(".", mode="least"), WRONG, ("mode='least'",)),  # type: ignore[arg-type]
-    Refusal("a protocol unknown", lambda: pl.latest("carrier-pigeon://home"), WRONG, ("carrier-pigeon://home",)),
+    Refusal("no folder", lambda: pl.latest_path(), TYPE, ("latest_path needs folder",)),  # type: ignore[call-arg]
+    Refusal("another mode", lambda: pl.best_path(".", mode="least"), WRONG, ("mode='least'",)),  # type: ignore[arg-type]
+    Refusal("a protocol unknown", lambda: pl.latest_path("carrier-pigeon://home"), WRONG, ("carrier-pigeon://home",)),
     Refusal("a class that is no record", lambda: pl.checkpoint.register(Strange), TYPE, ("give an attrs class",)),
 ]  # fmt: skip
 

@@ -40,6 +40,18 @@ def test_it_saves_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
         assert [path.name for path in sorted(folder.iterdir())] == [f"{batch:02}.safetensors" for batch in batches]
 
 
+@pytest.mark.parametrize("interval", [*INTERVALS, "1ba", "10ba"])
+@pytest.mark.parametrize("duration", ["3ep", "12ba", "10ba"])
+def test_a_batch_has_one_checkpoint_and_that_is_the_later(interval: Any, duration: str, tmp_path: Path) -> None:
+    """Of the end of a batch and that of its epoch, also where the same interval, or the end of the run, is at both."""
+    pl.run(fit(max_duration=duration, callbacks=CheckpointSaver(tmp_path, interval=interval)))
+    saved = sorted((name.removesuffix(".safetensors").split("-") for name in names(tmp_path)), key=lambda pair: pair[1])
+    batches = [int(batch[2:]) for _, batch in saved]
+    assert len({*batches}) == len(batches)
+    assert max(batches) == (10 if duration == "10ba" else 12)
+    assert f"ep{max(batches) // 4}-ba{max(batches)}.safetensors" in names(tmp_path)
+
+
 class Faulty(MemoryFileSystem):  # type: ignore[misc]
     """A disk in memory that is slow, and fails when it is told."""
 
@@ -144,7 +156,7 @@ def test_an_error_surfaces_at_the_next_event(faulty: str, error: Exception, fail
     assert seen[-1][1] <= failing + 1
     assert (Event.BATCH_CHECKPOINT, failing + 1) not in seen
     assert not threads()
-    assert pl.latest(faulty) == (None if failing == 1 else f"{faulty}/ba{failing - 1}.safetensors")
+    assert pl.latest_path(faulty) == (None if failing == 1 else f"{faulty}/ba{failing - 1}.safetensors")
     assert not [each for each in Faulty.store if each.endswith(paths.LEFTOVER)]
 
 

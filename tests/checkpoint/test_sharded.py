@@ -145,7 +145,7 @@ def test_what_one_rank_cannot_save_is_an_error_on_all_and_the_last_checkpoint_st
         for text, fragments in zip(texts, says, strict=True):
             assert all(fragment in text for fragment in fragments[rank]), text
     assert not (tmp_path / "a.sharded" / INDEX).exists()
-    assert pl.latest(tmp_path / "run") == str(tmp_path / "run" / "ep0-ba2.sharded")
+    assert pl.latest_path(tmp_path / "run") == str(tmp_path / "run" / "ep0-ba2.sharded")
 
 
 def test_folders_are_kept_removed_and_named_as_files_are(tmp_path):
@@ -303,7 +303,7 @@ def test_ranks_stop_at_one_boundary_and_resume_bitwise_from_every_save(tmp_path)
         assert found[1,] == found[0, 1] == f"SystemExit: {128 + signal.SIGTERM}"
     alone = whole(pl.load(tmp_path / "every" / chosen[0], model=network(dropout=0.2)))
     assert_same(differ_in_position(alone), differ_in_position(at), "loaded on one rank")
-    assert os.path.realpath(tmp_path / "every" / "latest") == pl.latest(tmp_path / "every")
+    assert os.path.realpath(tmp_path / "every" / "latest") == pl.latest_path(tmp_path / "every")
     for number in (1, 2):  # the boundary after the one at which the others were told
         folder = tmp_path / f"signal{number}"
         assert [name for name in os.listdir(folder) if name.endswith(".sharded")] == ["ep0-ba4.sharded"]
@@ -331,7 +331,7 @@ def test_savers_do_on_ranks_what_they_do_on_one(tmp_path, kind):
         stream = run(kind, callbacks=[best, weights], **evaluation)
         scores = {s.timestamp.batch: float(s.metrics["val"]["loss"]) for e, s in stream if e is Event.EVAL_AFTER_ALL}
         dist.barrier()
-        found = {"best": (pl.best(tmp_path / "best"), min(scores, key=scores.__getitem__))}
+        found = {"best": (pl.best_path(tmp_path / "best"), min(scores, key=scores.__getitem__))}
         saves = partial(at_batch, train(frozen(), parallel=kind), tmp_path / "refused", trained_only=True)
         found["refused"] = outcome(saves)
         found["at"], _ = at_batch(train(frozen(), parallel=kind), tmp_path / "at.safetensors", weights_only=True)
@@ -347,7 +347,7 @@ def test_savers_do_on_ranks_what_they_do_on_one(tmp_path, kind):
         saver = CheckpointSaver(tmp_path / "limit", interval=0, stop_before="50s")
         settings = {"clock": lambda: clock[0], "callbacks": pass_time, "autoresume": saver}
         found["limit"] = outcome(lambda: pl.run(run(kind, **settings))), seen[0]
-        assert pl.latest(tmp_path / "limit") is not None  # on each rank, as soon as it ends
+        assert pl.latest_path(tmp_path / "limit") is not None  # on each rank, as soon as it ends
         found["rest"] = last(run(kind, autoresume=tmp_path / "limit"))
         found["whole"] = last(run(kind))
         return found
@@ -396,6 +396,6 @@ def test_after_a_kill_in_the_middle_of_a_save_the_last_complete_one_resumes(tmp_
 
     with pytest.raises(RankError, match="SIGKILL"):
         pool().run(killed)
-    assert pl.latest(tmp_path) == str(tmp_path / "ep0-ba1.sharded")
+    assert pl.latest_path(tmp_path) == str(tmp_path / "ep0-ba1.sharded")
     assert (tmp_path / "ep0-ba2.sharded").exists()
     goes_on(tmp_path)

@@ -29,7 +29,7 @@ def passed_over(folder, says=None):
         pl.load(newer, model=network())
     assert newer in str(caught.value)
     with messages() as said:
-        assert pl.latest(folder) == older
+        assert pl.latest_path(folder) == older
     assert any(f"{newer} is passed over" in each for each in said)
 
 
@@ -71,7 +71,7 @@ def test_a_folder_that_is_not_whole(name, sharded_copy):
     with pytest.raises(pl.CheckpointError, match="is a folder"):
         pl.load(newer, model=network())
     with messages():
-        assert pl.latest(sharded_copy) == older
+        assert pl.latest_path(sharded_copy) == older
 
 
 @given(which=st.sampled_from([first_part, index_of]), cut=st.booleans(), where=st.integers(1, 1 << 16))
@@ -159,7 +159,7 @@ def test_an_index_of_a_stranger(sharded_copy):
         assert says in str(caught.value)
     Path(index_of(path)).write_bytes(content)
     rewrite(path, lambda index: None)
-    assert pl.latest(sharded_copy) == path
+    assert pl.latest_path(sharded_copy) == path
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_what_is_no_folder_of_ours(sharded_copy):
     for name in (INDEX, parts(newer)[0]):
         with pytest.raises(pl.CheckpointError, match="pass the folder that it is in"):
             pl.load(os.path.join(newer, name), model=network())
-    assert pl.latest(newer) is None
+    assert pl.latest_path(newer) is None
     with pytest.raises(pl.ResumeError, match=r"params\['0.weight'\] is \(5, 3\) float64 in the file and \(4, 3\)"):
         pl.load(newer, model=network(width=4))
     with pytest.raises(pl.ResumeError, match="another optimizer"):
@@ -228,10 +228,10 @@ def test_what_is_no_folder_of_ours(sharded_copy):
 def test_a_folder_elsewhere_and_an_order_with_files(sharded_copy):
     with place("memory") as run:
         state = small(f"{run}/a.sharded", batch=1)
-        assert pl.latest(run) == f"{run}/a.sharded"
+        assert pl.latest_path(run) == f"{run}/a.sharded"
         assert torch.equal(pl.load(f"{run}/a.sharded", model=network()).params["0.weight"], state.params["0.weight"])
     # Folders of batches 1 and 2, and files of 1 and 3.
     pl.save(state, Path(sharded_copy) / "z.safetensors")
-    assert str(pl.latest(sharded_copy)).endswith("newer.sharded")
+    assert str(pl.latest_path(sharded_copy)).endswith("newer.sharded")
     pl.save(state.count_batch(samples=4).count_batch(samples=4), Path(sharded_copy) / "a.safetensors")
-    assert str(pl.latest(sharded_copy)).endswith("a.safetensors")
+    assert str(pl.latest_path(sharded_copy)).endswith("a.safetensors")

@@ -63,7 +63,7 @@ def test_files_with_holes_pay_for_nothing(tmp_path: Path) -> None:
             pytest.skip("this file system has no files of so many bytes")
     with little_memory(), messages():
         assert "it is sparse" in refused(path, weights_only=True)
-        assert pl.latest(tmp_path) is None
+        assert pl.latest_path(tmp_path) is None
 
 
 def test_what_stands_in_the_place_of_a_file(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_stands_in_the_place_of_a_file(tmp_path: Path) -> None:
             (tmp_path / f"{number}.safetensors").symlink_to(device)
             assert "a device" in refused(tmp_path / f"{number}.safetensors")
         with messages() as said:
-            assert pl.latest(tmp_path) is None
+            assert pl.latest_path(tmp_path) is None
         assert len(said) == 5
     finally:
         os.close(leader)
@@ -255,7 +255,7 @@ def test_a_description_without_a_digest_and_a_digest_without_one(folder: Folder)
     header, data = header_of(content)
     folder.path.write_bytes(sealed(json.dumps(header | {"__metadata__": {}}), data))
     with messages() as said:
-        assert pl.latest(folder.folder) != str(folder.path)
+        assert pl.latest_path(folder.folder) != str(folder.path)
     assert "it has a digest and no description of a State" in said[0]
 
 

@@ -218,7 +218,7 @@ def test_a_class_that_has_other_fields_by_now_or_is_gone(tmp_path: Path) -> None
         registry._by_name.pop("evolving")
     with pytest.raises(pl.CheckpointError, match="'evolving', a class unknown to this program: import the module"):
         pl.load(path, model=small())
-    assert pl.latest(tmp_path) == str(path)  # another program may know it
+    assert pl.latest_path(tmp_path) == str(path)  # another program may know it
 
 
 # Small, large, and large with bytes that fill no row.

@@ -43,7 +43,7 @@ def test_a_module_of_torch_loads_them_and_a_run_starts_with_them(tmp_path: Path)
     assert (said["batch"], said["epoch"], said["notes"]) == (8, 2, {"why": "a test"})
     with pytest.raises(ResumeError, match=r"weights alone, of batch 8.*optimizer state.*weights_only=True\)"):
         pl.load(path, model=small())
-    assert pl.latest(tmp_path) is None
+    assert pl.latest_path(tmp_path) is None
     begun = pl.load(path, model=small(), weights_only=True)
     assert (begun.timestamp, begun.opt_state) == (pl.Timestamp(), None)
     save_file(module.state_dict(), tmp_path / "plain.safetensors")
@@ -94,7 +94,7 @@ def test_a_saver_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     pl.run(fit(max_duration="1ep", callbacks=saver, **options))
     state = pl.run(fit(callbacks=saver, **options))
     # Files of the run before it was resumed count, and are removed.
-    found: Any = pl.best(tmp_path / "w")
+    found: Any = pl.best_path(tmp_path / "w")
     assert {*names(tmp_path / "w")} == {"ep2-ba8.safetensors", Path(found).name}
     loaded = pl.load(tmp_path / "w" / "latest", model=small(), weights_only=True)
     same_weights(loaded, averaged(state))  # which the evaluation measured

@@ -108,7 +108,7 @@ def test_resuming_says_from_where_and_has_no_init(tmp_path: Any) -> None:
     assert starts() == ""
     assert starts(autoresume=folder).startswith("nothing:")
     trained = run(data=DATA, autoresume=folder, max_duration="1ep")
-    for options in ({"load_path": pl.latest(folder)}, {"autoresume": folder}):
+    for options in ({"load_path": pl.latest_path(folder)}, {"autoresume": folder}):
         assert starts(**options).endswith("ep1-ba6.safetensors, saved at EPOCH_CHECKPOINT, batch 6")
     safetensors.save_file(dict(trained.params), weights)
     assert starts(load_path=weights).startswith("the weights in")

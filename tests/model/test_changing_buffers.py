@@ -193,7 +193,7 @@ def test_files_that_list_other_buffers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(kinds) as caught:
             pl.load(bad, model=First())
         assert said in str(caught.value)
-        assert pl.latest(tmp_path) == str(good) or not passed_over
+        assert pl.latest_path(tmp_path) == str(good) or not passed_over
 
 
 def test_apply_follows_what_a_function_registers() -> None:

@@ -88,7 +88,7 @@ def test_what_needs_numbers_is_no_failure() -> None:
 
 def test_checkpoints_and_precision_are_not_tried(tmp_path: Path) -> None:
     state = pl.run(pl.fit(network(), DATA, **RUN, max_duration="1ep", autoresume=tmp_path))
-    path = pl.latest(tmp_path)
+    path = pl.latest_path(tmp_path)
     skipped = rehearse(load_path=path, autoresume=tmp_path, precision="amp_bf16").skipped
     assert [sentence.partition(":")[0] for sentence in skipped] == [
         *("precision='amp_bf16'", "load_path", "autoresume", "callbacks")

@@ -136,7 +136,7 @@ def test_a_checkpoint_from_which_training_resumes(how: str, tmp_path: Path) -> N
     pl.run(pl.fit(nn.Linear(3, 2), DATA, **RUN, **options, max_duration="1ep", autoresume=tmp_path))
     files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     seen = []
-    options |= {"autoresume": tmp_path} if how == "autoresume" else {"load_path": pl.latest(tmp_path)}
+    options |= {"autoresume": tmp_path} if how == "autoresume" else {"load_path": pl.latest_path(tmp_path)}
     report = rehearse(**options, callbacks=[lambda event, state: seen.append(state.timestamp.batch)])
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
     assert report.batches == 12

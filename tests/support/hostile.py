@@ -119,7 +119,7 @@ class Folder:
         with messages() as said:
             with little_memory(memory):
                 state, error = within(seconds, self._loaded)
-                latest = within(seconds, lambda: pl.latest(self.folder))
+                latest = within(seconds, lambda: pl.latest_path(self.folder))
             unreadable = isinstance(error, CheckpointError) and not isinstance(error, UnknownClassError)
             assert latest in (files[:1] if unreadable else files)
             assert is_older or not unreadable or b'"pure_loop' not in content or any(files[1] in text for text in said)
