@@ -181,7 +181,8 @@ REFUSALS = [
     of(lambda: A.apply_squeeze_excite(NARROW, min_channels=129), MODEL, "0 has 3 input and 16 output"),
     of(lambda: A.apply_weight_standardization(CONVS, skip_last=2), MODEL, "each filter of 1 is one weight"),
     made(A.stochastic_depth, TYPE, "is no class of modules", blocks=(nn.Linear, 3)),
-    runs(A.stochastic_depth(nn.Linear), MODEL, "block '4', Linear, has an input of shape (4, 4)", model=plus()),
+    runs(A.stochastic_depth(nn.Linear), MODEL, "of 1 blocks, such as '4', all return another shape", model=plus()),
+    of(lambda: A.apply_stochastic_depth(nn.Sequential(nn.LSTM(2, 2)), nn.LSTM)(torch.ones(1, 2)), MODEL, "type tuple"),
     of(lambda: pl.Algorithm("mine", ENDS, claims="text"), TYPE, "'mine': claims="),  # type: ignore[arg-type]
     of(lambda: pl.Algorithm("mine", ENDS, bind=divmod), TYPE, "'mine': bind="),  # type: ignore[arg-type]
     # Metrics
