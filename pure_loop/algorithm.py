@@ -260,7 +260,7 @@ def one_of(*alternatives: AlgorithmLike, probabilities: Sequence[float] | None =
     """Algorithms of which one draw for each batch decides which acts, at all its events: ``one_of(mixup(), cutmix())``.
 
     The draw depends on the run's seed, the names and the number of the batch alone, so ranks and microbatches agree,
-    and a resumed run draws the same. What two alternatives claim both, such as mixing targets, only one does in a batch.
+    and a resumed run draws the same. What two alternatives claim, such as mixing targets, one does in a batch.
 
     Args:
         *alternatives: algorithms that act on single batches, from BEFORE_DATALOADER to AFTER_TRAIN_BATCH.
@@ -283,8 +283,8 @@ def one_of(*alternatives: AlgorithmLike, probabilities: Sequence[float] | None =
     of_range = all(isinstance(chance, int | float) and 0 <= chance <= 1 for chance in chances)
     if not groups or len(chances) != count or not of_range or math.fsum(chances) > 1 + 1e-9:
         raise ArgumentError(
-            f"one_of: probabilities={probabilities!r} of {count} alternatives: give a number from 0 to 1 for each, of a "
-            "sum of at most 1: one_of(mixup(), cutmix(), probabilities=[0.5, 0.5])."
+            f"one_of: probabilities={probabilities!r} of {count} alternatives: give a number from 0 to 1 for each, of "
+            "a sum of at most 1: one_of(mixup(), cutmix(), probabilities=[0.5, 0.5])."
         )
     path = ("one_of", *(member.name for group in groups for member in group))
     ends = [round(min(1.0, math.fsum(chances[: number + 1])) * 2**63) for number in range(count)]
@@ -298,12 +298,13 @@ def one_of(*alternatives: AlgorithmLike, probabilities: Sequence[float] | None =
 def _chosen(
     member: Algorithm, chance: float, path: tuple[str, ...], start: int, end: int, claimed: frozenset[str]
 ) -> Algorithm:
-    """An algorithm that acts in batches of which the draw, from 0 to 2**63 - 1, is at least ``start`` and below ``end``."""
-    for event in member.handlers.keys() - _OF_A_BATCH:
-        raise ArgumentError(
-            f"one_of: the algorithm {member.name!r} acts at {event.name}, which is of no single batch, so no draw for a "
-            "batch can leave it out: put it in algorithms= by itself."
-        )
+    """An algorithm that acts in batches of which the draw, below 2**63, is at least ``start`` and below ``end``."""
+    for event in member.handlers:
+        if event not in _OF_A_BATCH:
+            raise ArgumentError(
+                f"one_of: the algorithm {member.name!r} acts at {event.name}, which is of no single batch, so no draw "
+                "for a batch can leave it out: put it in algorithms= by itself."
+            )
 
     def gated(handler: HandlerFunction) -> HandlerFunction:
         @functools.wraps(handler)

@@ -113,7 +113,7 @@ class Monitored:
         raise ArgumentError(f"{self.where}: there is no metric {self.name!r}{self._instead(there)}{advice}")
 
     def value(self, state: State) -> float:
-        """The metric's value at EVAL_END of its evaluator, or of the batches so far in this epoch; waits for the device.
+        """The metric's value at EVAL_END of its evaluator, or of the epoch's batches so far; waits for the device.
 
         Raises:
             ArgumentError: there is none, or it is no number; names those that there are.
@@ -229,7 +229,7 @@ def watcher(
     handlers: dict[object, Any] = {} if monitored.of_training else {Event.EVAL_END: evaluated}
     if monitored.label == "train":  # which may be an evaluator's, too
         handlers[Event.BATCH_END] = add_up
-        handlers |= {event: (compare_training, act_once) for event in of_batches}
+        handlers |= dict.fromkeys(of_batches, (compare_training, act_once))
     handlers |= {event: act_once for event in BOUNDARIES if event not in handlers}
     return Algorithm(name, handlers, init=begin, bind=bind or monitored.bind)
 

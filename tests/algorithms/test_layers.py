@@ -329,7 +329,7 @@ def test_a_block_is_kept_and_scaled_or_left_out() -> None:
 
 
 def test_blocks_that_change_the_shape_are_never_left_out_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Of zeros, the first and the last add 1, scaled by 1 / 0.9 and 1 / 0.7, or nothing; the second sums four numbers."""
+    """Of zeros the first and the last add 1, scaled by 1 / 0.9 and 1 / 0.7, or nothing; the second sums four."""
     summing = nn.Linear(4, 2, bias=False)
     nn.init.ones_(summing.weight)
     net = A.apply_stochastic_depth(nn.Sequential(Plus(), summing, Plus()), (Plus, nn.Linear), 0.3)

@@ -125,7 +125,7 @@ def test_one_draw_for_each_batch_decides_between_algorithms() -> None:
         same(inputs.mean((2, 3)), functional.one_hot(targets, 3).float() if targets.ndim == 1 else targets)
         if targets.ndim == 1:
             assert torch.equal(inputs, pixels)
-        kinds += "none" if targets.ndim == 1 else "mixup" if torch.equal(inputs, by_mixup[0]) else "cutmix",
+        kinds.append("none" if targets.ndim == 1 else "mixup" if torch.equal(inputs, by_mixup[0]) else "cutmix")
         assert targets.ndim == 1 or any(torch.equal(inputs, other[0]) for other in (by_mixup, by_cutmix))
     counts = [kinds.count(kind) for kind in ("mixup", "cutmix", "none")]
     assert all(abs(count - mean) < 20 for count, mean in zip(counts, (50, 20, 30), strict=True)), counts
