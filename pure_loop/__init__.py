@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from pure_loop import gradients, metrics, optim, random, stages
 from pure_loop._internal.lazy import lazily as _lazily
 from pure_loop._internal.version import __version__ as __version__
-from pure_loop.algorithm import Algorithm, algorithm, compose
+from pure_loop.algorithm import Algorithm, algorithm, compose, one_of
 from pure_loop.cadence import every
 from pure_loop.callback import Callback, Logger
 from pure_loop.data.group import Batches
@@ -108,6 +108,7 @@ __all__ = [
     "loggers",
     "lr_find",
     "metrics",
+    "one_of",
     "optim",
     "order",
     "predict",

@@ -9,7 +9,10 @@ that what opened last closes first; AFTER_DATALOADER is the exception (:func:`re
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -18,12 +21,13 @@ import attrs
 from pure_loop._internal.arguments import accepts
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import call
-from pure_loop._internal.suggestions import member, teaching
+from pure_loop._internal.suggestions import advice_on, teaching
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.event import Event, EventName, as_event
+from pure_loop.event import Event, EventName, as_event, events_between
 from pure_loop.frozendict import FrozenDict
 from pure_loop.hooks import Handler, HandlerFunction
+from pure_loop.random import derive
 from pure_loop.random.authors import is_users
 from pure_loop.state import State
 from pure_loop.time import TimeUnit
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from pure_loop.callback import Run
     from pure_loop.loop.batch import LoopStages
 
-__all__ = ["Algorithm", "AlgorithmLike", "Composition", "algorithm", "bind", "compose", "reversed_at"]
+__all__ = ["Algorithm", "AlgorithmLike", "Composition", "algorithm", "bind", "compose", "one_of", "reversed_at"]
 
 S = TypeVar("S", bound=State)
 UserHandler: TypeAlias = "Callable[[Any], State] | Callable[[Any, LoopStages], State]"
@@ -262,11 +266,82 @@ def _no_algorithm(item: object) -> str:
     if isinstance(item, list | tuple):
         return f"a {name} of {len(item)}; write its members themselves: algorithms=[*first, second]"
     what = repr(item) if isinstance(item, str | int | float | None) else "an object"
-    text = member("algorithms", item) or (
+    text = advice_on("algorithms", item) or (
         "algorithms are made by @pl.algorithm(Event...) and pl.Algorithm(...), and what only observes goes into "
         "callbacks="
     )
     return f"{what} of type {name}, not an algorithm; {text}"
+
+
+# Those of one batch, while the timestamp counts it as the next one.
+_OF_A_BATCH = events_between(Event.BEFORE_DATALOADER, Event.AFTER_TRAIN_BATCH)
+
+
+def one_of(*alternatives: AlgorithmLike, probabilities: Sequence[float] | None = None) -> Composition:
+    """Algorithms of which one draw for each batch decides which acts, at all its events: ``one_of(mixup(), cutmix())``.
+
+    The draw depends on the run's seed, the names and the number of the batch alone, so ranks and microbatches agree,
+    and a resumed run draws the same. What two alternatives claim, such as mixing targets, one does in a batch.
+
+    Args:
+        *alternatives: algorithms that act on single batches, from BEFORE_DATALOADER to AFTER_TRAIN_BATCH.
+        probabilities: that of each alternative, of a sum of at most 1; in the other batches none acts. None: all alike,
+            and one acts in each batch.
+
+    Raises:
+        ArgumentError: other than one probability from 0 to 1 for each alternative, or a sum above 1; no alternative, or
+            one that acts at other events, such as an average of weights.
+        ArgumentTypeError: an alternative that is no algorithm.
+
+    >>> from pure_loop.algorithms import cutmix, mixup
+    >>> [member.name for member in one_of(mixup(0.2), cutmix(1.0), probabilities=[0.5, 0.3]).members]
+    ['mixup', 'cutmix']
+    """
+    groups = [flatten([item]) for item in alternatives]
+    count = len(groups)
+    alike = [1 / max(count, 1)] * count
+    chances = alike if probabilities is None else list(probabilities) if isinstance(probabilities, Iterable) else []
+    of_range = all(isinstance(chance, int | float) and 0 <= chance <= 1 for chance in chances)
+    if not groups or len(chances) != count or not of_range or math.fsum(chances) > 1 + 1e-9:
+        raise ArgumentError(
+            f"one_of: probabilities={probabilities!r} of {count} alternatives: give a number from 0 to 1 for each, of "
+            "a sum of at most 1: one_of(mixup(), cutmix(), probabilities=[0.5, 0.5])."
+        )
+    path = ("one_of", *(member.name for group in groups for member in group))
+    ends = [round(min(1.0, math.fsum(chances[: number + 1])) * 2**63) for number in range(count)]
+    members: list[Algorithm] = []
+    for group, chance, start, end in zip(groups, chances, [0, *ends], ends, strict=False):
+        claimed = frozenset(itertools.chain.from_iterable(member.claims for member in members))
+        members += [_chosen(member, chance, path, start, end, claimed) for member in group]
+    return Composition(tuple(members))
+
+
+def _chosen(
+    member: Algorithm, chance: float, path: tuple[str, ...], start: int, end: int, claimed: frozenset[str]
+) -> Algorithm:
+    """An algorithm that acts in batches of which the draw, below 2**63, is at least ``start`` and below ``end``."""
+    for event in member.handlers:
+        if event not in _OF_A_BATCH:
+            raise ArgumentError(
+                f"one_of: the algorithm {member.name!r} acts at {event.name}, which is of no single batch, so no draw "
+                "for a batch can leave it out: put it in algorithms= by itself."
+            )
+
+    def gated(handler: HandlerFunction) -> HandlerFunction:
+        @functools.wraps(handler)
+        def applied(state: State, *stages: Any) -> State:
+            drawn = derive(state.seed, *path, state.timestamp.batch)
+            # In a compiled step each comparison is a decision.
+            acts = (not start or drawn >= start) and (end == 2**63 or drawn < end)
+            return handler(state, *stages) if acts else state
+
+        return applied
+
+    result = copy.copy(member)
+    table = {event: tuple(map(gated, handlers)) for event, handlers in member.handlers.items()}
+    object.__setattr__(result, "handlers", table)
+    object.__setattr__(result, "claims", member.claims - claimed)
+    return result.made_by(member.factory, {**member.settings, "one_of": chance})
 
 
 def flatten(algorithms: object) -> tuple[Algorithm, ...]:
@@ -291,7 +366,7 @@ def flatten(algorithms: object) -> tuple[Algorithm, ...]:
             raise ArgumentTypeError(f"algorithms= holds the class {name}; give an algorithm: {name}(...).")
         elif callable(item):
             name = getattr(item, "__name__", type(item).__name__)
-            text = member("algorithms", item) or (
+            text = advice_on("algorithms", item) or (
                 f"if it is an algorithm, write pl.algorithm(Event.BATCH_END)({name}); if it makes one, call it: "
                 f"{name}(...)"
             )
@@ -314,15 +389,18 @@ def _refuse_two_claims(algorithms: Sequence[Algorithm]) -> None:
     Raises:
         ArgumentError: two algorithms claim the same.
     """
-    claimed: dict[str, str] = {}
+    claimed: dict[str, Algorithm] = {}
     for algorithm in algorithms:
         for claim in sorted(algorithm.claims):
             if claim in claimed:
+                pair = claimed[claim], algorithm
+                written = ", ".join(f"{item.factory}(...)" if item.factory else item.name for item in pair)
                 raise ArgumentError(
-                    f"algorithms {claimed[claim]!r} and {algorithm.name!r} both claim {claim!r}, and one algorithm of "
-                    "a run can: leave one of them out."
+                    f"algorithms {pair[0].name!r} and {pair[1].name!r} both claim {claim!r}, and one algorithm of a "
+                    f"run can: leave one of them out, or let one draw for each batch decide: pl.one_of({written}, "
+                    "probabilities=[0.5, 0.5])."
                 )
-            claimed[claim] = algorithm.name
+            claimed[claim] = algorithm
 
 
 def reversed_at(event: Event) -> bool:

@@ -62,6 +62,7 @@ class Run:
         callbacks: all Callback objects of the call on this rank, loggers last.
         optimizer: that of the call; None: the function takes none.
         metrics: of each evaluator, by its label; None: those that fit its outputs.
+        train_metrics: those of training.
         order: of the events.
         max_duration: the duration of training; None outside ``fit``.
         iteration_length: the length of an iteration; None: there are no iterations.
@@ -87,6 +88,7 @@ class Run:
     callbacks: tuple[Callback, ...]
     optimizer: Optimizer | None = None
     metrics: Mapping[str, Sequence[Metric] | None] = attrs.field(factory=dict)
+    train_metrics: Sequence[Metric] = ()
     order: Literal["current", "2021"] = "current"
     max_duration: Time | None = None
     iteration_length: Time | None = None

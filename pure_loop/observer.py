@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from pure_loop._internal.arguments import accepts, name_of
-from pure_loop._internal.suggestions import member
+from pure_loop._internal.suggestions import advice_on
 from pure_loop._internal.tree_ops import alone_on_rank
 from pure_loop.algorithm import Algorithm, Composition
 from pure_loop.callback import Callback, Logger, LoggerGroup, Run
@@ -208,7 +208,7 @@ def _instead(item: object, argument: str) -> str:
     """What is in the list and observes nothing, and what to write."""
     cls = type(item)
     if cls.__module__ == "builtins":
-        text = member(argument, item) or "give a pl.Callback or a function of (event, state)"
+        text = advice_on(argument, item) or "give a pl.Callback or a function of (event, state)"
         return f"{item!r} of type {cls.__name__}; {text}"
     base = "Callback" if argument == "callbacks" else "Logger"
     return (

@@ -107,7 +107,8 @@ def _mean(values: list[float], form: str) -> str:
 
 def _in_a_run(record: Mapping[str, Any]) -> list[str]:
     lines = [f"* Bound to {', '.join(f'`{event}`' for event in record['events'])}."]
-    lines += [f"* Claims `{claim}`: another algorithm of a run that does is refused." for claim in record["claims"]]
+    but = "another algorithm that does is refused, but for an alternative of `pl.one_of`"
+    lines += [f"* Claims `{claim}`: {but}." for claim in record["claims"]]
     company = record["commutes"]
     kinds = {"Commutes, bit for bit, with": True, "In the other order other bits with": False}
     by_words = {words: [name for name, value in company.items() if value is kind] for words, kind in kinds.items()}

@@ -107,10 +107,10 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return None
 
 
-def member(package: str, item: object) -> str:
+def advice_on(package: str, item: object) -> str:
     """What to write for a name, a function or a class of a package where a value is needed; "" where it has none.
 
-    >>> member("metrics", "f1"), member("loggers", "tensorboard")
+    >>> advice_on("metrics", "f1"), advice_on("loggers", "tensorboard")
     ('write pl.metrics.f1(...)', 'write pl.loggers.TensorBoardLogger("runs/first")')
     """
     path = f"pure_loop.{package}"

@@ -207,8 +207,11 @@ def _is_empty(state: State, name: str) -> bool:
     return isinstance(memory, Mapping) and "count" in memory and not int(memory["count"])
 
 
-def with_average(state: State, name: str, chosen: AveragedBuffers | None) -> State:
+def with_average(state: State, name: str, chosen: AveragedBuffers | None, *, waits: bool = True) -> State:
     """:func:`averaged`, of the buffers that are chosen alone; None: of all that have an average.
+
+    Args:
+        waits: for the device, to copy nothing that is finite. A compiled step can't.
 
     Raises:
         ArgumentError, ResumeError: as :func:`averaged` does.
@@ -229,19 +232,19 @@ def with_average(state: State, name: str, chosen: AveragedBuffers | None) -> Sta
             )
     buffers = state.buffers if chosen is None else chosen.of(state.buffers)
     return state.replace(
-        params=_with(state.params, memory["params"]),
-        buffers={**state.buffers, **_with(buffers, memory["buffers"])},
+        params=_with(state.params, memory["params"], waits),
+        buffers={**state.buffers, **_with(buffers, memory["buffers"], waits)},
     )
 
 
-def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+def _with(tensors: Mapping[str, Tensor], average: Mapping[str, Tensor], waits: bool) -> FrozenDict[str, Tensor]:
     # A buffer may have taken another shape or dtype since the last update.
     result = {
         name: average[name].to(tensor.device, tensor.dtype)
         for name, tensor in tensors.items()
         if name in average and _is_of(average[name], tensor)
     }
-    return FrozenDict({**tensors, **result, **finite_or(_not_finite(result), tensors)})
+    return FrozenDict({**tensors, **result, **finite_or(_not_finite(result) if waits else result, tensors)})
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -45,8 +45,8 @@ class Monitored:
 
     Attributes:
         where: the algorithm's factory, for errors.
-        name: the metric: ``"val/accuracy"`` of the evaluator ``val``; ``"train/loss"`` and ``"train/loss/<part>"`` of
-            training.
+        name: the metric: ``"val/accuracy"`` of the evaluator ``val``; of training ``"train/loss"``,
+            ``"train/loss/<part>"``, and ``"train/<metric>"`` of ``fit(train_metrics=)``.
         mode: whether less is better, or more.
     """
 
@@ -78,7 +78,7 @@ class Monitored:
 
     @property
     def of_training(self) -> bool:
-        """Whether it is the loss of training."""
+        """Whether it is the loss of training, and not a metric of it."""
         return self.name == "train/loss" or self.name.startswith("train/loss/")
 
     @property
@@ -94,23 +94,26 @@ class Monitored:
         """
         if self.of_training and run.function == "fit":
             return
-        metrics = run.metrics.get(self.label, ())
-        names = DEFAULT_NAMES if metrics is None else [metric.name for metric in metrics]
+        metrics = {**run.metrics, **({"train": run.train_metrics} if run.train_metrics else {})}
+        names = {
+            label: DEFAULT_NAMES if listed is None else [metric.name for metric in listed]
+            for label, listed in metrics.items()
+        }
         inside = self.name.partition("/")[2]
-        if any(inside == name or inside.startswith(f"{name}/") for name in names):
+        if any(inside == name or inside.startswith(f"{name}/") for name in names.get(self.label, ())):
             return
         there = ["train/loss"] if run.function == "fit" else []
-        for label, listed in run.metrics.items():
-            there += [f"{label}/{name}" for name in (DEFAULT_NAMES if listed is None else [m.name for m in listed])]
+        there += [f"{label}/{name}" for label, listed in names.items() for name in listed]
         if self.name in there:
             raise ArgumentError(
                 f"{self.where}: metric={self.name!r}: the label of its evaluator contains a slash, which separates a "
                 "label from a metric: give the evaluator a label without one."
             )
-        raise ArgumentError(f"{self.where}: there is no metric {self.name!r}{self._instead(there)}")
+        advice = " Metrics of training are those of fit(train_metrics=)." if self.label == "train" not in names else ""
+        raise ArgumentError(f"{self.where}: there is no metric {self.name!r}{self._instead(there)}{advice}")
 
     def value(self, state: State) -> float:
-        """The metric's value at EVAL_END of its evaluator; waits for the device.
+        """The metric's value at EVAL_END of its evaluator, or of the epoch's batches so far; waits for the device.
 
         Raises:
             ArgumentError: there is none, or it is no number; names those that there are.
@@ -173,16 +176,17 @@ def watcher(
 ) -> Algorithm:
     """An algorithm that compares each value of a metric, and acts at the next checkpoint event where it has to.
 
-    The value is that of an evaluation, at EVAL_END; or of training the mean loss of batches, weighted by their samples.
+    The value is that of an evaluation, at EVAL_END; or of training the mean loss of batches, weighted by their samples,
+    or a metric of the batches so far in the epoch.
 
     Args:
         name: of the algorithm.
         monitored: the metric.
-        start: ``(state, **totals)`` to the first algorithm state; the totals, of losses of training, are a part of it.
+        start: ``(state, **totals)`` to the first algorithm state; the totals, of training, are a part of it.
         compare: ``(state, memory, value) -> changes`` of the algorithm state.
         flag: its key in the algorithm state: whether to act.
         act: what follows; the flag is False again, so that a State that trains on acts anew.
-        of_batches: where the mean loss of training is compared.
+        of_batches: where a value of training is compared.
         is_due: when it is, and the next mean begins.
         bind: as that of an algorithm; default: refuses a run without the metric.
     """
@@ -197,16 +201,21 @@ def watcher(
     def add_up(state: State) -> State:
         memory = state.algorithm_state[name]
         totals, samples = memory["totals"], state.timestamp.sample - state.previous_timestamp.sample
-        loss = totals["loss"] + samples * monitored.loss(state).detach().to(totals["loss"])
+        loss = totals["loss"]
+        if monitored.of_training:
+            loss = loss + samples * monitored.loss(state).detach().to(loss)
         totals = FrozenDict(loss=loss, samples=totals["samples"] + samples)
         return state.remember(name, FrozenDict({**memory, "totals": totals}))
 
-    def compare_mean(state: State) -> State:
+    def compare_training(state: State) -> State:
         totals = state.algorithm_state[name]["totals"]
-        if not totals["samples"] or not is_due(state):
+        is_measured = monitored.of_training or "train_metrics" in state.algorithm_state
+        if not (is_measured and totals["samples"] and is_due(state)):
             return state
         # Reads the sum of losses, and so waits for the device.
-        state = compared(state, float(totals["loss"]) / float(totals["samples"]))
+        loss = monitored.of_training
+        value = float(totals["loss"]) / float(totals["samples"]) if loss else monitored.value(state)
+        state = compared(state, value)
         return state.remember(name, FrozenDict({**state.algorithm_state[name], "totals": _no_losses(state)}))
 
     def act_once(state: State) -> State:
@@ -214,12 +223,14 @@ def watcher(
         return act(state.remember(name, FrozenDict({**memory, flag: False}))) if memory[flag] else state
 
     def begin(state: State) -> FrozenDict[str, PyTree]:
-        totals = {"totals": _no_losses(state)} if monitored.of_training else {}
+        totals = {"totals": _no_losses(state)} if monitored.label == "train" else {}
         return FrozenDict(start(state, **totals))
 
-    handlers: dict[object, Any] = {Event.EVAL_END: evaluated, BOUNDARIES: act_once}
-    if monitored.of_training:
-        handlers = {Event.BATCH_END: add_up, of_batches: (compare_mean, act_once)}
+    handlers: dict[object, Any] = {} if monitored.of_training else {Event.EVAL_END: evaluated}
+    if monitored.label == "train":  # which may be an evaluator's, too
+        handlers[Event.BATCH_END] = add_up
+        handlers |= dict.fromkeys(of_batches, (compare_training, act_once))
+    handlers |= {event: act_once for event in BOUNDARIES if event not in handlers}
     return Algorithm(name, handlers, init=begin, bind=bind or monitored.bind)
 
 

@@ -5,7 +5,6 @@ Names of parameters stay, so that pretrained weights, averages and checkpoints f
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -14,6 +13,7 @@ from torch import nn
 from pure_loop.algorithm import Algorithm
 from pure_loop.errors import ArgumentTypeError, ModelError
 from pure_loop.event import Event
+from pure_loop.model import structure
 from pure_loop.random import derive, seeded
 from pure_loop.state import State
 
@@ -22,14 +22,14 @@ LayerFilter: TypeAlias = Callable[[str, nn.Module], bool]
 
 
 def copied(module: nn.Module, where: str) -> nn.Module:
-    """A deep copy of a module.
+    """A copy of a module that shares no tensor with it, nor anything but the objects that its hooks call.
 
     Raises:
         ArgumentTypeError: it is none.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"{where}: {module!r} of type {type(module).__name__} is not a torch.nn.Module.")
-    return copy.deepcopy(module)
+    return structure.copied(module, independent=True)
 
 
 def chosen(

@@ -86,12 +86,13 @@ def early_stopping(
 
     Args:
         metric: ``"<label>/<metric>"`` of an evaluator, as it is logged, or ``"train/loss"``: the mean loss of the
-            batches in each ``interval``, weighted by their samples.
+            batches in each ``interval``, weighted by their samples; or ``"train/<metric>"`` of
+            ``fit(train_metrics=)``: that of the batches so far in the epoch.
         mode: whether less is better, ``"min"``, or more, ``"max"``. None: known for losses, accuracies and the like.
         patience: evaluations without a better value after which training ends, or how much training: ``"3ep"``.
         min_delta: by how much a value has to be better.
         best: ``"keep"``: keep the best parameters and buffers, those that were evaluated; None: the values alone.
-        interval: how often the loss of training is compared; of no effect on evaluators.
+        interval: how often the loss or metric of training is compared; of no effect on evaluators.
         name: another one, if there are several.
 
     State: ``best`` (float64, shape (), NaN before the first value), ``since`` (what was finished at that evaluation,

@@ -53,7 +53,7 @@ _TYPICAL_HALF_LIVES = (*(f"{count}{unit}" for count in (1, 2, 4, 8) for unit in 
 
 @torch.no_grad()
 def moving_average(
-    average: Mapping[str, Tensor], tensors: Mapping[str, Tensor], smoothing: float
+    average: Mapping[str, Tensor], tensors: Mapping[str, Tensor], smoothing: float | Tensor
 ) -> FrozenDict[str, Tensor]:
     """``smoothing * average + (1 - smoothing) * tensors``, name by name.
 
@@ -61,7 +61,7 @@ def moving_average(
         average: names to floating point or complex tensors. Those in half precision or less are averaged in float32
             (complex64), in which the result is: in their own precision small changes would be rounded away.
         tensors: what joins the average; names that the average lacks are left out.
-        smoothing: how much of the average stays.
+        smoothing: how much of the average stays; in a compiled step, which has another number each time, of shape ().
 
     >>> moving_average({"w": torch.tensor([0.0])}, {"w": torch.tensor([1.0])}, 0.75)["w"]
     tensor([0.2500])
@@ -72,7 +72,10 @@ def moving_average(
         return FrozenDict(average)
 
     def lerp(before: list[Tensor], latest: list[Tensor]) -> list[Tensor]:
-        return list(torch._foreach_lerp(list(map(widened, before)), list(map(widened, latest)), 1.0 - smoothing))
+        before, latest = list(map(widened, before)), list(map(widened, latest))
+        if isinstance(smoothing, Tensor):
+            return [old.lerp(new, (1.0 - smoothing).to(old)) for old, new in zip(before, latest, strict=True)]
+        return list(torch._foreach_lerp(before, latest, 1.0 - smoothing))
 
     results = map_local(lerp, [average[name] for name in names], [tensors[name] for name in names])
     changed = dict(zip(names, results, strict=True))

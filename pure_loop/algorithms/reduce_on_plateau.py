@@ -50,7 +50,7 @@ def reduce_on_plateau(
 
     Args:
         metric: ``"<label>/<metric>"`` of an evaluator, as it is logged; ``"train/loss"``: the mean loss of the batches
-            of each epoch, weighted by their samples.
+            of each epoch, weighted by their samples; ``"train/<metric>"``: that of ``fit(train_metrics=)``.
         factor: what learning rates are multiplied by.
         patience: how many evaluations in a row may be without a better value; the one after them reduces.
         mode: whether less is better, ``"min"``, or more, ``"max"``. None: known for losses, accuracies and the like.

@@ -17,6 +17,8 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.logs import get_logger
+from pure_loop._internal.processes import rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._surgery import LayerFilter, copied, nothing_fits
 from pure_loop.errors import ArgumentTypeError, ModelError
@@ -31,6 +33,8 @@ from pure_loop.time import Time
 __all__ = ["apply_stochastic_depth", "rates", "stochastic_depth"]
 
 SERVES = "images"
+
+_log = get_logger("pure_loop.algorithms")
 
 Blocks: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...] | LayerFilter
 Distribution: TypeAlias = Literal["linear", "uniform"]
@@ -47,31 +51,60 @@ def rates(count: int, rate: Rate, distribution: Distribution = "linear") -> list
 
 
 class _Dropped:
-    """The hook of a block. An object of a module, so that it can be pickled."""
+    """The hook of a block. An object of a module, so that it can be pickled.
 
-    def __init__(self, name: str, buffer: str, mode: str, scale: bool) -> None:
+    Attributes:
+        names: of all blocks.
+        reshaping: those that were found to return another shape, for a message; all hooks have the one list.
+    """
+
+    def __init__(
+        self, name: str, buffer: str, mode: str, scale: bool, names: tuple[str, ...], reshaping: list[str]
+    ) -> None:
         self.name, self.buffer, self.mode, self.scale = name, buffer, mode, scale
+        self.names, self.reshaping = names, reshaping
 
     def __call__(self, block: nn.Module, inputs: tuple[object, ...], output: object) -> Tensor | None:
         if not block.training and self.scale:
             return None
         start = inputs[0] if inputs else None
-        if not isinstance(start, Tensor) or not isinstance(output, Tensor) or start.shape != output.shape:
-            before, after = (
-                f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                for value in (start, output)
-            )
+        if not isinstance(start, Tensor) or not isinstance(output, Tensor):
             raise ModelError(
-                f"stochastic_depth: block {self.name!r}, {type(block).__name__}, has an input {before} and an output "
-                f"{after}. A block that is left out gives its input, so both are tensors of one shape: choose other "
-                "blocks, blocks=lambda name, layer: ...."
+                f"stochastic_depth: block {self.name!r}, {type(block).__name__}, has an input of type "
+                f"{type(start).__name__} and an output of type {type(output).__name__}. A block that is left out gives "
+                "its input, so both are tensors: choose other blocks, blocks=lambda name, layer: ...."
             )
+        if start.shape != output.shape:
+            self._note()
+            return None
         survival: Tensor = 1 - getattr(block, self.buffer)
         if not block.training:
             return start + survival.to(output.dtype) * (output - start)
         shape = (len(output) if self.mode == "sample" else 1, *(1,) * (output.ndim - 1))
         mask = (torch.rand(shape, device=output.device) < survival).to(output.dtype)
         return start + (mask / survival.to(output.dtype) if self.scale else mask) * (output - start)
+
+    def _note(self) -> None:
+        """Say once of each block that it is never left out.
+
+        Raises:
+            ModelError: no block can be.
+        """
+        if self.name in self.reshaping:
+            return
+        self.reshaping.append(self.name)
+        count, of = len(self.reshaping), len(self.names)
+        if count == of:
+            raise ModelError(
+                f"stochastic_depth: of {of} blocks, such as {self.name!r}, all return another shape than that of their "
+                "input, and a block that is left out gives its input: choose others, blocks=lambda name, layer: ...."
+            )
+        if rank() == 0:
+            _log.warning(
+                "stochastic_depth: block %r returns another shape than that of its input, and is never left out; "
+                "of %d blocks these are %d so far",
+                *(self.name, of, count),
+            )
 
 
 def _blocks_of(module: nn.Module, blocks: Blocks) -> list[tuple[str, nn.Module]]:
@@ -113,7 +146,9 @@ def apply_stochastic_depth(
     """A copy of a module that leaves out blocks at random in train mode; the module stays as it was.
 
     Each block gets a forward hook, and its rate as a buffer that is not saved with the module; names and values of
-    parameters and other buffers stay. All blocks are computed, whether they are left out or not.
+    parameters and other buffers stay. All blocks are computed, whether they are left out or not. A block that returns
+    another shape than that of its input is never left out; the log says which, and how many. It counts as one of the
+    blocks that have rates.
 
     Args:
         blocks: which submodules: a class, a tuple of classes, or a function of (name, layer).
@@ -125,8 +160,8 @@ def apply_stochastic_depth(
         name: the buffer of a block is called ``<name>_rate``.
 
     Raises:
-        ModelError: there is no such block, or one has a hook already; in a forward: a block that returns another
-            shape than that of its input.
+        ModelError: there is no such block, or one has a hook already; in a forward: a block that has no tensor as its
+            input or output, or no block that keeps the shape of its input.
         ArgumentError: the rate is out of range.
         ArgumentTypeError: not a module, or a setting of another type.
 
@@ -141,10 +176,11 @@ def apply_stochastic_depth(
     reasons = [f"{path} can be left out already" for path, block in layers if hasattr(block, buffer)]
     if not layers or reasons:
         raise nothing_fits("stochastic_depth", module, reasons, "the submodules that blocks= chooses, once")
+    names, reshaping = tuple(path for path, _ in layers), list[str]()
     for (path, block), share in zip(layers, rates(len(layers), rate, distribution), strict=True):
         tensor = next(iter([*block.parameters(), *clone.parameters()]), torch.zeros(()))
         block.register_buffer(buffer, torch.tensor(share, device=tensor.device), persistent=False)
-        block.register_forward_hook(_Dropped(path, buffer, mode, scale))
+        block.register_forward_hook(_Dropped(path, buffer, mode, scale, names, reshaping))
     return clone
 
 
@@ -175,7 +211,8 @@ def stochastic_depth(
     Raises:
         ArgumentError: the rate is out of range.
         ArgumentTypeError: a setting of another type.
-        ModelError: in training: no such block, or one that returns another shape than that of its input.
+        ModelError: in training: no such block, one without a tensor as its input or output, or none that keeps the
+            shape of its input.
 
     >>> import pure_loop as pl
     >>> class Residual(nn.Module):

@@ -188,7 +188,8 @@ def swa(
         count = torch.zeros((), dtype=torch.int64, device=state.device)
         of_buffers = chosen_buffers.of(state.buffers)
         memory = {"params": averageable(state.params), "buffers": of_buffers, "count": count}
-        return FrozenDict({**memory, "replaced": False} if replace else memory)
+        # Whether there is a mean, without a look at a tensor, which a compiled step can't have.
+        return FrozenDict({**memory, "began": False, "replaced": False} if replace else memory)
 
     def update(state: State) -> State:
         assert state.event is not None
@@ -200,17 +201,19 @@ def swa(
             # Buffers may come, go and change their shapes.
             latest = chosen_buffers.of(state.buffers)
             of_buffers = finite_or(running_mean(begun(memory["buffers"], latest), latest, count), latest)
-            memory = FrozenDict({**memory, "params": params, "buffers": of_buffers, "count": count + 1})
+            began = {"began": True} if replace else {}
+            memory = FrozenDict({**memory, "params": params, "buffers": of_buffers, "count": count + 1, **began})
             state = state.remember(name, memory)
         if not replace or memory["replaced"] or (last is not None and part_of_span(last, timestamp) < 1):
             return state
-        return mean(state).remember(name, FrozenDict({**memory, "replaced": True}))
+        state = with_average(state, name, chosen_buffers, waits=False) if memory["began"] else state
+        return state.remember(name, FrozenDict({**memory, "replaced": True}))
 
     def update_and_reset(state: State, stages: LoopStages) -> State:
         before = state.algorithm_state[name]["replaced"]
         state = update(state)
         memory = state.algorithm_state[name]
-        if before or not memory["replaced"] or not int(memory["count"]):
+        if before or not (memory["replaced"] and memory["began"]):
             return state
         return _with_new_optimizer_state(state, stages)
 

@@ -15,6 +15,7 @@ import torch
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._monitored import BOUNDARIES, Memory, Monitored, watcher
+from pure_loop.callback import Run
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -39,11 +40,12 @@ def threshold_stopping(
     ``max_duration`` were reached. The decision is in ``algorithm_state``: a run that is resumed in between stops, too.
 
     Args:
-        metric: ``"<label>/<metric>"`` of an evaluator, as it is logged; ``"train/loss"`` with ``at="batch"``.
+        metric: ``"<label>/<metric>"`` of an evaluator, as it is logged; with ``at="batch"`` ``"train/loss"``, or
+            ``"train/<metric>"`` of ``fit(train_metrics=)``, which is that of the batches so far in the epoch.
         threshold: the value that stops training; it is reached where it is equalled.
         mode: whether less is better, ``"min"``, or more, ``"max"``. None: known for losses, accuracies and the like.
-        at: ``"eval"``: compare at evaluations; ``"batch"``: compare the loss of each batch, for which each
-            BATCH_CHECKPOINT waits for the device.
+        at: ``"eval"``: compare at evaluations; ``"batch"``: compare the loss or metric of training after each
+            batch, for which each BATCH_CHECKPOINT waits for the device.
         name: another one, if there are several.
 
     Raises:
@@ -59,9 +61,16 @@ def threshold_stopping(
     True
     """
     monitored = Monitored.read("threshold_stopping", metric, mode)
-    if (at == "batch") is not monitored.of_training:
-        right = 'at="batch"' if monitored.of_training else 'metric="train/loss"'
+    if (monitored.of_training and at == "eval") or (monitored.label != "train" and at == "batch"):
+        right = 'at="batch"' if monitored.of_training else f'metric="train/loss", or "train/{metric.partition("/")[2]}"'
         raise ArgumentError(f"threshold_stopping: metric={metric!r} with at={at!r}: write {right}.")
+
+    def bind(run: Run) -> None:
+        monitored.bind(run)
+        if at == "eval" and monitored.label == "train" and run.train_metrics:
+            raise ArgumentError(f'threshold_stopping: metric={metric!r} is one of training: write at="batch".')
+        if at == "batch" and not monitored.of_training and not run.train_metrics:
+            raise ArgumentError(f'threshold_stopping: metric={metric!r} is one of an evaluator: write at="eval".')
 
     def start(state: State) -> Memory:
         return FrozenDict(value=torch.tensor(torch.nan, dtype=torch.float64, device=state.device), stop=False, why="")
@@ -82,11 +91,13 @@ def threshold_stopping(
         return state.remember(name, FrozenDict({**memory, "value": value}))
 
     def compare_batch(state: State) -> State:
-        changes = compare(state, {}, float(state.algorithm_state[name]["value"]))
+        loss = float(state.algorithm_state[name]["value"]) if monitored.of_training else None
+        changes = compare(state, {}, monitored.value(state) if loss is None else loss)
         if not changes["stop"]:
             return state
         return stop(state.remember(name, FrozenDict({**start(state), "why": changes["why"]})))
 
-    if not monitored.of_training:
-        return watcher(name, monitored, start, compare, "stop", stop)
-    return Algorithm(name, {Event.BATCH_END: note, BOUNDARIES: compare_batch}, init=start, bind=monitored.bind)
+    if at == "eval":
+        return watcher(name, monitored, start, compare, "stop", stop, bind=bind)
+    notes = {Event.BATCH_END: note} if monitored.of_training else {}
+    return Algorithm(name, {**notes, BOUNDARIES: compare_batch}, init=start, bind=bind)

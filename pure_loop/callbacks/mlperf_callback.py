@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
+import attrs
+
 from pure_loop._internal.names import Pattern
 from pure_loop._internal.owned_files import naming
 from pure_loop.algorithms._monitored import Monitored
@@ -118,7 +120,7 @@ class MLPerfCallback(Callback):
         """
         self._run = run
         if run.function == "fit":
-            self._monitored.bind(run)
+            self._monitored.bind(attrs.evolve(run, train_metrics=()))
         self._called = _now()
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:

@@ -161,7 +161,7 @@ def too_many_decisions(name: str, guards: list[Guard], env: Env) -> CompileError
         "Let it meet tensors before anything asks for its value (state.loss * state.timestamp.elapsed is fine, "
         "float(...) of it or an `if` is not). A function of Python's math asks for it: numpy.cos(x) does not, nor "
         "does a schedule. Or count in a tensor (state.remember(name, count + 1) with count=torch.zeros(())), say "
-        'how often with when=pl.every("10ba"), or write compile="where possible".'
+        'how often with when=pl.every("10ba"), or write compile=False: "where possible" has the same limit.'
     )
 
 

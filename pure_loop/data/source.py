@@ -143,8 +143,10 @@ class Source(ABC):
                 number = max(start, length or 0) + 1
                 raise DataError(
                     f"the {self._stream} dataloader has a length of {length}, and gave batch {number} of epoch {epoch}:"
-                    " its __len__ is too small. Correct it (that of the loader, its dataset or its sampler), or cut"
-                    f" epochs with batches_per_epoch={length}"
+                    " its __len__ is too small. Correct it (that of the loader, its dataset or its sampler). If it"
+                    f" never ends, give iter(loader) and batches_per_epoch={length}, and an epoch begins where the one"
+                    f" before it was cut; the loader itself with batches_per_epoch={length} begins anew in each epoch,"
+                    " perhaps with the same batches"
                 )
             if is_empty:
                 raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")

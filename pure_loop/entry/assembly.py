@@ -69,6 +69,7 @@ def _bound(plan: Plan, boundary: LastBoundary) -> BoundRun:
         callbacks=plan.callbacks,
         optimizer=settings.optimizer,
         metrics={evaluator.label: evaluator.metrics for evaluator in plan.evaluators},
+        train_metrics=settings.train_metrics,
         order=settings.order,
         max_duration=settings.max_duration,
         iteration_length=settings.iteration_length,

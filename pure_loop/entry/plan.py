@@ -29,6 +29,7 @@ from pure_loop.hooks import Observer
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Strategy
 from pure_loop.loop.training import Eager
+from pure_loop.model.checks import refuse_sync_batchnorm
 from pure_loop.observer import observers
 from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages
@@ -182,6 +183,8 @@ def _beginning(settings: Settings, beginning: nn.Module | State, checkpoint: Che
     """The State to start from, on its device and in its precision, and whether it is a fresh start."""
     seed = seed_of(checkpoint, settings.seed)
     state, fresh = first_state(beginning, seed, settings.parallel.device(settings.device))
+    if settings.parallel.ranks > 1:
+        refuse_sync_batchnorm(state.model.skeleton, state.device)
     if settings.deterministic:
         refuse_cublas(state.device)
     if settings.precision.float8:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.reprs import call
-from pure_loop._internal.suggestions import member
+from pure_loop._internal.suggestions import advice_on
 from pure_loop._internal.weights import is_number
 from pure_loop.data.batch import is_array
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -238,7 +238,7 @@ def _refuse_metric(value: object, where: str) -> NoReturn:
             f"{where}: {value!r} in metrics is a metric of torchmetrics; write "
             f"pl.metrics.from_torchmetrics({type(value).__name__}(...))."
         )
-    text = member("metrics", value) or (
+    text = advice_on("metrics", value) or (
         "write [pl.metrics.accuracy()], or pl.metrics.mean(function, 'name') of a function of (outputs, batch) that "
         "gives one number a sample"
     )

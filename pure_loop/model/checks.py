@@ -101,7 +101,11 @@ def _refuse_strange_tensors(module: nn.Module) -> None:
                 "pl.fit(model, ...)."
             )
         if is_sharded(tensor):
-            continue
+            raise ModelError(
+                f"{kind} {name!r} is a DTensor, as parallelize_module and distribute_tensor make them, and a State "
+                "holds whole tensors, or shards that it cuts itself: give the module as it was before, and "
+                'parallel="shard" where it is too large for one device. Tensor parallelism is not supported.'
+            )
         if tensor.is_meta and kind == "parameter" and not shapes_only.get():  # a buffer there may be unread
             raise ModelError(
                 f"parameter {name!r} is on the meta device and has no numbers: write model.to_empty(device=...) and "
@@ -110,6 +114,20 @@ def _refuse_strange_tensors(module: nn.Module) -> None:
         problem = _what_is_strange(tensor, kind)
         if problem is not None:
             raise ModelError(f"{kind} {name!r} {problem}")
+
+
+def refuse_sync_batchnorm(module: nn.Module, device: torch.device) -> None:
+    """
+    Raises:
+        ModelError: a layer exchanges statistics with other ranks in training, which torch's can on accelerators alone.
+    """
+    for name, layer in module.named_modules() if device.type == "cpu" else ():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.training:
+            raise ModelError(
+                f"model.{name} is a SyncBatchNorm, which exchanges statistics on GPUs alone, and these ranks train on "
+                "CPUs. Give a BatchNorm, which has those of the samples of its rank, or a GroupNorm, which needs no "
+                "other samples."
+            )
 
 
 _SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})

@@ -2,8 +2,8 @@
 
 ``copy.deepcopy`` would copy everything that a module refers to: the object with a method as a hook, so that what it
 collects is lost; a frozen teacher in a list, with its weights. Here modules and their registered tensors are copied,
-and references to them lead to the copies, from bound methods, closures, ``functools.partial`` and containers too.
-Anything else stays the object that the user has.
+and references to them lead to the copies, from bound methods, closures, ``functools.partial`` and containers too, weak
+references and the handles of hooks among them. Anything else stays the object that the user has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pure_loop.errors import ModelError
 
@@ -36,8 +37,32 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
 _OPENED = (types.FunctionType, types.MethodType, partial, *_CONTAINERS)
 # torch's own record of a hook of state_dict, with a weak reference to its module.
 _WRAPPED_HOOK: Any = getattr(nn.modules.module, "_WrappedHook", ())
+_WEAK_MAPPINGS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 # Objects to go through in search of a module, from one attribute.
 _MOST = 100_000
+
+
+class _Memo(dict[int, Any]):
+    """The memo of a deepcopy, to which weak references to copied objects lead to the copies: else they are atoms.
+
+    Attributes:
+        weak: those, by their ids.
+    """
+
+    def __init__(self, memo: Mapping[int, Any]) -> None:
+        super().__init__(memo)
+        self.weak: dict[int, Any] = {}
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """What stands for an object; ``deepcopy`` asks first. A copy that is being made is found already."""
+        weak = self.weak.pop(key, None)
+        if isinstance(weak, weakref.ref):
+            # Without the callback: copies are made and dropped all the time.
+            self[key] = type(weak)(copy.deepcopy(weak(), self))
+        elif weak is not None:
+            items = copy.deepcopy(list(weak.items()), self)
+            self[key] = type(weak)(items)
+        return super().get(key, default)
 
 
 def copied(
@@ -129,15 +154,16 @@ class _Walk:
     """Decides of each object that a module tree refers to whether copies of the tree share it.
 
     Attributes:
-        own: the ids of modules and registered tensors of the tree.
+        own: the ids of modules, registered tensors and mappings of hooks of the tree.
         memo: what copies have in the place of an object, by its id.
     """
 
     def __init__(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        self.memo = memo
+        self.memo = _Memo(memo)
         self._modules = list(module.modules())
         tensors = [*module.parameters(), *module.buffers()]
-        self.own = {*map(id, self._modules), *map(id, tensors)}
+        hooks = [vars(item)[kind] for item in self._modules for kind in _HOOKS if kind in vars(item)]
+        self.own = {*map(id, self._modules), *map(id, tensors), *map(id, hooks)}
         self._untouching: dict[int, Any] = {}  # with the objects, so that ids stay theirs
         self._seen: dict[int, Any] = {}
         self._functions: list[tuple[types.FunctionType, types.FunctionType]] = []
@@ -162,6 +188,11 @@ class _Walk:
         if isinstance(value, _ATOMIC) or id(value) in self.own or id(value) in self.memo or id(value) in self._seen:
             if isinstance(value, types.ModuleType):
                 self.memo[id(value)] = value
+            elif isinstance(value, weakref.ref):
+                (self.memo.weak if self.touches(value) else self.memo)[id(value)] = value
+            return
+        if isinstance(value, RemovableHandle) and value.hooks_dict_ref() is None:
+            self.memo[id(value)] = value  # of a module that is gone
             return
         kind = type(value)
         is_shared = not isinstance(value, _OPENED)
@@ -178,6 +209,8 @@ class _Walk:
                 self.memo[id(value)] = value.detach().clone()
             return
         self._seen[id(value)] = value
+        if kind in _WEAK_MAPPINGS:  # which copy either keys or values
+            self.memo.weak[id(value)] = value
         if isinstance(value, types.FunctionType):
             if not touching:
                 return
@@ -193,6 +226,11 @@ class _Walk:
             value = pending.pop()
             if id(value) in self.own:
                 return True
+            if isinstance(value, weakref.ref):
+                target = value()
+                # Nothing else keeps the copy of an object outside of the tree alive.
+                if id(target.__self__ if isinstance(target, types.MethodType) else target) in self.own:
+                    return True
             if isinstance(value, _ATOMIC) or id(value) in seen or id(value) in self._untouching:
                 continue
             if len(seen) >= _MOST:
@@ -260,6 +298,8 @@ def children(value: Any) -> list[Any]:
         return [value.func, value.args, value.keywords]
     if isinstance(value, _WRAPPED_HOOK):
         return [value.hook]
+    if isinstance(value, RemovableHandle):
+        return [value.hooks_dict_ref()]
     return list(_attributes(value).values())
 
 

@@ -14,6 +14,7 @@ from torch.optim import swa_utils
 import pure_loop as pl
 from pure_loop import Event, State
 from pure_loop.algorithms import averaged, ema, lookahead, moving_average, step_towards, swa, update_batchnorm
+from pure_loop.compile import interpreted
 from pure_loop.random import seeded
 from tests.support.problem import LR, by_hand, close, convnet, cross_entropy, fit, images, mlp, points, run
 from tests.support.streams import equal
@@ -129,6 +130,24 @@ def test_an_average_is_by_hand_and_training_does_not_notice_it(name: str) -> Non
                 torch.testing.assert_close(tensor.double(), buffers[key], rtol=1e-5, atol=1e-5)
             else:
                 assert torch.equal(tensor, plain[-1].buffers[key]), key
+
+
+COMPILED = [AVERAGES[name][0] for name in ("batches", "warmup", "warmup and start", "a mean")]
+COMPILED += [swa("2ba", "4ba", interval="1ba", replace=True, reset_optimizer=reset) for reset in (False, True)]
+COMPILED += [swa("5ba", "5ba", interval="4ba", replace=True, reset_optimizer=True)]  # of no weights
+
+
+@pytest.mark.parametrize("average", COMPILED, ids=str)
+def test_a_compiled_step_averages_as_an_eager_one_does(average: pl.Algorithm) -> None:
+    settings = {"optimizer": pl.optim.sgd(lr=0.1, momentum=0.9)}
+    eager = run(mlp(), None, [average], **settings)
+    with interpreted():
+        compiled = run(mlp(), None, [average], compile=True, **settings)
+    memories = [state.algorithm_state[average.name] for state in (compiled, eager)]
+    close(compiled.params, eager.params, 1e-5)
+    close(*(memory["params"] for memory in memories), 1e-5)
+    plain = [{key: value for key, value in memory.items() if key in ("updates", "count")} for memory in memories]
+    assert plain[0] == plain[1]
 
 
 def test_predictions_are_of_the_average() -> None:

@@ -328,6 +328,25 @@ def test_a_block_is_kept_and_scaled_or_left_out() -> None:
             assert max(len(block(torch.zeros(50, 4)).unique()) for _ in range(10)) == most
 
 
+def test_blocks_that_change_the_shape_are_never_left_out_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """Of zeros the first and the last add 1, scaled by 1 / 0.9 and 1 / 0.7, or nothing; the second sums four."""
+    summing = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(summing.weight)
+    net = A.apply_stochastic_depth(nn.Sequential(Plus(), summing, Plus()), (Plus, nn.Linear), 0.3)
+    with torch.no_grad(), pl.random.seeded(0):
+        found = torch.cat([net(torch.zeros(100, 4)) for _ in range(2)])
+    wanted = [first + last for first in (0.0, 4 / 0.9) for last in (0.0, 1 / 0.7)]
+    assert sorted({round(number, 4) for number in found.flatten().tolist()}) == pytest.approx(wanted, abs=1e-4)
+    assert [record.message for record in caplog.records] == [
+        "stochastic_depth: block '1' returns another shape than that of its input, and is never left out; of 3 blocks "
+        "these are 1 so far"
+    ]
+    blocks = nn.Sequential(Plus(), nn.Linear(4, 3))
+    state = run(blocks, points(), [A.stochastic_depth((Plus, nn.Linear), 0.5)])
+    assert len(caplog.records) == 2
+    assert torch.equal(state.module(training=False)(torch.zeros(1, 4)), state.module().eval()(torch.zeros(1, 4)))
+
+
 def test_rates_of_depth_follow_a_schedule_a_warmup_and_what_a_resumed_run_says() -> None:
     def rates(start: Any, algorithm: pl.Algorithm, event: Event, **options: Any) -> list[float]:
         pairs = fit(start, points(6), [algorithm], **{"max_duration": "1ep", **options})

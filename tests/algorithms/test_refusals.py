@@ -32,6 +32,7 @@ POINTS = [(torch.ones(2, 4), torch.ones(2, 3))]
 NO_CLASSES: dict[str, Any] = {"model": nn.Linear(4, 3), "data": POINTS, "loss": nn.functional.mse_loss}
 NO_CLASSES["evaluators"] = {"val": POINTS}
 WORDS = {"input_ids": torch.ones(2, 4).long(), "attention_mask": torch.ones(2, 4).long()}
+F1 = pl.metrics.f1(3)
 BY_LOSS = A.mixup(0.5, interpolate="loss", name="mine")
 
 
@@ -114,7 +115,13 @@ REFUSALS = [
     of(smooth(torch.zeros(2, 5, 3), torch.zeros(2, 5).long()), ARG, "movedim"),
     of(smooth({"logits": torch.zeros(2, 3)}, torch.zeros(2)), TYPE, "outputs is dict"),
     made(A.mixup, ARG, 'Write interpolate="targets"', per_sample=True, interpolate="loss"),
-    of(lambda: fit(None, None, [A.mixup(), A.cutmix()]), ARG, "mixup", "cutmix", "mixes targets"),
+    of(lambda: fit(None, None, [A.mixup(), A.cutmix()]), ARG, "mixes targets", "pl.one_of(mixup(...), cutmix(...), pr"),
+    of(lambda: fit(None, None, [pl.one_of(A.mixup(), A.cutmix()), A.mixup(name="b")]), ARG, "'mixup' and 'b' both"),
+    of(lambda: pl.one_of(), ARG, "of 0 alternatives"),
+    of(lambda: pl.one_of(A.mixup(), A.cutmix(), probabilities=[0.5]), ARG, "[0.5] of 2 alternatives"),
+    of(lambda: pl.one_of(A.mixup(), A.cutmix(), probabilities=[0.5, 0.6]), ARG, "a sum of at most 1"),
+    of(lambda: pl.one_of(A.mixup(), A.cutmix(), probabilities=0.5), ARG, "0.5 of 2"),  # type: ignore[arg-type]
+    of(lambda: pl.one_of(A.mixup(), A.gradient_noise(), A.lookahead()), ARG, "'lookahead' acts at BATCH_END"),
     runs([BY_LOSS, A.label_smoothing()], ARG, "'mine'", "Write label_smoothing before"),
     runs(A.mixup(), DATA, "the inputs are list, not a tensor", "input_key", data=LISTS),
     of(lambda: A.mixup()(begun({})), DATA, "mixup: the targets are", "of 5 samples", "target_key="),
@@ -144,6 +151,9 @@ REFUSALS = [
     made(A.early_stopping, ARG, "If 'val/accuracy' is meant", metric="val/acc"),
     made(A.early_stopping, ARG, '"max".', metric="val/reward"),
     made(A.threshold_stopping, ARG, "write ", metric="train/loss", threshold=1.0, at="eval"),
+    made(A.threshold_stopping, ARG, 'write metric="train/loss", or "train/accuracy"', at="batch"),
+    of(lambda: fit(None, None, [A.threshold_stopping("train/f1")], train_metrics=[F1]), ARG, 'write at="batch"'),
+    of(lambda: fit(None, None, [A.early_stopping("train/f1")]), ARG, "'train/loss'", "fit(train_metrics=)"),
     runs(A.threshold_stopping("train/loss/kl", 0.1, at="batch"), ARG, "the loss has no part 'train/loss/kl'"),
     runs(A.reduce_on_plateau("train/loss"), ARG, "takes_lr_scale=True", optimizer=OWN),
     # Models
@@ -171,7 +181,8 @@ REFUSALS = [
     of(lambda: A.apply_squeeze_excite(NARROW, min_channels=129), MODEL, "0 has 3 input and 16 output"),
     of(lambda: A.apply_weight_standardization(CONVS, skip_last=2), MODEL, "each filter of 1 is one weight"),
     made(A.stochastic_depth, TYPE, "is no class of modules", blocks=(nn.Linear, 3)),
-    runs(A.stochastic_depth(nn.Linear), MODEL, "block '4', Linear, has an input of shape (4, 4)", model=plus()),
+    runs(A.stochastic_depth(nn.Linear), MODEL, "of 1 blocks, such as '4', all return another shape", model=plus()),
+    of(lambda: A.apply_stochastic_depth(nn.Sequential(nn.LSTM(2, 2)), nn.LSTM)(torch.ones(1, 2)), MODEL, "type tuple"),
     of(lambda: pl.Algorithm("mine", ENDS, claims="text"), TYPE, "'mine': claims="),  # type: ignore[arg-type]
     of(lambda: pl.Algorithm("mine", ENDS, bind=divmod), TYPE, "'mine': bind="),  # type: ignore[arg-type]
     # Metrics

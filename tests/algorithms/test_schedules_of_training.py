@@ -94,6 +94,22 @@ def test_training_ends_at_a_threshold() -> None:
         algorithm = A.threshold_stopping("val/accuracy", threshold, mode)  # type: ignore[arg-type]
         end = pl.run(stream([algorithm], **scores([0.5, 0.6, 0.59])))
         assert (end.timestamp.epoch, end.stop) == (epochs, True)
+    values = scores([0.5, 0.6, 0.59])
+    values["evaluators"] = {"train": values["evaluators"]["val"]}
+    assert pl.run(stream([A.threshold_stopping("train/accuracy", 0.6)], **values)).timestamp.epoch == 2
+    # Two batches are all wrong, and then all are right: 3/5 of five batches, which are one epoch.
+    right = pl.metrics.mean(lambda outputs, batch: batch[1].flatten(), "accuracy")
+    data = [(torch.zeros(2, 3), torch.full((2, 1), float(number > 1))) for number in range(5)]
+    for algorithm, end in (
+        (A.threshold_stopping("train/accuracy", 0.5, at="batch"), 4),
+        (A.early_stopping("train/accuracy", patience=2), 15),
+        (A.early_stopping("train/accuracy", patience=2, interval="2ba"), 8),  # 0/2, 2/4; 0/1, 1/3 in the next
+        (A.reduce_on_plateau("train/accuracy", patience=0), 25),
+    ):
+        settings = {"train_metrics": [right], "optimizer": pl.optim.sgd(lr=0.0), "max_duration": "5ep"}
+        state = run(nn.Linear(3, 1), data, [algorithm], loss=functional.mse_loss, **settings)
+        assert (state.timestamp.batch, state.stop) == (end, end < 25), algorithm
+    assert float(state.lr_scale) == pytest.approx(1e-4)
     by_batch = stream([A.threshold_stopping("train/loss", 0.05, at="batch")])
     losses = [float(state.loss) for event, state in by_batch if event is Event.BATCH_END]
     assert losses[-1] <= 0.05 < min(losses[:-1])
@@ -118,6 +134,7 @@ def test_which_values_are_compared_and_what_is_kept() -> None:
 
 
 EVAL: dict[str, Any] = {"evaluators": {"val": DATA}}
+MEASURED = {"train_metrics": [pl.metrics.mean(lambda outputs, batch: (outputs - batch[1]).square(), "mse")]}
 # Each ends, or reduces the rate, in the middle of the run.
 RUNS: dict[str, tuple[pl.Algorithm, dict[str, Any]]] = {
     "evaluations": (A.early_stopping("val/loss", patience=2, min_delta=0.1), EVAL),
@@ -125,6 +142,8 @@ RUNS: dict[str, tuple[pl.Algorithm, dict[str, Any]]] = {
     "training": (A.early_stopping("train/loss", patience=2, interval="2ba", min_delta=0.1), {}),
     "threshold": (A.threshold_stopping("val/loss", 0.05), EVAL),
     "threshold of batches": (A.threshold_stopping("train/loss", 0.05, at="batch"), {}),
+    "metric of training": (A.early_stopping("train/mse", patience=2, interval="2ba", min_delta=0.1), MEASURED),
+    "metric of batches": (A.threshold_stopping("train/mse", 0.05, at="batch"), MEASURED),
     "plateau": (A.reduce_on_plateau("val/loss", patience=1, threshold=0.5), EVAL | {"max_duration": "8ep"}),
     "plateau of training": (A.reduce_on_plateau("train/loss", patience=1, threshold=0.5), {"max_duration": "8ep"}),
 }
@@ -154,6 +173,7 @@ def test_two_ranks_come_to_what_one_comes_to(parallel: Any) -> None:
     """Their samples, and with them their losses, differ: one that stopped alone would leave the other waiting."""
     data = [(x, x[:, :1].tanh()) for x, _ in points(2, 8)]
     options: dict[str, Any] = {"loss": functional.mse_loss, "evaluators": {"val": data}, "max_duration": "9ep"}
+    options |= MEASURED
 
     def outcome(name: str, **more: Any) -> Any:
         with pl.random.seeded(0):

@@ -12,6 +12,8 @@ from torch.nn import functional
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms import cutmix, label_smoothing, mixup, sam, smooth_labels
+from pure_loop.algorithms.mixup import EXPECTED_FAILURES
+from pure_loop.testing import check_algorithm
 from tests.support.problem import close, convnet, cross_entropy, fit, images, noise, points, run
 
 same = torch.testing.assert_close
@@ -109,6 +111,25 @@ def test_half_of_the_batches_are_mixed_and_maps_of_classes_are_cut_with_the_imag
     maps = torch.arange(3).view(3, 1, 1).expand(3, 6, 6).clone()
     for inputs, targets in at_loss([cutmix()], [(maps.unsqueeze(1).float(), maps)] * 5, nn.Conv2d(1, 3, 1)):
         assert torch.equal(inputs[:, 0].long(), targets)
+
+
+def test_one_draw_for_each_batch_decides_between_algorithms() -> None:
+    """Each acts with its probability, as by itself, and never two in one batch."""
+    pixels = torch.eye(3).view(3, 3, 1, 1).expand(3, 3, 4, 4).clone()
+    data = [(pixels, torch.arange(3))] * 100
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    chosen = pl.one_of(mixup(1.0), cutmix(1.0), probabilities=[0.5, 0.2])
+    found = [at_loss([algorithm], data, net, microbatch_size=3) for algorithm in (chosen, mixup(1.0), cutmix(1.0))]
+    kinds: list[str] = []
+    for (inputs, targets), by_mixup, by_cutmix in zip(*found, strict=True):
+        same(inputs.mean((2, 3)), functional.one_hot(targets, 3).float() if targets.ndim == 1 else targets)
+        if targets.ndim == 1:
+            assert torch.equal(inputs, pixels)
+        kinds.append("none" if targets.ndim == 1 else "mixup" if torch.equal(inputs, by_mixup[0]) else "cutmix")
+        assert targets.ndim == 1 or any(torch.equal(inputs, other[0]) for other in (by_mixup, by_cutmix))
+    counts = [kinds.count(kind) for kind in ("mixup", "cutmix", "none")]
+    assert all(abs(count - mean) < 20 for count, mean in zip(counts, (50, 20, 30), strict=True)), counts
+    check_algorithm(pl.one_of(mixup(), cutmix()), problems="convolution", max_examples=1, skip=EXPECTED_FAILURES)
 
 
 BY_LOSS, SMOOTH, MIX = mixup(0.5, interpolate="loss"), label_smoothing(0.2), mixup(0.5)

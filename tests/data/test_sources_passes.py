@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import pure_loop as pl
 from pure_loop import Event
@@ -145,6 +145,25 @@ WRONG: dict[str, Callable[[int, int], Any]] = {
     "bare stream": WrongStream,
     "batch sampler": lambda says, gives: loader(ONES, 1, batch_sampler=WrongSampler(says, gives)),
 }
+
+
+class EndlessSampler(Sampler[int]):
+    """Of eight samples in order, again and again, with a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (number % 8 for number in itertools.count())
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_what_never_ends_and_has_a_length_goes_on_as_an_iterator() -> None:
+    loader = DataLoader(torch.arange(8), sampler=EndlessSampler(), batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"length of 4, .* never ends, give iter\(loader\) and batches_per_epoch=4"):
+        list(source(loader, seed=0, stream="train").epoch(0, 0))
+    epochs = source(iter(loader), seed=0, stream="train", batches_per_epoch=3)
+    found = [[batch.tolist() for batch in epochs.epoch(number, 0, 3 * number)] for number in range(2)]
+    assert found == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [0, 1], [2, 3]]]
 
 
 @pytest.mark.parametrize("kind", WRONG)

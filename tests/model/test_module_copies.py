@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ import pure_loop as pl
 from pure_loop import FrozenDict
 from pure_loop.model.mirrored import mirror
 from tests.support import problem
-from tests.support.holding import DATA, fit, made
+from tests.support.holding import DATA, fit, last, made
 
 X = DATA[0][0]
 
@@ -123,6 +125,88 @@ def test_apply_takes_any_mapping_of_all_names() -> None:
     for name, gradient in zip(params, gradients, strict=True):
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
     assert set(state.model.module(params, buffers).state_dict()) == set(model.state_dict())
+
+
+class Handles(nn.Module):
+    """Keeps the handles of its hooks, of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.handle = self.layer.register_forward_hook(lambda module, args, output: output + 1)
+        self.handles = [
+            self.layer.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True),
+            self.layer.register_full_backward_pre_hook(lambda *_: None),
+            self.register_state_dict_post_hook(lambda *_: None),
+        ]
+        self.removed = self.layer.register_forward_hook(print)
+        self.removed.remove()
+        self.of_another = nn.Linear(1, 1).register_forward_hook(print, with_kwargs=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_kept_handle_removes_the_hook_of_its_own_copy() -> None:
+    state = pl.run(fit(Handles()))
+    gc.collect()  # the model that was passed is gone
+    module, other = (state.module(training=False) for _ in range(2))
+    for handle in (module.handle, *module.handles):
+        handle.remove()
+    torch.testing.assert_close(module(X), module.layer(X))
+    torch.testing.assert_close(other(X), module(X) + 1)
+    torch.testing.assert_close(state.module(training=False)(X), module(X) + 1)
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    counts = [[len(getattr(each.layer, kind)) for kind in kinds] for each in (module, other)]
+    assert counts == [[0, 0, 0, 0], [1, 1, 1, 1]]
+
+
+class Weak(nn.Module):
+    """A child that finds its parent, and what is in it, by weak references."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.parent, self.listed = weakref.ref(parent, print), [weakref.ref(parent)]
+        self.method = weakref.WeakMethod(parent.scaled)  # type: ignore[arg-type]
+        self.names = weakref.WeakKeyDictionary({parent: "parent"})
+        self.parents = weakref.WeakValueDictionary({"parent": parent})
+        self.found_by = lambda: self.parent()
+
+    def forward(self, x: Tensor) -> Any:
+        for parent in (self.parent(), self.listed[0](), self.parents["parent"], self.found_by()):
+            assert self.names[parent] == "parent"
+            assert parent.child is self
+        return self.method()(x)  # type: ignore[misc]
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.drop = nn.Dropout(0.0)
+        self.child = Weak(self)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return 2 * self.drop(self.layer(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.child(x)
+
+
+@pytest.mark.parametrize("algorithms", [(), pl.algorithms.gyro_dropout(p=0.0)])
+def test_weak_references_lead_to_the_copies(algorithms: Any) -> None:
+    """What trains is in the copy. An algorithm that changes layers copies the model once more."""
+    model = made(Parent)
+    state = pl.run(fit(model, algorithms=algorithms))
+    module = state.module()
+    assert module.child.parent() is module is not model
+    assert module.child.parent.__callback__ is None, "copies come and go"
+    problem.close(state.params, dict(last(model).named_parameters()))
+    state = pl.State.create(Parent())
+    gc.collect()
+    assert state.module()(X).shape == (len(X), 2)
 
 
 class CopiesCounted(nn.Linear):
