@@ -29,6 +29,7 @@ from torch import Tensor
 
 from pure_loop._internal.arguments import check_number, is_scheduler, refuse_no_schedule
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop._internal.tree_ops import clone_all, is_sharded
 from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
@@ -47,6 +48,7 @@ from pure_loop.optim.optimizer import (
     as_schedule,
     rate_at,
 )
+from pure_loop.optim.resuming import where_differs
 from pure_loop.random.seeds import seeded_all
 
 if TYPE_CHECKING:
@@ -532,8 +534,8 @@ class _FromTorch:
         for part in (memories, started):
             if part.keys() != set(params):
                 raise ResumeError(
-                    f"opt_state was made by {self.name} for another model: it is that of other parameters. "
-                    f"Give the State that was made with this model, or {afresh}"
+                    f"opt_state was made by {self.name} for another model: it is that of other parameters"
+                    f"{where_differs(part, dict.fromkeys(params), 'it')}. Give the State that was made with this model, or {afresh}"
                 )
         for name, memory in memories.items():
             if not isinstance(memory, Mapping) or (keys and started[name] and memory.keys() != keys):
@@ -545,7 +547,29 @@ class _FromTorch:
                 )
         tensors = [tensor for _, tensor in tensors_in((opt_state, params))]
         if params and not any(is_sharded(tensor) or tensor.is_meta for tensor in tensors):
+            if keys:  # of torch's own classes, in which shapes stay as they are
+                self._refuse_leaf(opt_state, self.init(params))
             self._try(opt_state, params)
+
+    def _refuse_leaf(self, opt_state: Any, begun: OptState) -> None:
+        """Refuse a leaf that is of another kind, or of another shape, than before the first step."""
+        for name, memory in opt_state["memory"].items():
+            first = begun["memory"][name]
+            leaves = [(f"memory'][{name!r}][{key!r}", value, first.get(key)) for key, value in memory.items()]
+            leaves.append((f"started'][{name!r}", opt_state["started"][name], True))
+            for path, value, like in leaves:
+                if isinstance(like, Tensor) and like.ndim:
+                    right = isinstance(value, Tensor) and value.shape == like.shape
+                    right = right and value.is_floating_point() is like.is_floating_point()
+                else:
+                    right = like is not True or type(value) is bool
+                if not right:
+                    both = like, value
+                    needed, there = (shape_and_dtype(x) if isinstance(x, Tensor) else type(x).__name__ for x in both)
+                    raise ResumeError(
+                        f"opt_state['{path}] is {there}, and {self.name} needs {needed} there: give the State that was "
+                        "made with it, or start afresh: fit(state.replace(opt_state=None), ...)."
+                    )
 
     @torch.no_grad()
     def _try(self, opt_state: Any, params: Params) -> None:
