@@ -167,8 +167,7 @@ class Document:
             own = {**start.params, **start.buffers}
         selection.refuse_unmatched([*names.values(), *model.parameter_names, *model.buffer_names], path)
         values = migrated(values, names, selection, model, own, self.hidden, str(path).rpartition("/")[2])
-        before = () if start is None else start.notes
-        refuse_another_model(values, saved, model, self.model, path, (*values.get("notes", ()), *before))
+        refuse_another_model(values, saved, model, self.model, path, () if start is None else start.notes)
         wanted, saved = order_of(model), places(values["params"], values["buffers"])
         values |= {name: reordered(values[name], wanted, saved) for name in _KNOWN_BY_NAME if name in values}
         seen: set[int] = set()

@@ -63,7 +63,8 @@ def save(
 
     Raises:
         ArgumentTypeError: the State holds a value that a checkpoint can't hold; names its place.
-        ArgumentError: with ``trained_only``, no parameter is frozen, or the State is sharded.
+        ArgumentError: with ``trained_only``, no parameter is frozen, or the State is sharded; a path that ends as those
+            of ``torch.save`` do, ``.pt``, ``.pth`` or ``.pkl``.
         CheckpointWriteError: (an OSError) it can't be written: no room, no permission; names the path.
         DistributedError: another rank couldn't write its shards, or has died; names it.
 
@@ -79,6 +80,12 @@ def save(
         raise ArgumentTypeError(f"save({type(state).__name__}, ...): what is saved is a State; the path comes second.")
     weights_only, trained_only = check_flag("weights_only", weights_only), check_flag("trained_only", trained_only)
     where, weights = storage_of(path), None
+    if where.path.endswith((".pt", ".pth", ".pkl")):
+        stem = where.path.rpartition(".")[0]
+        raise ArgumentError(
+            f"save(state, {where.path!r}): the file would be of safetensors, which torch.load can't read: write "
+            f"{stem + SUFFIX!r}; for torch.load, torch.save(state.module().state_dict(), {where.path!r})."
+        )
     if weights_only:
         weights = Weights.of(state, trained_only=trained_only)
     elif trained_only:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import PyTree
-from pure_loop._internal.reprs import shape_and_dtype
+from pure_loop._internal.reprs import Shaped, shape_and_dtype
 from pure_loop._internal.suggestions import nearest
 from pure_loop.checkpoint.selection import Selection
 from pure_loop.checkpoint.validation import shortened
@@ -31,18 +30,8 @@ from pure_loop.model.note import Note
 
 # Of a list of names in a message: a stranger may have written a file, and a model may have thousands.
 _MOST = 20
-# Characters of a call in a message, and names of a file that are compared with all of the model's.
-_LONGEST, _COMPARED = 1500, 200
-
-
-class Shaped(Protocol):
-    """What has a shape and a dtype: a tensor, or what a file says of one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
+# Characters of a call in a message, names of a file that are compared with all of the model's, and guesses.
+_LONGEST, _COMPARED, _TRIED = 1500, 200, 20
 
 
 Shapes = Mapping[str, Shaped]
@@ -85,9 +74,9 @@ def migrated(
     excluded = {name for name in {*names.values(), *there} if selection.excludes(name)}
     result, fate = dict(values), dict[str, str | None]()
     for old, tensor in (*values["params"].items(), *values["buffers"].items()):
-        name = names[old]
-        fits = name in there and (name in model.altered or name not in own or _alike(tensor, own[name]))
-        fate[old] = None if name in excluded or (not fits and (old in hidden or name in passing)) else name
+        new = names[old]
+        fits = new in there and (new in model.altered or new not in own or _alike(tensor, own[new]))
+        fate[old] = None if new in excluded or (not fits and (old in hidden or new in passing)) else new
     for field, wanted in (("params", model.parameter_names), ("buffers", model.buffer_names)):
         tensors = {name: tensor for old, tensor in values[field].items() if (name := fate[old]) is not None}
         begun = [name for name in wanted if name not in tensors and (name in excluded or name in passing)]
@@ -139,7 +128,7 @@ class Misfit:
     Attributes:
         missing: names that only the model has.
         unknown: names that only the file has.
-        reshaped: by name, what the file has and what the model has.
+        reshaped: by name, what the file has and what the model has there.
     """
 
     missing: tuple[str, ...]
@@ -164,14 +153,16 @@ class Misfit:
     def in_words(self, kind: str) -> str:
         """For messages; ``kind`` is ``"params"``, or ``"buffers"``."""
         parts = [f"of {kind}, {lacking(self.missing, self.unknown)}"] if self.missing or self.unknown else []
-        both = ((f"{kind}[{shortened(name)}]", *map(shape_and_dtype, pair)) for name, pair in self.reshaped.items())
-        shapes = [f"{leaf} is {value} in the file and {like} in the model" for leaf, value, like in both]
+        shapes = [
+            f"{kind}[{shortened(name)}] is {shape_and_dtype(a)} in the file and {shape_and_dtype(b)} in the model"
+            for name, (a, b) in self.reshaped.items()
+        ]
         more = f"; and {len(shapes) - _MOST} more" if len(shapes) > _MOST else ""
         return "; ".join([*parts, *shapes[:_MOST]]) + more
 
 
 def refuse_another_model(
-    values: Mapping[str, PyTree], saved: Shapes, model: ModelDef, name: str, path: object, notes: Sequence[Note]
+    values: Mapping[str, PyTree], saved: Shapes, model: ModelDef, name: str, path: object, notes: Sequence[Note] = ()
 ) -> None:
     """Refuse parameters and buffers that are another model's.
 
@@ -181,7 +172,7 @@ def refuse_another_model(
         model: which has to fit.
         name: the class of the module that was saved.
         path: of the file.
-        notes: of the State that was saved, and of the one that it is to be read into.
+        notes: of the State into which they are read.
 
     Raises:
         ResumeError: names all leaves, what the model has and what the file has, and the call that loads what fits.
@@ -189,7 +180,7 @@ def refuse_another_model(
     skeleton = model.skeleton
     params = dict(skeleton.named_parameters())
     buffers: dict[str, Tensor] = {**values["buffers"], **model.fixed_buffers()}
-    wanted = {
+    wanted: dict[str, dict[str, Tensor]] = {
         "params": {key: params[key] for key in model.parameter_names},
         "buffers": {key: buffers.get(key, torch.empty(0, device="meta")) for key in model.buffer_names},
     }
@@ -203,7 +194,7 @@ def refuse_another_model(
     passing = not_in_state_dict(model).difference(saved)
     needed = {key: like for some in wanted.values() for key, like in some.items() if key not in passing}
     call = None if other_digits else remedy(saved, needed)
-    surgeons = of_algorithms(notes, names)
+    surgeons = of_algorithms(values.get("notes", ()), notes, names)
     if surgeons is not None:
         advice = surgeons
     elif call is not None:
@@ -217,18 +208,32 @@ def refuse_another_model(
     )
 
 
-def of_algorithms(notes: Iterable[Note], names: Iterable[str]) -> str | None:
-    """What to do where names differ because algorithms changed one of two models at INIT; None: no algorithm did."""
+def of_algorithms(saved: Iterable[Note], here: Iterable[Note], names: Iterable[str]) -> str | None:
+    """What to do where names differ because an algorithm changed one of two models at INIT; None: none did.
+
+    Args:
+        saved: the notes of the State that was saved.
+        here: those of the State into which it is read.
+        names: that differ.
+    """
     wanted = set(names)
-    sources = [note.source for note in notes if not note.migrated and wanted.intersection((*note.added, *note.removed))]
-    if not sources:
-        return None
-    unique = [shortened(source) for source in dict.fromkeys(sources)]
-    return (
-        f"The algorithm {' and '.join(unique)} changed these layers at INIT in one of the two: in a run that resumes, "
-        "algorithms= has those of the run that was saved, and pl.load is given the model that they have changed "
-        "(state.module() of a State of that run, or the algorithm's function apply_...)."
-    )
+
+    def surgeons(notes: Iterable[Note]) -> str:
+        there = [note for note in notes if not note.migrated and wanted.intersection((*note.added, *note.removed))]
+        return " and ".join(dict.fromkeys(shortened(note.source) for note in there))
+
+    if algorithms := surgeons(saved):
+        return (
+            f"The algorithm {algorithms} of the run that was saved changed these layers at INIT: give it to fit, too, "
+            "algorithms=[...], or give pl.load the model that it has changed, such as state.module() of a State of "
+            "that run."
+        )
+    if algorithms := surgeons(here):
+        return (
+            f"The algorithm {algorithms} in algorithms= has changed these layers at INIT, and the file is of a model "
+            "without it: leave it out, or load the file with pl.load first and change the module of that State."
+        )
+    return None
 
 
 def remedy(
@@ -270,38 +275,43 @@ def remedy(
 
 def _renames(saved: Shapes, wanted: Shapes, fits: Fits) -> dict[str, str]:
     """Beginnings of names in a file, and what they probably are in the model: what most names have in common first."""
-    misfit = Misfit.of(saved, wanted, fits)
-    unknown, missing = list(misfit.unknown[:_COMPARED]), set(misfit.missing)
+
+    def fitting(rename: dict[str, str]) -> dict[str, str]:
+        """Names in the file by those in the model that they alone are renamed to, and fit."""
+        selection = Selection((), rename or None)
+        pairs = [(selection.renamed_one(old), old) for old in saved]
+        counts = Counter(name for name, _ in pairs)
+        return {n: old for n, old in pairs if n in wanted and counts[n] == 1 and fits(saved[old], wanted[n])}
+
     result: dict[str, str] = {}
-    while unknown and missing:
-        counts = Counter(
-            pair
-            for old in unknown
-            for name in missing
-            if fits(saved[old], wanted[name])
-            for pair in _beginnings(old, name)
-        )
-        # Where a beginning may become one of several, or several may become it, nothing says which.
-        firsts, seconds = ({pair[side]: 0 for pair in counts} for side in (0, 1))
-        for (old, new), count in counts.items():
-            firsts[old], seconds[new] = max(firsts[old], count), max(seconds[new], count)
-        best = Counter(
-            {
-                pair: count
-                for pair, count in counts.items()
-                if count == firsts[pair[0]] == seconds[pair[1]]
-                and sum(counts[old, pair[1]] == count for old in firsts) == 1
-                and sum(counts[pair[0], new] == count for new in seconds) == 1
-            }
-        )
-        if not best:
-            break
-        old, new = min(best, key=lambda pair: (-best[pair], len(pair[0]) + len(pair[1])))
-        result[old] = new
-        moved = {name: new + name[len(old) :] for name in unknown if name.startswith(old)}
-        missing -= set(moved.values())
-        unknown = [name for name in unknown if name not in moved]
-    return result
+    settled = fitting(result)
+    while True:
+        unknown, missing = saved.keys() - settled.values(), wanted.keys() - settled.keys()
+        pairs = ((old, name) for old in sorted(unknown)[:_COMPARED] for name in missing)
+        alike = [pair for pair in pairs if fits(saved[pair[0]], wanted[pair[1]])]
+        counts = Counter(beginnings for pair in alike for beginnings in _beginnings(*pair))
+        for old, new in _unambiguous(counts):
+            after = fitting({**result, old: new})
+            if len(after) > len(settled):
+                result[old], settled = new, after
+                break
+        else:
+            return result
+
+
+def _unambiguous(counts: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
+    """Pairs of beginnings, those of most names first, without those of which either one may as well go with another."""
+    rivals = [Counter((pair[side], count) for pair, count in counts.items()) for side in (0, 1)]
+    most = [{key: 0 for key, _ in some} for some in rivals]
+    for side in (0, 1):
+        for key, count in rivals[side]:
+            most[side][key] = max(most[side][key], count)
+    best = [
+        pair
+        for pair, count in counts.items()
+        if all(count == most[side][pair[side]] and rivals[side][pair[side], count] == 1 for side in (0, 1))
+    ]
+    return sorted(best, key=lambda pair: (-counts[pair], len(pair[0]) + len(pair[1]), pair))[:_TRIED]
 
 
 def _beginnings(old: str, name: str) -> Iterable[tuple[str, str]]:

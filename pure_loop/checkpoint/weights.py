@@ -127,7 +127,7 @@ def with_weights(
             )
         raise ResumeError(
             f"{path} has other weights than {type(model).__name__}: {'; '.join([*of_names, *shapes])}. "
-            f"{of_algorithms(state.notes, missing + unknown) or advice}"
+            f"{of_algorithms((), state.notes, missing + unknown) or advice}"
         )
     if missing or unknown:
         says = (("the model's own values stay for", missing), ("the model has no", unknown))

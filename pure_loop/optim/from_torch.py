@@ -535,9 +535,15 @@ class _FromTorch:
             if part.keys() != set(params):
                 raise ResumeError(
                     f"opt_state was made by {self.name} for another model: it is that of other parameters"
-                    f"{where_differs(part, dict.fromkeys(params), 'it')}. Give the State that was made with this model, or {afresh}"
+                    f"{where_differs(part, dict.fromkeys(params), 'it')}. "
+                    f"Give the State that was made with this model, or {afresh}"
                 )
         for name, memory in memories.items():
+            if type(started[name]) is not bool:
+                raise ResumeError(
+                    f"opt_state['started'][{name!r}] is a {type(started[name]).__name__}, and {self.name} needs a bool "
+                    f"there. {advice}"
+                )
             if not isinstance(memory, Mapping) or (keys and started[name] and memory.keys() != keys):
                 held = sorted(map(str, memory)) if isinstance(memory, Mapping) else type(memory).__name__
                 raise ResumeError(
@@ -552,23 +558,19 @@ class _FromTorch:
             self._try(opt_state, params)
 
     def _refuse_leaf(self, opt_state: Any, begun: OptState) -> None:
-        """Refuse a leaf that is of another kind, or of another shape, than before the first step."""
+        """Refuse a tensor of another kind or shape than before the first step."""
         for name, memory in opt_state["memory"].items():
-            first = begun["memory"][name]
-            leaves = [(f"memory'][{name!r}][{key!r}", value, first.get(key)) for key, value in memory.items()]
-            leaves.append((f"started'][{name!r}", opt_state["started"][name], True))
-            for path, value, like in leaves:
-                if isinstance(like, Tensor) and like.ndim:
-                    right = isinstance(value, Tensor) and value.shape == like.shape
-                    right = right and value.is_floating_point() is like.is_floating_point()
-                else:
-                    right = like is not True or type(value) is bool
-                if not right:
-                    both = like, value
-                    needed, there = (shape_and_dtype(x) if isinstance(x, Tensor) else type(x).__name__ for x in both)
+            for key, value in memory.items():
+                like = begun["memory"][name].get(key)
+                if not isinstance(like, Tensor) or not like.ndim:
+                    continue
+                same = isinstance(value, Tensor) and value.shape == like.shape
+                if not same or value.is_floating_point() is not like.is_floating_point():
+                    there = shape_and_dtype(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
                     raise ResumeError(
-                        f"opt_state['{path}] is {there}, and {self.name} needs {needed} there: give the State that was "
-                        "made with it, or start afresh: fit(state.replace(opt_state=None), ...)."
+                        f"opt_state['memory'][{name!r}][{key!r}] is {there}, and {self.name} needs "
+                        f"{shape_and_dtype(like)} there: give the State that was made with it, or start afresh: "
+                        "fit(state.replace(opt_state=None), ...)."
                     )
 
     @torch.no_grad()

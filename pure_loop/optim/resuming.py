@@ -101,14 +101,15 @@ def joined(opt_state: Any, begun: Any, names: Collection[str]) -> Any:
         names: of the further parameters.
     """
     result = completed(opt_state, begun, names)
-    if not isinstance(result, Mapping) or result is opt_state:
+    if not isinstance(result, dict) or result is opt_state:
         return result
     step, missed = result.get("step"), result.get("skipped")
     if isinstance(step, Tensor) and not step.is_meta and isinstance(missed, Mapping):
         # A step count is shared: further parameters were in none of those steps.
         late = {name: int(step) for name in missed if name not in opt_state["skipped"]}
         return type(result)({**result, "skipped": FrozenDict({**missed, **late})})
-    return type(result)({**result, **{key: joined(opt_state[key], result[key], names) for key in opt_state}})
+    parts = {key: joined(opt_state[key], result[key], names) for key in opt_state}
+    return type(result)({**result, **parts})
 
 
 def where_differs(value: Any, wanted: Any, path: str = "opt_state") -> str:
