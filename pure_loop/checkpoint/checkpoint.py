@@ -10,10 +10,11 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.reprs import Shaped
 from pure_loop._internal.suggestions import nearest
 from pure_loop.checkpoint.digests import BaseTensor, verified_base
 from pure_loop.checkpoint.document import Document
-from pure_loop.checkpoint.migration import Shaped, note_of
+from pure_loop.checkpoint.migration import note_of
 from pure_loop.checkpoint.selection import ALL, Selection
 from pure_loop.checkpoint.validation import Json
 from pure_loop.checkpoint.weights import all_names, saved_weights, with_buffers_of, with_weights

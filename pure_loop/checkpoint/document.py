@@ -30,8 +30,9 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.registry import named, registered
+from pure_loop._internal.reprs import Shaped
 from pure_loop.checkpoint.digests import Base, read_base, take_out_base
-from pure_loop.checkpoint.migration import Shaped, migrated, not_in_state_dict, refuse_another_model
+from pure_loop.checkpoint.migration import migrated, not_in_state_dict, refuse_another_model
 from pure_loop.checkpoint.selection import ALL, Selection
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer
 from pure_loop.checkpoint.validation import (

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.logs import get_logger
+from pure_loop._internal.reprs import Shaped
 from pure_loop._internal.tree_ops import box_of, from_local, full_tensor, is_sharded, local_tensor
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.container import CODES, raw
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.digests import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.document import WEIGHTS_KEY, Document, apart, describe_weights
-from pure_loop.checkpoint.migration import Shaped, Shapes, lacking, not_in_state_dict, of_algorithms, remedy
+from pure_loop.checkpoint.migration import Shapes, lacking, not_in_state_dict, of_algorithms, remedy
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.tree import Reader
 from pure_loop.checkpoint.validation import Json, first_names
