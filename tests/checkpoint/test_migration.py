@@ -244,6 +244,30 @@ def test_a_migrated_run_is_resumed_by_the_same_command(tmp_path: Path) -> None:
         ["loaded from ep0-ba3.safetensors at batch 3:"[:42]],
     )
     assert_same(known(state), known(pl.run(fit(model))), "resumed")
+    path = pl.latest(tmp_path / "new")
+    assert path is not None
+    back = pl.load(path, model=Net(), rename={"stem": "first"})
+    assert [note.batch for note in back.notes] == [3, 5]
+
+
+def test_adapters_alone_on_a_base_of_other_names(tmp_path: Path) -> None:
+    """The digests of frozen parameters that the file leaves out are those under the new names."""
+
+    def frozen(first: str) -> Net:
+        model = Net({"first": first, "second": "second", "head": "head"})
+        model.get_submodule(first).requires_grad_(False)
+        return model
+
+    state, path = kept(frozen("first"), 1), tmp_path / "x.safetensors"
+    pl.save(state, path, trained_only=True)
+    loaded = pl.load(path, model=frozen("stem"), rename={"first": "stem"})
+    assert torch.equal(loaded.params["stem.linear.weight"], state.params["first.linear.weight"])
+    other = frozen("stem")
+    other.get_parameter("stem.linear.bias").data += 1
+    with pytest.raises(pl.ResumeError, match=r"params\['stem\.linear\.bias'\]"):
+        pl.load(path, model=other, rename={"first": "stem"})
+    state = pl.load(path, model=other, rename={"first": "stem"}, exclude="stem.linear.bias")
+    assert torch.equal(state.params["stem.linear.bias"], other.get_parameter("stem.linear.bias"))
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "model."])
