@@ -36,6 +36,7 @@ from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.model.model import ModelDef
 from pure_loop.model.names import places, reordered, sorted_by
+from pure_loop.model.note import Note
 from pure_loop.precision import LossScale
 from pure_loop.time import Timestamp
 
@@ -85,6 +86,7 @@ class StateFields(TypedDict, total=False):
     position: Event | None
     skipped: Tensor | None
     nonfinite: Tensor | None
+    notes: tuple[Note, ...]
     evaluator: str | None
     batch: Batch
     microbatch: Batch
@@ -127,7 +129,7 @@ class State(Record):
 
     Durable:
         model: the module's structure, without its numbers (:class:`pure_loop.model.model.ModelDef`); with ``frozen``
-            the static part of the pytree.
+            and ``notes`` the static part of the pytree.
         params: parameter names to tensors, as ``model.named_parameters()`` gives them.
         buffers: buffer names to tensors.
         opt_state: the optimizer state, a pytree; None before ``optimizer.init`` was called.
@@ -153,6 +155,8 @@ class State(Record):
             outside a batch, at its BATCH_START or at its BATCH_END.
         nonfinite: the first batch with such a loss, gradient or new parameter, -1 if none; int64, shape (), on the
             parameters' device, so that noticing it needs no synchronisation.
+        notes: which algorithms changed the names of the model at INIT, and what was renamed, added and removed when it
+            was loaded from a file, in order (:class:`pure_loop.model.note.Note`); ``print(*state.notes, sep="\\n")``.
 
     Of the current batch, None outside it:
         evaluator: the label of the current evaluator, from its EVAL_START to its EVAL_END.
@@ -199,6 +203,7 @@ class State(Record):
     position: Event | None = None
     skipped: Tensor | None = None
     nonfinite: Tensor | None = None
+    notes: tuple[Note, ...] = ()
     evaluator: str | None = None
     batch: Batch = None  # as the dataloader and the module give them: no type is known
     microbatch: Batch = None
@@ -290,6 +295,7 @@ class State(Record):
             position: Event | None = ...,
             skipped: Tensor | None = ...,
             nonfinite: Tensor | None = ...,
+            notes: tuple[Note, ...] = ...,
             evaluator: str | None = ...,
             batch: Batch = ...,
             microbatch: Batch = ...,
@@ -516,6 +522,7 @@ class State(Record):
             ("stop", "True" if self.stop else ""),
             ("skipped", f"{skipped:,} steps" if isinstance(skipped, int) and skipped else ""),
             ("nonfinite", f"first at batch {nonfinite}" if isinstance(nonfinite, int) and nonfinite >= 0 else ""),
+            ("notes", "; ".join(map(str, self.notes))),
         ]
         rows += [
             (name, cell(getattr(self, attribute))) for attribute, name in _fields[type(self)][len(_fields[State]) :]
@@ -768,7 +775,7 @@ def _no_field(cls: type, name: str) -> str:
 
 
 # What a pytree of a State has besides its leaves.
-_STATIC = ("model", "frozen")
+_STATIC = ("model", "frozen", "notes")
 
 
 def _flatten(state: State) -> tuple[Sequence[object], object, Sequence[str]]:
@@ -780,11 +787,11 @@ def _flatten(state: State) -> tuple[Sequence[object], object, Sequence[str]]:
                 child.refuse_reading()  # as a leaf it would be lost without an error
             names.append(public)
             children.append(None if child is NOT_READY else child)
-    return children, (state.model, state.frozen), names
+    return children, (state.model, state.frozen, state.notes), names
 
 
 def _register(cls: type) -> None:
-    def unflatten(static: tuple[ModelDef, frozenset[str]], children: Iterable[PyTree]) -> Any:
+    def unflatten(static: tuple[ModelDef, frozenset[str], tuple[Note, ...]], children: Iterable[PyTree]) -> Any:
         state: Any = object.__new__(cls)
         for attribute, value in zip(_STATIC, static, strict=True):
             object.__setattr__(state, attribute, value)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import name_of
@@ -19,7 +20,17 @@ _MOST = 6
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
-def shape_and_dtype(tensor: Tensor) -> str:
+class Shaped(Protocol):
+    """What has a shape and a dtype: a tensor, or what a file says of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def shape_and_dtype(tensor: Shaped) -> str:
     """The shape and dtype of a tensor.
 
     >>> import torch

@@ -20,11 +20,11 @@ from pure_loop._internal.logs import get_logger
 from pure_loop._internal.names import COUNTS
 from pure_loop._internal.suggestions import teaching
 from pure_loop._text import one_line
-from pure_loop.checkpoint.checkpoint import Checkpoint, Rename, Selection
+from pure_loop.checkpoint.checkpoint import Checkpoint
 from pure_loop.checkpoint.paths import PathLike
+from pure_loop.checkpoint.selection import Rename, Selection
 from pure_loop.checkpoint.storage import storage_of
-from pure_loop.checkpoint.validation import differences, first_names, shortened
-from pure_loop.checkpoint.weights import all_names, not_in_state_dict
+from pure_loop.checkpoint.validation import first_names, shortened
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, PureLoopError, ResumeError
 from pure_loop.optim.optimizer import Optimizer
 from pure_loop.optim.state_dicts import load_state_dict
@@ -82,12 +82,12 @@ class ComposerCheckpoint:
 
 
 @overload
-def from_composer(path: PathLike | Mapping[str, Any]) -> ComposerCheckpoint: ...
+def from_composer(path: PathLike | Mapping[str, Any] | nn.Module) -> ComposerCheckpoint: ...
 
 
 @overload
 def from_composer(
-    path: PathLike | Mapping[str, Any],
+    path: PathLike | Mapping[str, Any] | nn.Module,
     model: nn.Module,
     *,
     optimizer: Optimizer | None = ...,
@@ -101,7 +101,7 @@ def from_composer(
 
 @teaching
 def from_composer(
-    path: PathLike | Mapping[str, Any],
+    path: PathLike | Mapping[str, Any] | nn.Module,
     model: nn.Module | None = None,
     *,
     optimizer: Optimizer | None = None,
@@ -119,7 +119,7 @@ def from_composer(
     counterpart, because schedules are functions of the timestamp and seeds are derived.
 
     Args:
-        path: of the file, or a URL; or what ``torch.load`` has returned. Weights are looked for under
+        path: of the file, or a URL; or what ``torch.load`` has returned, ``saved``. Weights are looked for under
             ``["state"]["model"]``, ``["model"]``, ``["model_state_dict"]``, ``["state_dict"]``, and in the file itself.
         model: the module of the State; None: say what the file has, as a record.
         optimizer: what ``fit`` is going to be given, for its moments: ``adamw``, ``adam``, ``sgd``, ``from_torch``, a
@@ -160,9 +160,9 @@ def from_composer(
     strict, weights_only = check_flag("strict", strict), check_flag("weights_only", weights_only)
     fresh = State.create(model, device=read_device(device))
     names = selection.renamed(source.weights, source.path)
-    _refuse_misfit(source, fresh, selection, names, strict=strict)
+    call = f"pl.from_composer({repr(source.path) if is_path(path) else 'saved'}, model"
     checkpoint = Checkpoint(source.path, None, source.weights)
-    state = checkpoint.weights_into(fresh, strict=strict, selection=selection)
+    state = checkpoint.weights_into(fresh, strict=strict, selection=selection, call=call)
     rest = list(source.rest)
     if not weights_only:
         state = state.replace(timestamp=source.timestamp, previous_timestamp=source.timestamp)
@@ -175,7 +175,9 @@ def from_composer(
     return state
 
 
-def _read(path: PathLike | Mapping[str, Any]) -> ComposerCheckpoint:
+def _read(path: PathLike | Mapping[str, Any] | nn.Module) -> ComposerCheckpoint:
+    if isinstance(path, nn.Module):  # as torch.load returns one that was saved as a whole
+        path = path.state_dict()
     where, content = ("the dict given", path) if isinstance(path, Mapping) else _loaded(path)
     model, optimizers = _at(content, _MODELS, _has_tensors), _at(content, _OPTIMIZERS, lambda value: bool(value))
     if model is None:
@@ -279,52 +281,6 @@ def _timestamp(content: Mapping[str, Any], path: str) -> Timestamp:
         return Timestamp(**fields)
     except PureLoopError as error:
         raise CheckpointError(f"{path} can't be read: its timestamp is none: {error}") from error
-
-
-def _refuse_misfit(
-    source: ComposerCheckpoint, state: State, selection: Selection, names: dict[str, str], *, strict: bool
-) -> None:
-    """
-    Raises:
-        ResumeError: the file has other weights than the model; says which, and how to write what was probably meant.
-    """
-    every, tensors = all_names(state.model), {**state.params, **state.buffers}
-    present = {every[name]: old for old, name in names.items() if name in every and not selection.excludes(name)}
-    optional = not_in_state_dict(state.model)
-    wanted = [name for name in tensors if name not in optional]
-    missing = [name for name in wanted if name not in present and not selection.excludes(name)]
-    unknown = [old for old, name in names.items() if name not in every and not selection.excludes(name)]
-    unlike = {name: old for name, old in present.items() if source.weights[old].shape != tensors[name].shape}
-    says = differences(missing, unknown) if strict or not present else ""
-    advice = _advice([*source.weights], wanted, selection)
-    if not says and unlike:
-        advice = f"Write exclude={[*unlike]} for what keeps the values of the model."
-    shapes = [
-        f"{old!r} has shape {tuple(source.weights[old].shape)} in the file, {tuple(tensors[name].shape)} in the model"
-        for name, old in unlike.items()
-    ]
-    if says or shapes:
-        kind = type(state.model.skeleton).__name__
-        raise ResumeError(
-            f"{source.path} has other weights than {kind}: {'; '.join(filter(None, (says, *shapes)))}. {advice}"
-        )
-
-
-def _advice(names: list[str], wanted: list[str], selection: Selection) -> str:
-    """What to write where names differ: a prefix, if it is that in which they differ."""
-    if selection.rename is None and wanted and names:
-        for prefix in (name.removesuffix(wanted[0]) for name in names if name.endswith(wanted[0])):
-            if prefix and {prefix + name for name in wanted} <= {*names}:
-                rest = dict.fromkeys(f"{name.partition('.')[0]}.*" for name in names if not name.startswith(prefix))
-                more = f", exclude={[*rest]}" if rest else ""
-                return f"In the file the model's names begin with {prefix!r}: write rename={{{prefix!r}: ''}}{more}."
-        for prefix in (name.removesuffix(names[0]) for name in wanted if name.endswith(names[0])):
-            if prefix and {prefix + name for name in names} <= {*wanted}:
-                return f"In the model the file's names begin with {prefix!r}: write rename={{'': {prefix!r}}}."
-    return (
-        'Write rename={"name.in.file.": "name.in.model."}, exclude=["head.*"] for what keeps the values of the model, '
-        "or strict=False for the weights that both have."
-    )
 
 
 def _with_moments(

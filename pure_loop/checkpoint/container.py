@@ -189,14 +189,14 @@ def read_header(file: BinaryIO, path: object) -> Header:
         _refuse(path, f"it has {len(first)} bytes: it was cut off, or is no checkpoint")
     length = int.from_bytes(first, "little")
     if length > min(_LONGEST_HEADER, size - 8):
+        _refuse_pickle(file, path, first)
         _refuse(
-            path,
-            _kind_of(first)
-            or f"it tells of a header of {length:,} bytes, and has {size:,}: it was cut off, or is no checkpoint",
+            path, f"it tells of a header of {length:,} bytes, and has {size:,}: it was cut off, or is no checkpoint"
         )
     text = _exactly(file, length, path)
     if text[:1] != b"{":
-        _refuse(path, _kind_of(first + text[:8]) or "its header is not JSON")
+        _refuse_pickle(file, path, first)
+        _refuse(path, "its header is not JSON")
     try:
         parsed = parse(text.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
@@ -355,13 +355,13 @@ def _fill(file: Any, view: memoryview, path: object) -> None:
         view = view[count:]
 
 
-def _kind_of(first: bytes) -> str | None:
-    """What a file that is no checkpoint looks like."""
-    if first[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-        return "it is a pickle, which could run any code: it isn't opened"
-    if first[:4] == b"PK\x03\x04":
-        return "it is a zip file with a pickle in it, of torch.save, which could run any code: it isn't opened"
-    return None
+def _refuse_pickle(file: BinaryIO, path: object, first: bytes) -> None:
+    """Refuse a file that begins as a pickle, or as a zip file, in which torch.save puts one."""
+    zipped = first[:4] == b"PK\x03\x04"
+    if not zipped and first[:2] not in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        return
+    kind = "it is a zip file with a pickle in it, of torch.save," if zipped else "it is a pickle,"
+    _refuse(path, f"{kind} which could run any code: it isn't opened")
 
 
 _ADVICE = (

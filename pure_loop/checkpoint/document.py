@@ -11,6 +11,7 @@ The document is JSON in the metadata of the file, under ``"pure_loop"``:
 * ``buffers``: only where forwards have registered, removed or reshaped buffers: their names, each with what it is
   (``"tensor"``, ``"reshaped"``, ``"none"`` or ``"deleted"``) and whether it is persistent, ``["tensor", true]``.
 * ``base``: only where frozen parameters are left out: dtype, shape and digest of each, ``["F32", [2, 3], "..."]``.
+* ``hidden``: only where there are some: the names of buffers that ``state_dict()`` leaves out.
 * ``notes``: JSON of the writer.
 
 A file of weights alone, with the names of ``state_dict()`` for its tensors, has such a document under
@@ -21,8 +22,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
 
 import attrs
 import torch
@@ -30,8 +30,11 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.registry import named, registered
+from pure_loop._internal.reprs import Shaped
 from pure_loop.checkpoint.contents import refuse_left_out
 from pure_loop.checkpoint.digests import Base, read_base, take_out_base
+from pure_loop.checkpoint.migration import migrated, not_in_state_dict, refuse_another_model
+from pure_loop.checkpoint.selection import ALL, Selection
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer
 from pure_loop.checkpoint.validation import (
     LARGEST_COUNT,
@@ -39,7 +42,6 @@ from pure_loop.checkpoint.validation import (
     Json,
     first_names,
     parse,
-    refuse_another_model,
     refuse_invalid,
     refuse_no_notes,
     refuse_no_time,
@@ -78,16 +80,6 @@ def durable_fields(cls: type[State]) -> tuple[str, ...]:
     return tuple(field.name for field in attrs.fields(cls) if field.name not in _NOT_SAVED)
 
 
-class Shaped(Protocol):
-    """What has a shape and a dtype: a tensor, or what a file says of one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 @attrs.frozen
 class Document:
     """What a checkpoint says besides its tensors.
@@ -106,6 +98,7 @@ class Document:
         altered: what forwards have made of the model's buffers.
         base: the frozen parameters that the file leaves out.
         is_whole: whether ``fields`` are all that the file has.
+        hidden: the names of buffers that ``state_dict()`` leaves out.
     """
 
     made_by: dict[str, str]
@@ -121,6 +114,7 @@ class Document:
     altered: Altered = UNALTERED
     base: Base = attrs.field(factory=dict)
     is_whole: bool = True
+    hidden: frozenset[str] = frozenset()
 
     @property
     def batch(self) -> int:
@@ -138,17 +132,45 @@ class Document:
         evaluated = self.event is Event.EVAL_STANDALONE_END
         return t.batch, t.epoch, t.iteration, place, evaluated, t.sample, t.token
 
-    def state(self, model: ModelDef, tensors: Mapping[str, Tensor], device: torch.device, path: object) -> State:
+    def state(
+        self,
+        model: ModelDef,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        path: object,
+        *,
+        start: State | None = None,
+        selection: Selection = ALL,
+    ) -> State:
         """The State.
+
+        Args:
+            model: its structure.
+            tensors: those of the file by name.
+            device: where they go.
+            path: for errors.
+            start: the State of this model into which it is read; None: there are no numbers that it could keep.
+            selection: which parameters and buffers are renamed, and which stay those of ``start``.
 
         Raises:
             CheckpointError: it holds what this program doesn't know.
-            ResumeError: it is another model's; names the leaf.
+            ResumeError: it is another model's; names the leaves.
+            ArgumentError: the selection matches nothing.
         """
         refuse_left_out(self.notes, path)
         cls, values = self._values(Reader(tensors, device, path), path)
-        model = self.altered_model(model, path)
-        refuse_another_model(values["params"], values["buffers"], model, self.model, path)
+        saved = {**values["params"], **values["buffers"]}
+        names = selection.renamed(dict.fromkeys([*saved, *self.altered]), path)
+        slots = {names[name]: slot for name, slot in self.altered.items() if not selection.excludes(names[name])}
+        model = attrs.evolve(self, altered=FrozenDict(slots)).altered_model(model, path)
+        if start is None:
+            like = (*model.skeleton.named_parameters(), *model.skeleton.named_buffers())
+            own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in like}
+        else:
+            own = {**start.params, **start.buffers}
+        selection.refuse_unmatched([*names.values(), *model.parameter_names, *model.buffer_names], path)
+        values = migrated(values, names, selection, model, own, self.hidden, str(path).rpartition("/")[2])
+        refuse_another_model(values, saved, model, self.model, path, () if start is None else start.notes)
         wanted, saved = order_of(model), places(values["params"], values["buffers"])
         values |= {name: reordered(values[name], wanted, saved) for name in _KNOWN_BY_NAME if name in values}
         seen: set[int] = set()
@@ -259,7 +281,7 @@ def write_document(
     if trained_only:
         keys = {name: writer.name_of(tensor) for name, tensor in state.params.items()}
         base = take_out_base(state, keys, writer.tensors)
-    return _as_text(state, fields, notes, base, state.model.altered), writer.tensors
+    return _as_text(state, fields, notes, base, state.model.altered, not_in_state_dict(state.model)), writer.tensors
 
 
 def describe_weights(state: State, notes: Mapping[str, object] | None = None, base: Base | None = None) -> str:
@@ -272,7 +294,12 @@ def describe_weights(state: State, notes: Mapping[str, object] | None = None, ba
 
 
 def _as_text(
-    state: State, fields: dict[str, Json], notes: Mapping[str, object] | None, base: Base, altered: Altered
+    state: State,
+    fields: dict[str, Json],
+    notes: Mapping[str, object] | None,
+    base: Base,
+    altered: Altered,
+    hidden: Collection[str] = (),
 ) -> str:
     refuse_no_notes(notes)
     from pure_loop._internal.version import __version__
@@ -288,6 +315,8 @@ def _as_text(
         "fields": fields,
         "notes": dict(notes or {}),
     }
+    if hidden:
+        document["hidden"] = sorted(hidden)
     if altered:
         document["buffers"] = {name: list(slot) for name, slot in altered.items()}
     if base:
@@ -335,6 +364,8 @@ def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA
         wrong = [name for name in texts if not isinstance(document[name], str)]
         wrong += [name for name in mappings if not isinstance(document[name], dict)]
         altered, base = read_altered(document.get("buffers", {})), read_base(document.get("base", {}))
+        hidden = document.get("hidden", [])
+        wrong += [] if isinstance(hidden, list) and all(type(name) is str for name in hidden) else ["hidden"]
         wrong += [] if type(saved_at) is int and abs(saved_at) <= _LARGEST_TIME else ["saved_at"]
         if wrong:
             raise ValueError(f"its {wrong[0]} is {shortened(document[wrong[0]])}")
@@ -365,6 +396,7 @@ def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA
         position=values["position"],
         altered=altered,
         base=base,
+        hidden=frozenset(hidden),
     )
 
 

@@ -13,12 +13,13 @@ from pure_loop._internal.devices import read_device
 from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.checkpoint import NOT_RENAMED, NOT_STRICT, Checkpoint, Rename, Selection
+from pure_loop.checkpoint.checkpoint import NOT_STRICT, Checkpoint
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.digests import refuse_no_base
 from pure_loop.checkpoint.document import METADATA_KEY, WEIGHTS_KEY, Document, read_document, write_document
 from pure_loop.checkpoint.index import INDEX, Index, is_index, is_sharded_folder
 from pure_loop.checkpoint.paths import PathLike
+from pure_loop.checkpoint.selection import Rename, Selection
 from pure_loop.checkpoint.storage import not_read, storage_of
 from pure_loop.checkpoint.validation import Json
 from pure_loop.checkpoint.weights import Weights
@@ -62,7 +63,8 @@ def save(
 
     Raises:
         ArgumentTypeError: the State holds a value that a checkpoint can't hold; names its place.
-        ArgumentError: with ``trained_only``, no parameter is frozen, or the State is sharded.
+        ArgumentError: with ``trained_only``, no parameter is frozen, or the State is sharded; a path that ends as those
+            of ``torch.save`` do, ``.pt``, ``.pth`` or ``.pkl``.
         CheckpointWriteError: (an OSError) it can't be written: no room, no permission; names the path.
         DistributedError: another rank couldn't write its shards, or has died; names it.
 
@@ -78,6 +80,12 @@ def save(
         raise ArgumentTypeError(f"save({type(state).__name__}, ...): what is saved is a State; the path comes second.")
     weights_only, trained_only = check_flag("weights_only", weights_only), check_flag("trained_only", trained_only)
     where, weights = storage_of(path), None
+    if where.path.endswith((".pt", ".pth", ".pkl")):
+        stem = where.path.rpartition(".")[0]
+        raise ArgumentError(
+            f"save(state, {where.path!r}): the file would be of safetensors, which torch.load can't read: write "
+            f"{stem + SUFFIX!r}; for torch.load, torch.save(state.module().state_dict(), {where.path!r})."
+        )
     if weights_only:
         weights = Weights.of(state, trained_only=trained_only)
     elif trained_only:
@@ -146,11 +154,13 @@ def load(
             ``pl.load(path, model=model, weights_only=True).module()`` is a plain module with them. Plain files of other
             libraries, with the names of ``model.state_dict()``, have nothing else, and need no ``weights_only=True``.
         strict: with weights alone, refuse names that only the file or only the model has.
-        exclude: globs. Of weights alone, names in the model: those keep the values of the model, ``["head.*"]``. Of a
-            State, ``"opt_state"`` and ``"algorithm_state/NAME"``, which then begin anew when training resumes.
-        rename: with weights alone, names in the file, or their beginnings up to a dot, and those in the model,
+        exclude: globs of names of parameters and buffers: in the model those keep its values, ``["head.*"]``, and begin
+            anew when training resumes; names that only the file has are dropped. Of a State also ``"opt_state"`` and
+            ``"algorithm_state/NAME"``, which begin anew.
+        rename: names in the file, or their beginnings up to a dot, and those in the model,
             ``{"backbone.": "encoder.", "module.": ""}``, of several the longest; or a function of a name in the file
-            that returns that in the model. ``exclude`` comes after it.
+            that returns that in the model. The optimizer state and the algorithm state follow. ``exclude`` comes after
+            it. ``state.notes`` says what was renamed and excluded.
 
     Raises:
         ArgumentTypeError: ``model`` is no module; a wrong type of another argument.
@@ -167,8 +177,8 @@ def load(
         )
     weights_only, strict = check_flag("weights_only", weights_only), check_flag("strict", strict)
     selection = Selection(exclude, rename)
-    if not weights_only and storage_of(path).is_folder() and (not strict or rename is not None):
-        raise ArgumentError(NOT_RENAMED if strict else NOT_STRICT)
+    if not weights_only and not strict and storage_of(path).is_folder():
+        raise ArgumentError(NOT_STRICT)
     home = read_device(device)
     return read_checkpoint(path).state(model, home, weights_only=weights_only, strict=strict, selection=selection)
 

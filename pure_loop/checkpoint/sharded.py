@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
 from pure_loop._internal.tree_ops import empty_sharded, is_sharded, local_tensor
 from pure_loop.checkpoint import container
-from pure_loop.checkpoint.checkpoint import ALL, Checkpoint, Selection
+from pure_loop.checkpoint.checkpoint import Checkpoint
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.document import METADATA_KEY, write_document
 from pure_loop.checkpoint.index import INDEX, INDEX_KEY, PART_KEY, Chunk, File, Index, Stored, chunk_name, leftovers
 from pure_loop.checkpoint.paths import join
+from pure_loop.checkpoint.selection import ALL, Selection
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.errors import ArgumentError, CheckpointError, CheckpointWriteError
 from pure_loop.model.model import ModelDef
@@ -188,14 +189,14 @@ class ShardedCheckpoint(Checkpoint):
         index, document = Index.read(path)
         return cls(path, document, {}, index=index)
 
-    def into(self, state: State) -> State:
+    def into(self, state: State, *, selection: Selection = ALL) -> State:
         """The saved State, with the model and on the device of this one, and in parts if this one is."""
-        self.fitted(state.model)
+        self._empty(state.model, state, selection)
         assert self.document is not None
         like = next((tensor for tensor in state.params.values() if is_sharded(tensor)), None)
         tensors = {name: _template(stored, like) for name, stored in self.index.tensors.items()}
         fill(tensors, self.index, self.path)
-        return self.document.state(state.model, tensors, state.device, self.path)
+        return self.document.state(state.model, tensors, state.device, self.path, start=state, selection=selection)
 
     def weights_into(self, state: State, *, strict: bool = True, selection: Selection = ALL) -> State:
         """The State with the weights that were saved."""
@@ -212,13 +213,17 @@ class ShardedCheckpoint(Checkpoint):
             ResumeError: it was saved with another model; names the leaf.
             CheckpointError: its document and its index name other tensors.
         """
+        return self._empty(model)
+
+    def _empty(self, model: ModelDef, start: State | None = None, selection: Selection = ALL) -> State:
         assert self.document is not None
         self.document.refuse_contradiction(self.index.tensors, self.path, complete=True)
         tensors = {
             name: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
             for name, stored in self.index.tensors.items()
         }
-        return self.document.state(model, tensors, torch.device("meta"), self.path)
+        home = torch.device("meta")
+        return self.document.state(model, tensors, home, self.path, start=start, selection=selection)
 
 
 class Plan:

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import shape_and_dtype
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, ResumeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.model.model import ModelDef
+from pure_loop.model.note import Note
 from pure_loop.precision import LossScale
 from pure_loop.time import Time, Timestamp
 
@@ -176,12 +176,6 @@ def shortened(value: object, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def differences(missing: list[str], unknown: list[str]) -> str:
-    """Names that a file lacks, and those that a model lacks, for messages."""
-    listed = (("the file lacks", missing), ("the model lacks", unknown))
-    return "; ".join(f"{what} {first_names(names)}" for what, names in listed if names)
-
-
 def first_names(names: list[str]) -> str:
     """The first names of a list, for messages."""
     return f"[{', '.join(map(shortened, names[:3]))}]{' ...' if len(names) > 3 else ''}"
@@ -229,7 +223,10 @@ def refuse_other_kinds(values: Mapping[str, PyTree], names: Iterable[str], path:
 
 
 def _refuse_no_stop(values: Mapping[str, PyTree], path: object) -> None:
-    """Refuse another kind of ``stop``, ``frozen`` or ``lr_scale``; a file that is older than they are has none."""
+    """Refuse another kind of ``stop``, ``frozen``, ``notes`` or ``lr_scale``; a file that is older has none."""
+    notes = values.get("notes", ())
+    if type(notes) is not tuple or not all(isinstance(note, Note) and note.is_valid for note in notes):
+        raise CheckpointError(f"{path} can't be read: its notes are {shortened(notes)}.")
     frozen = values.get("frozen", frozenset())
     if not isinstance(frozen, frozenset) or not all(isinstance(name, str) for name in frozen):
         raise CheckpointError(f"{path} can't be read: its frozen is a {type(frozen).__name__}, and no set of names.")
@@ -289,33 +286,6 @@ _KINDS: dict[str, type | UnionType] = {
     "nonfinite": Tensor | None,
 }
 PROGRESS_FIELDS = ("seed", "timestamp", "previous_timestamp", "event", "position")
-
-
-def refuse_another_model(
-    params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: ModelDef, saved: str, path: object
-) -> None:
-    """Refuse tensors that are another model's.
-
-    Raises:
-        ResumeError: names the leaf, what the model has and what the file has.
-    """
-    value = type(model.skeleton)
-    start = f"{path} was saved with a {saved.rpartition('.')[2]}, and doesn't fit the {value.__name__} given"
-    advice = "Build the model as it was built then; for its weights alone, pl.load(path, model=..., weights_only=True)."
-    for kind, names, wanted, result in (
-        ("params", model.parameter_names, dict(model.skeleton.named_parameters()), params),
-        ("buffers", model.buffer_names, model.fixed_buffers(), buffers),
-    ):
-        missing = [name for name in names if name not in result]
-        unknown = [name for name in result if name not in names]
-        if missing or unknown:
-            raise ResumeError(f"{start}: of {kind}, {differences(missing, unknown)}. {advice}")
-        for name, tensor in wanted.items():
-            if tensor.shape != result[name].shape or tensor.dtype != result[name].dtype:
-                in_file, in_model = shape_and_dtype(result[name]), shape_and_dtype(tensor)
-                raise ResumeError(
-                    f"{start}: {kind}[{name!r}] is {in_file} in the file and {in_model} in the model. {advice}"
-                )
 
 
 def refuse_no_notes(notes: object) -> None:

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.logs import get_logger
+from pure_loop._internal.reprs import Shaped
 from pure_loop._internal.tree_ops import box_of, from_local, full_tensor, is_sharded, local_tensor
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.container import CODES, raw
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.digests import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.document import WEIGHTS_KEY, Document, apart, describe_weights
+from pure_loop.checkpoint.migration import Shapes, lacking, not_in_state_dict, of_algorithms, remedy
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.tree import Reader
-from pure_loop.checkpoint.validation import Json, differences, first_names
+from pure_loop.checkpoint.validation import Json, first_names
 from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
@@ -80,44 +82,54 @@ def with_weights(
     *,
     strict: bool,
     excludes: Callable[[str], bool] = lambda name: False,
+    saved: Shapes | None = None,
+    call: str | None = None,
 ) -> State:
     """The State with these weights in the place of its own, in its dtypes and on its device.
 
     Tied weights may stand under any of their names, and under several if all say the same; buffers that
     ``state_dict()`` leaves out may be missing. A weight of which ``excludes`` is true of a name keeps its value.
+    ``saved`` are the weights by the names of the file, for the call in an error; None: these are. ``call`` is how that
+    begins; None: ``pl.load(path, model=model, weights_only=True``.
 
     Raises:
-        ResumeError: they don't fit the model; names the leaf.
+        ResumeError: they don't fit the model; names all leaves that don't, and the call that loads the others.
     """
     model = state.model.skeleton
     names = all_names(state.model)
     excluded = {first for name, first in names.items() if excludes(name)}
     weights = {name: weights[name] for name in weights if names.get(name) not in excluded and not excludes(name)}
     optional = not_in_state_dict(state.model) | excluded
-    unknown = [name for name in weights if name not in names]
     value: dict[str, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():
         if name in names:
             first_name, same = value.setdefault(names[name], (name, tensor))
             _refuse_untied(type(model).__name__, first_name, same, name, tensor, path)
     wanted = {**state.params, **state.buffers}
+    unknown = [name for name in weights if name not in names]
     missing = [name for name in wanted if name not in value and name not in optional]
-    if not value or (strict and (missing or unknown)):
+    shapes = [
+        f"{theirs!r} has shape {tuple(tensor.shape)} in the file and {tuple(wanted[name].shape)} in the model"
+        for name, (theirs, tensor) in value.items()
+        if tensor.shape != wanted[name].shape
+    ]
+    shapes += [
+        f"{theirs!r} has dtype {tensor.dtype} in the file and {wanted[name].dtype} in the model: other numbers than "
+        "these, not other digits of them"
+        for name, (theirs, tensor) in value.items()
+        if tensor.shape == wanted[name].shape and _kind(tensor) != _kind(wanted[name])
+    ]
+    if not value or shapes or (strict and (missing or unknown)):
+        of_names = [lacking(missing, unknown)] if (strict or not value) and (missing or unknown) else []
+        remaining = remedy(saved or weights, {n: t for n, t in wanted.items() if n not in optional}, names, fits=_fits)
+        call = f"pl.load({str(path)!r}, model=model, weights_only=True" if call is None else call
+        advice = f"To take those that there are, {call}, strict=False)."
+        if remaining is not None:
+            advice = f"Load what fits, {call}, {remaining}), and give fit that State in the place of the model."
         raise ResumeError(
-            f"{path} has other weights than {type(model).__name__}: {differences(missing, unknown)}. To take those "
-            "that there are, pl.load(path, model=..., weights_only=True, strict=False)."
+            f"{path} has other weights than {type(model).__name__}: {'; '.join([*of_names, *shapes])}. "
+            f"{of_algorithms((), state.notes, missing + unknown) or advice}"
         )
-    for name, (theirs, tensor) in value.items():
-        if tensor.shape != wanted[name].shape:
-            raise ResumeError(
-                f"{path}: {theirs!r} has shape {tuple(tensor.shape)} in the file and {tuple(wanted[name].shape)} in "
-                f"{type(model).__name__}."
-            )
-        if _kind(tensor) != _kind(wanted[name]):
-            raise ResumeError(
-                f"{path}: {theirs!r} has dtype {tensor.dtype} in the file and {wanted[name].dtype} in "
-                f"{type(model).__name__}: other numbers than these, not other digits of them."
-            )
     if missing or unknown:
         says = (("the model's own values stay for", missing), ("the model has no", unknown))
         _log.warning("%s: %s", path, "; ".join(f"{what} {first_names(names)}" for what, names in says if names))
@@ -166,17 +178,13 @@ def _as(like: Tensor, tensor: Tensor) -> Tensor:
     return sharded
 
 
-def _kind(tensor: Tensor) -> str:
+def _kind(like: Shaped) -> str:
     """Floating-point numbers of one width become those of another; nothing else does."""
-    return "floating point" if tensor.is_floating_point() else str(tensor.dtype)
+    return "floating point" if like.dtype.is_floating_point else str(like.dtype)
 
 
-def not_in_state_dict(model: ModelDef) -> set[str]:
-    """The names of buffers that ``state_dict()`` leaves out."""
-    names = set(model.skeleton.state_dict(keep_vars=True))
-    persistent = {name: name in names for name in model.buffer_names}
-    persistent |= {name: slot.persistent for name, slot in model.altered.items()}
-    return {name for name in model.buffer_names if not persistent[name]}
+def _fits(saved: Shaped, like: Shaped) -> bool:
+    return tuple(saved.shape) == tuple(like.shape) and _kind(saved) == _kind(like)
 
 
 @attrs.frozen(eq=False)

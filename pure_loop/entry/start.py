@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from pure_loop._internal.devices import read_device
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.reprs import shape_and_dtype
+from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.source import Source
 from pure_loop.entry.parallel import Together
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
 from pure_loop.model.checks import refuse_untrainable
+from pure_loop.model.names import completed
 from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
 from pure_loop.random.authors import is_users
@@ -155,11 +157,15 @@ class Start:
             ResumeError: training can't resume from the State, or the optimizer or an algorithm is another one.
         """
         refuse_no_boundary(state)
+        if _begun(state) and state.device.type == "meta":
+            return  # which begins when there are numbers, and is compared then
+        state = self._completed(state)
         refuse_other_optimizer(state, self.optimizer)
         refuse_other_memories(state, self.algorithms)
 
     def fitted(self, state: State) -> State:
         """The State with the duration and the length of this call's data, once it is sure to fit."""
+        state = self._completed(state)
         refuse_other_optimizer(state, self.optimizer)
         # Both timestamps, because the learning rate of a batch is asked for at the one before it.
         t = state.timestamp
@@ -175,6 +181,28 @@ class Start:
         refuse_other_memories(state, self.algorithms)
         return state
 
+    def _completed(self, state: State) -> State:
+        """The State with the optimizer state and algorithm state of what a migration excluded."""
+        names = _begun(state)
+        if not names:
+            return state
+        if state.opt_state is not None:
+            from pure_loop.optim.resuming import joined  # no other run needs it
+
+            state = state.replace(opt_state=joined(state.opt_state, self._first_opt_state(state), names))
+        for algorithm in self.algorithms:
+            if algorithm.init is not None and algorithm.name in state.algorithm_state:
+                first = _first_memory(algorithm.name, algorithm.init, state)
+                state = state.remember(algorithm.name, completed(state.algorithm_state[algorithm.name], first, names))
+        return sort_by_model(state)
+
+    def _first_opt_state(self, state: State) -> PyTree:
+        served, trained = state.model.served_by(self.optimizer), state.model.trained(state.params)
+        with guard(state, ("init", "optimizer")) if is_users(served.init) else nullcontext():
+            if self.engine.in_parts and not are_sharded(state.params):
+                return served.init(trained)  # of a State that is not sharded yet
+            return self.engine.init_opt_state(served, trained)
+
     def preparation(self, described: Callable[[], Mapping[str, object]], *, fresh: bool) -> Callable[[State], State]:
         """What gives a State what it lacks before training: optimizer memory, loss scale, the memory of algorithms.
 
@@ -186,10 +214,7 @@ class Start:
             if meet is not None:
                 state = meet(state)
             if state.opt_state is None:
-                served, trained = state.model.served_by(self.optimizer), state.model.trained(state.params)
-                with guard(state, ("init", "optimizer")) if is_users(served.init) else nullcontext():
-                    memory = self.engine.init_opt_state(served, trained)
-                state = state.replace(opt_state=memory)
+                state = state.replace(opt_state=self._first_opt_state(state))
             if self.precision.scaled and state.loss_scale is None:
                 state = state.replace(loss_scale=LossScale.initial(state.device))
             elif not self.precision.scaled and state.loss_scale is not None:
@@ -197,6 +222,11 @@ class Start:
             return with_first_memories(state, self.algorithms)
 
         return prepare
+
+
+def _begun(state: State) -> set[str]:
+    """The names that were excluded when the State was loaded from a file."""
+    return {name for note in state.notes if note.migrated for name in note.added}
 
 
 def with_first_memories(state: State, algorithms: Iterable[Algorithm]) -> State:

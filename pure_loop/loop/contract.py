@@ -14,6 +14,7 @@ from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
 from pure_loop.model.names import aligned
+from pure_loop.model.note import Note
 from pure_loop.model.parameters import are_leaves
 from pure_loop.precision import LossScale
 from pure_loop.stages.loss import loss_problem
@@ -60,7 +61,7 @@ def check_returned(returned: object, old: State, name: str, event: Event) -> Sta
             what = f"to a {type(model).__name__}"
             _refuse_field(f"model {what}", name, event, "it is the structure alone; write state.with_module(module)")
         refuse_misfit(result)
-        return result
+        return _noted(result, old, name)
     _refuse_ill_typed(result, old, name, event)
     _refuse_mistimed(result, old, name, event)
     if raw_params(result) is not raw_params(old):
@@ -82,6 +83,17 @@ def check_returned(returned: object, old: State, name: str, event: Event) -> Sta
         reference = FrozenDict((key, raw_params(old)[key]) for key in old.model.trainable)
         result = _same_tensors("grads", result, grads, reference, name, event)
     return result
+
+
+def _noted(result: State, old: State, name: str) -> State:
+    """The State after surgery, with a note of the names that it made and took away."""
+    before, after = ({**raw_params(state), **state.buffers} for state in (old, result))
+    added = tuple(key for key, tensor in after.items() if key not in before or before[key].shape != tensor.shape)
+    removed = tuple(key for key in before if key not in after)
+    if not added and not removed:
+        return result
+    note = Note(source=name, migrated=False, batch=old.timestamp.batch, added=added, removed=removed)
+    return result.replace(notes=(*old.notes, note))
 
 
 # What is needed to resume from these events.

@@ -8,7 +8,7 @@ have made them in another order.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from pure_loop.frozendict import FrozenDict
@@ -67,13 +67,18 @@ def _reordered(value: Any, wanted: Places, before: Places | None) -> Any:
         if all(result is old for result, old in zip(elements, value, strict=True)):
             return value
         return deque(elements, value.maxlen) if kind is deque else kind(elements)
+    return _of_record(value, lambda field: _reordered(field, wanted, before))
+
+
+def _of_record(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A registered record with changed fields; anything else, and one without a change, itself."""
     from pure_loop._internal.registry import registered  # records are rare
 
-    record = registered(kind) if kind.__module__ != "builtins" else None
+    record = registered(type(value)) if type(value).__module__ != "builtins" else None
     if record is None or not record.fields:
         return value
     fields = record.take_apart(value)
-    result = {name: _reordered(field, wanted, before) for name, field in fields.items()}
+    result = {name: change(field) for name, field in fields.items()}
     return value if all(result[name] is fields[name] for name in fields) else record.put_together(result)
 
 
@@ -82,6 +87,55 @@ def _ascend(keys: list[Any], before: Places) -> bool:
         return False
     numbers = [before[key] for key in keys]
     return numbers == sorted(numbers)
+
+
+def renamed(value: Any, names: Mapping[str, str | None]) -> Any:
+    """A tree in which the keys of mappings that are names have changed; itself where none does.
+
+    A mapping is known by names if it has no other keys, and so is a set or a list of texts.
+
+    Args:
+        value: a tree of mappings, sequences, sets and registered records.
+        names: all names, and what has become of each; None: it is left out.
+
+    >>> renamed({"step": 3, "mean": {"a": 1, "b": 2, "c": 3}}, {"a": "x", "b": None, "c": "c"})
+    {'step': 3, 'mean': {'x': 1, 'c': 3}}
+    """
+    kind = type(value)
+    if kind in _MAPPINGS:
+        items = {key: renamed(item, names) for key, item in value.items()}
+        if items and names.keys() >= items.keys():
+            items = {new: items[key] for key in items if (new := names[key]) is not None}
+        same = list(items) == list(value) and all(items[key] is value[key] for key in items)
+        return value if same else kind(items)
+    if kind in _SEQUENCES or kind in (set, frozenset):
+        elements = list(value)
+        if elements and all(type(item) is str and item in names for item in elements):
+            result: list[Any] = [new for item in elements if (new := names[item]) is not None]
+        else:
+            result = [renamed(item, names) for item in elements]
+        if len(result) == len(elements) and all(new is old for new, old in zip(result, elements, strict=True)):
+            return value
+        return deque(result, value.maxlen) if kind is deque else kind(result)
+    return _of_record(value, lambda field: renamed(field, names))
+
+
+def completed(value: Any, wanted: Any, names: Collection[str]) -> Any:
+    """A tree with those entries of ``wanted`` that its mappings lack, of these names alone.
+
+    >>> completed({"step": 3, "mean": {"a": 1}}, {"step": 0, "mean": {"a": 0, "b": 0, "c": 0}}, {"b"})
+    {'step': 3, 'mean': {'a': 1, 'b': 0}}
+    """
+    kind = type(value)
+    if kind in _MAPPINGS and isinstance(wanted, Mapping):
+        items = {key: completed(item, wanted.get(key), names) for key, item in value.items()}
+        items |= {key: item for key, item in wanted.items() if key not in items and key in names}
+        return value if len(items) == len(value) and all(items[key] is value[key] for key in value) else kind(items)
+    if kind in _SEQUENCES and type(wanted) is kind and len(value) == len(wanted):
+        elements = [completed(item, like, names) for item, like in zip(value, wanted, strict=True)]
+        same = all(element is old for element, old in zip(elements, value, strict=True))
+        return value if same else deque(elements, value.maxlen) if kind is deque else kind(elements)
+    return value
 
 
 def aligned(value: Any, like: Any) -> Any:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from pure_loop._internal.arguments import check_number, is_scheduler, refuse_no_schedule
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop._internal.tree_ops import clone_all, is_sharded
 from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
@@ -47,6 +48,7 @@ from pure_loop.optim.optimizer import (
     as_schedule,
     rate_at,
 )
+from pure_loop.optim.resuming import where_differs
 from pure_loop.random.seeds import seeded_all
 
 if TYPE_CHECKING:
@@ -532,10 +534,16 @@ class _FromTorch:
         for part in (memories, started):
             if part.keys() != set(params):
                 raise ResumeError(
-                    f"opt_state was made by {self.name} for another model: it is that of other parameters. "
+                    f"opt_state was made by {self.name} for another model: it is that of other parameters"
+                    f"{where_differs(part, dict.fromkeys(params), 'it')}. "
                     f"Give the State that was made with this model, or {afresh}"
                 )
         for name, memory in memories.items():
+            if type(started[name]) is not bool:
+                raise ResumeError(
+                    f"opt_state['started'][{name!r}] is a {type(started[name]).__name__}, and {self.name} needs a bool "
+                    f"there. {advice}"
+                )
             if not isinstance(memory, Mapping) or (keys and started[name] and memory.keys() != keys):
                 held = sorted(map(str, memory)) if isinstance(memory, Mapping) else type(memory).__name__
                 raise ResumeError(
@@ -545,7 +553,25 @@ class _FromTorch:
                 )
         tensors = [tensor for _, tensor in tensors_in((opt_state, params))]
         if params and not any(is_sharded(tensor) or tensor.is_meta for tensor in tensors):
+            if keys:  # of torch's own classes, in which shapes stay as they are
+                self._refuse_leaf(opt_state, self.init(params))
             self._try(opt_state, params)
+
+    def _refuse_leaf(self, opt_state: Any, begun: OptState) -> None:
+        """Refuse a tensor of another kind or shape than before the first step."""
+        for name, memory in opt_state["memory"].items():
+            for key, value in memory.items():
+                like = begun["memory"][name].get(key)
+                if not isinstance(like, Tensor) or not like.ndim:
+                    continue
+                same = isinstance(value, Tensor) and value.shape == like.shape
+                if not same or value.is_floating_point() is not like.is_floating_point():
+                    there = shape_and_dtype(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                    raise ResumeError(
+                        f"opt_state['memory'][{name!r}][{key!r}] is {there}, and {self.name} needs "
+                        f"{shape_and_dtype(like)} there: give the State that was made with it, or start afresh: "
+                        "fit(state.replace(opt_state=None), ...)."
+                    )
 
     @torch.no_grad()
     def _try(self, opt_state: Any, params: Params) -> None:

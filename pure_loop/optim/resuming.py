@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._text import one_line
 from pure_loop.errors import ResumeError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.model.names import aligned
+from pure_loop.model.names import aligned, completed
 from pure_loop.optim.optimizer import Optimizer, Params
 from pure_loop.random.authors import is_users
 from pure_loop.random.seeds import seeded_all
@@ -49,8 +49,8 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
     if given_spec != wanted_spec and (wanted_spec.num_leaves or optimizer.overwrite is not None):
         if keys_of(opt_state) == keys_of(wanted):
             raise ResumeError(
-                f"opt_state was made by {optimizer.name} for another model: it is that of other parameters. "
-                f"Give the State that was made with this model, or {AFRESH}"
+                f"opt_state was made by {optimizer.name} for another model: it is that of other parameters"
+                f"{where_differs(opt_state, wanted)}. Give the State that was made with this model, or {AFRESH}"
             )
         raise made_by_another(optimizer.name, opt_state, wanted)
     if given_spec != wanted_spec:
@@ -58,8 +58,16 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
     paths: Any = optree.tree_paths(opt_state, namespace=NAMESPACE)
     leaves: Any = optree.tree_leaves(opt_state, namespace=NAMESPACE)
     needed: Any = optree.tree_leaves(wanted, namespace=NAMESPACE)
+    fixed = not is_users(optimizer.init)
     for path, value, leaf in zip(paths, leaves, needed, strict=True):
         shape = next((params[key].shape for key in path if key in params), None)
+        leaf_name = f"opt_state[{']['.join(map(repr, path))}]"
+        if fixed and type(leaf) in (int, bool) and (type(value) is not type(leaf) or value < 0):
+            content = f"{value}" if type(value) is int else f"a {type(value).__name__}"
+            raise ResumeError(
+                f"{leaf_name} is {content}, and {optimizer.name} needs {'a count' if type(leaf) is int else 'a bool'} "
+                f"there: give the State that was made with it, or {AFRESH}"
+            )
         # One that is no parameter's, such as a number of steps, has the shape that init gives it.
         of = "its parameter" if shape is not None else f"with {optimizer.name} it has"
         shape = leaf.shape if shape is None and isinstance(leaf, Tensor) else shape
@@ -67,19 +75,55 @@ def refuse_other_memory(optimizer: Optimizer, opt_state: Any, params: Params) ->
             continue
         if not isinstance(value, Tensor):
             raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] is a {type(value).__name__}, and {optimizer.name} needs a "
+                f"{leaf_name} is a {type(value).__name__}, and {optimizer.name} needs a "
                 f"tensor there: give the State that was made with it, or {AFRESH}"
             )
         if value.shape != shape:
             raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] has shape {tuple(value.shape)}, and {of} "
+                f"{leaf_name} has shape {tuple(value.shape)}, and {of} "
                 f"{tuple(shape)}: it is another model's. Give the State that was made with this model, or {AFRESH}"
             )
-        if value.is_floating_point() is not leaf.is_floating_point():  # kernels read raw memory
+        of_parameter = any(key in params and value.dtype != params[key].dtype == leaf.dtype for key in path)
+        # Kernels read raw memory.
+        if value.is_floating_point() is not leaf.is_floating_point() or (fixed and of_parameter):
             raise ResumeError(
-                f"opt_state[{']['.join(map(repr, path))}] has dtype {value.dtype}, and with {optimizer.name} it has "
+                f"{leaf_name} has dtype {value.dtype}, and with {optimizer.name} it has "
                 f"{leaf.dtype}: give the State that was made with it, or {AFRESH}"
             )
+
+
+def joined(opt_state: Any, begun: Any, names: Collection[str]) -> Any:
+    """An ``opt_state`` with that of further parameters, which begin now.
+
+    Args:
+        opt_state: lacks them.
+        begun: that of all parameters before the first step.
+        names: of the further parameters.
+    """
+    result = completed(opt_state, begun, names)
+    if not isinstance(result, dict) or result is opt_state:
+        return result
+    step, missed = result.get("step"), result.get("skipped")
+    if isinstance(step, Tensor) and not step.is_meta and isinstance(missed, Mapping):
+        # A step count is shared: further parameters were in none of those steps.
+        late = {name: int(step) for name in missed if name not in opt_state["skipped"]}
+        return type(result)({**result, "skipped": FrozenDict({**missed, **late})})
+    parts = {key: joined(opt_state[key], result[key], names) for key in opt_state}
+    return type(result)({**result, **parts})
+
+
+def where_differs(value: Any, wanted: Any, path: str = "opt_state") -> str:
+    """Where two trees first differ, for messages."""
+    if not isinstance(value, Mapping) or not isinstance(wanted, Mapping):
+        same = optree.tree_structure(value, namespace=NAMESPACE) == optree.tree_structure(wanted, namespace=NAMESPACE)
+        kinds = (type(value).__name__, type(wanted).__name__)
+        return "" if same else f", {path} is a {kinds[0]} in the place of a {kinds[1]}"
+    missing, unknown = ([key for key in one if key not in two] for one, two in ((wanted, value), (value, wanted)))
+    if missing or unknown:
+        both = (("lacks", missing), ("has", unknown))
+        return f", {path} {' and '.join(f'{verb} {keys_of(dict.fromkeys(some))}' for verb, some in both if some)}"
+    deeper = (where_differs(value[key], wanted[key], f"{path}[{key!r:.80}]") for key in wanted)
+    return next(filter(None, deeper), "")
 
 
 def _made(optimizer: Optimizer, params: Params) -> Any:

@@ -143,6 +143,7 @@ REFUSED = [
     holds("texts of NumPy", np.array(["a"]), "a NumPy array of dtype"),
     holds("a value too deep", DEEP, "nested more than 100 deep"),
     holds("an integer too long", 10**5000, "state.algorithm_state.mine is an integer of more than 4300 digits"),
+    Refusal("a name of torch.save", lambda: pl.save(state(), "y/a.pt"), WRONG, ("write 'y/a.safetensors'",)),
     Refusal("a path first", lambda: pl.save("x", state()), TYPE, ("what is saved is a State",)),  # type: ignore[arg-type]
     Refusal("no path at all", lambda: pl.save(state()), TYPE, ("save needs path",)),  # type: ignore[call-arg]
     Refusal("notes that are none", lambda: pl.save(state(), "y", notes=5), TYPE, ("a dict of what JSON has",)),  # type: ignore[arg-type]
@@ -165,8 +166,10 @@ REFUSED = [
     loads("another name of rename", TYPE, 'rename={"backbone.": "encoder."}', key_mapping=1),
     loads("a device that isn't there", WRONG, "device='cud' can't be used here", device="cud"),
     loads("a State that isn't strict", WRONG, "weights_only=True", strict=False),
-    loads("a State renamed", WRONG, "rename is for weights alone", rename={"0.": "1."}),
-    loads("parameters left out", WRONG, "only opt_state and algorithm_state/NAME", exclude=["0.weight"]),
+    loads("a State renamed to a name that it has", WRONG, "both become '1.weight'", rename={"0.": "1."}),
+    loads("a State renamed from nothing", WRONG, "no weight of x.safetensors begins with '7.'", rename={"7.": "1."}),
+    loads("a field left out", WRONG, "exclude='seed' matches no weight of", exclude=["seed"]),
+    loads("parts of a field left out", WRONG, "write 'opt_state' or 'algorithm_state/NAME'", exclude=["opt_state/x"]),
     loads("no such memory", WRONG, "did you mean 'algorithm_state/ema'?", exclude=["algorithm_state/emma"]),
     loads("no glob", TYPE, "exclude=[5]: write globs", exclude=[5], **SELECTION),
     loads("an empty glob", TYPE, "write globs", exclude=[""], **SELECTION),
