@@ -43,7 +43,9 @@ def _names(module: str) -> list[str]:
     """What a module lists, and of algorithms what stands beside each in its module."""
     names = list(_module(module).__all__)
     if module == "pl.algorithms":
-        names = [name for algorithm in names for name in importlib.import_module(f"{_path(module)}.{algorithm}").__all__]
+        names = [
+            name for algorithm in names for name in importlib.import_module(f"{_path(module)}.{algorithm}").__all__
+        ]
     return names
 
 

@@ -115,7 +115,9 @@ def render_package(package: str) -> str:
             lines += [f"{line}(", *(f"        {name}," for name in listed), "    )"]
     lines += ["", "__all__ = [", *(f'    "{name}",' for name in listed_here), "]\n"]
     if beside:
-        lines += ["if TYPE_CHECKING:  # importable from here, and listed beside their algorithms in the reference alone"]
+        lines += [
+            "if TYPE_CHECKING:  # importable from here, and listed beside their algorithms in the reference alone"
+        ]
         lines += ["    __all__ += [", *(f'        "{name}",' for name in beside), "    ]\n"]
     # To type checkers a module with a __getattr__ has every name, misspelled ones included.
     lines += ["if not TYPE_CHECKING:", "    __getattr__ = _lazily(", "        __name__,", "        {"]
