@@ -30,19 +30,18 @@ def export(
 ) -> None:
     """Write the module of a State in eval mode to a file, whole or not at all, and compare the file with the State.
 
-    ================  ==================  ===================================  ======================================
-    suffix            ``format``          what is written                      how it is loaded
-    ================  ==================  ===================================  ======================================
-    ``.pt``,          ``"module"``        the module itself, by pickle         ``torch.load(path,
-    ``.pth``                                                                   weights_only=False)``
-    ``.pt2``          ``"torch.export"``  its graph, which needs no code of    ``torch.export.load(path).module()``
-                                          the model
-    ``.safetensors``  ``"safetensors"``   its weights, by the names of         ``safetensors.torch.load_model``,
-                                          ``state_dict()``                     ``load_state_dict``,
-                                                                               ``from_pretrained``, ``pl.load``
-    ``.onnx``         ``"onnx"``          its graph for other runtimes; needs  ``onnxruntime.InferenceSession(path)``
-                                          the extra ``onnx``
-    ================  ==================  ===================================  ======================================
+    =================  ==================  ===================================  ========================================
+    suffix             ``format``          what is written                      how it is loaded
+    =================  ==================  ===================================  ========================================
+    ``.pt``, ``.pth``  ``"module"``        the module itself, by pickle         ``torch.load(path, weights_only=False)``
+    ``.pt2``           ``"torch.export"``  its graph, which needs no code of    ``torch.export.load(path).module()``
+                                           the model
+    ``.safetensors``   ``"safetensors"``   its weights, by the names of         ``safetensors.torch.load_model``,
+                                           ``state_dict()``                     ``load_state_dict``,
+                                                                                ``from_pretrained``, ``pl.load``
+    ``.onnx``          ``"onnx"``          its graph for other runtimes; needs  ``onnxruntime.InferenceSession(path)``
+                                           the extra ``onnx``
+    =================  ==================  ===================================  ========================================
 
     The names of a Hugging Face model's weights are those of its ``save_pretrained``, of tied weights, too: with
     ``model.config.save_pretrained(folder)`` beside ``folder/model.safetensors``, ``from_pretrained(folder)`` loads it.
