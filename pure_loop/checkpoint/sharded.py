@@ -198,13 +198,15 @@ class ShardedCheckpoint(Checkpoint):
         fill(tensors, self.index, self.path)
         return self.document.state(state.model, tensors, state.device, self.path, start=state, selection=selection)
 
-    def weights_into(self, state: State, *, strict: bool = True, selection: Selection = ALL) -> State:
+    def weights_into(
+        self, state: State, *, strict: bool = True, selection: Selection = ALL, call: str | None = None
+    ) -> State:
         """The State with the weights that were saved."""
         names = [name for name in self.index.tensors if name.startswith(("params.", "buffers."))]
         tensors = {name: _template(self.index.tensors[name], None) for name in names}
         fill(tensors, self.index, self.path)
         unsharded = Checkpoint(self.path, self.document, tensors)
-        return unsharded.weights_into(state, strict=strict, selection=selection)
+        return unsharded.weights_into(state, strict=strict, selection=selection, call=call)
 
     def fitted(self, model: ModelDef) -> State:
         """The saved State, with this model, and without numbers.
