@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import combinations
+from typing import cast
 
 import attrs
 import hypothesis
@@ -20,15 +21,19 @@ DRAWN = 60
 
 _START = 100  # that a run costs apart from its events, in events
 
-# A fixed seed and no database: a report is the same in every run, and the code in a failure reproduces it. With
-# derandomize=True, other cases would be drawn after every change to the function that takes them.
-_REPEATABLE = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
-
 
 def repeatable(max_examples: int, *phases: Phase) -> hypothesis.settings:
     """Settings with which Hypothesis draws equal cases in every run, below ``hypothesis.seed(0)``."""
+    # A fixed seed and no database: a report is the same in every run, and the code in a failure reproduces it. With
+    # derandomize=True, other cases would be drawn after every change to the function that takes them.
     return hypothesis.settings(
-        max_examples=max_examples, phases=phases, report_multiple_bugs=False, print_blob=False, **_REPEATABLE
+        max_examples=max_examples,
+        phases=phases,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
     )
 
 
@@ -84,7 +89,7 @@ def _traits(value: object, name: str = "") -> Iterator[tuple[object, ...]]:
     elif isinstance(value, Time):
         yield name, value.unit
     elif attrs.has(type(value)):
-        for field in attrs.fields(type(value)):
+        for field in attrs.fields(cast("type[attrs.AttrsInstance]", type(value))):
             yield from _traits(getattr(value, field.name), f"{name}.{field.name}")
     elif isinstance(value, Mapping):
         yield name, min(len(value), 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import attrs
 from torch import nn
@@ -95,7 +95,7 @@ def _stopping(plan: Plan, when: Time) -> Algorithm:
     return Algorithm("stopping", dict.fromkeys(events, stop))
 
 
-def _never(interval: Time | None) -> Time | int | None:
+def _never(interval: Time | None) -> Time | Literal[0] | None:
     """An interval as ``fit`` takes it: it refuses a zero with a unit, and takes 0 for "never"."""
     return 0 if interval is not None and not interval else interval
 

@@ -63,6 +63,7 @@ class Trial:
     max_examples: int | None
     thorough: bool = False
     quiet: bool = False
+    _count: int = attrs.field(init=False)
     _shared: dict[object, list[object]] = attrs.field(factory=dict, init=False)
     _expected: dict[str, str] = attrs.field(init=False)
     _skipped: dict[str, str] = attrs.field(init=False)
@@ -77,9 +78,8 @@ class Trial:
             raise ArgumentError(
                 f"{sorted(both)} are in expected_failures and in skip; write them in one of the two only."
             )
-        if self.max_examples is None:
-            self.max_examples = _THOROUGH if self.thorough else _EXAMPLES
-        check_integer("max_examples", self.max_examples, least=1)
+        usual = _THOROUGH if self.thorough else _EXAMPLES
+        self._count = usual if self.max_examples is None else check_integer("max_examples", self.max_examples, least=1)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,18 +98,17 @@ class Trial:
         Raises:
             CheckFailed: a law fails, or there is another problem; holds the report.
         """
-        outcomes: tuple[Outcome, ...] = ()
         # Runs are shared only while laws are tried: they hold many States.
         self.subject.runs = {}
         try:
             self._say(self._announcement())
             for name in self.names:
-                outcomes = *outcomes, self.outcome(name)
-                self._say(outcomes[-1].line(max(map(len, self.names))))
+                self._say(self.outcome(name).line(max(map(len, self.names))))
         finally:
             self.subject.runs = None
             self._renew_processes()
         never = tuple(key for key in self.subject.bound if not self.subject.fired[key])
+        outcomes = tuple(map(self.outcome, self.names))
         report = Report(self.subject.name, outcomes, dict(self.subject.fired), never, self.never_ran())
         if not report.ok:
             raise CheckFailed(report)
@@ -121,41 +120,32 @@ class Trial:
 
     def _announcement(self) -> str:
         """How many laws will be tried, and about how long that takes, from plain runs of the examples."""
-        assert self.max_examples is not None
-        drawn = {law: self._cases(law) for law in self.laws}
-        asked = [law for law, cases in drawn.items() if not isinstance(cases, str)]
-        text = f"{self.subject.name}: {len(asked)} laws, {self.max_examples} examples each"
-        if not asked:
-            return text
-        shared, began = self._examples(asked[0], drawn[asked[0]]), 0.0
+        asked = {law: cases for law in self.laws if not isinstance(cases := self._cases(law), str)}
+        text = f"{self.subject.name}: {len(asked)} laws, {self._count} examples each"
+        taken: list[float] = []
         try:
-            with unchanged():
-                for index, case in enumerate(shared):
-                    # The first one waits for imports as well.
-                    began = time.process_time() if index < 2 else began
+            for case in self._examples(*next(iter(asked.items()))) if asked else ():
+                began = time.process_time()
+                with unchanged():
                     self.subject.alone(case, self.fit)
+                taken.append(time.process_time() - began)
         except Exception:  # of the code on trial: a law reports it, and until then nothing is known of the time
             return text
-        seconds = (time.process_time() - began) / max(1, len(shared) - 1)
-        tried = sum(self._number(law) for law in asked)
-        return f"{text}, about {seconds * _RUNS * tried + sum(law.costs for law in asked):.0f} s"
+        # Without the longest, as the first one waits for imports.
+        seconds = (sum(taken) - max(taken, default=0.0)) / max(1, len(taken) - 1) * _RUNS
+        about = sum(seconds * round(self._count * law.share) + law.costs for law in asked)
+        return f"{text}, about {about:.0f} s"
 
     def _cases(self, law: Law) -> SearchStrategy[Any] | str:
         """The cases on which it is tried, or the reason why it isn't."""
         cases = self._skipped[law.name] if law.name in self._skipped else self.subject.drawn(law)
         return _UNASKED if law.costs and not self.thorough and not isinstance(cases, str) else cases
 
-    def _number(self, law: Law) -> int:
-        assert self.max_examples is not None
-        return max(1, round(self.max_examples * law.share))
-
-    def _examples(self, law: Law, cases: SearchStrategy[Any] | str) -> list[object]:
-        """The cases on which it is tried; laws of the same problems share them."""
-        assert self.max_examples is not None
-        assert not isinstance(cases, str)
+    def _examples(self, law: Law, cases: SearchStrategy[Any]) -> list[object]:
+        """Those on which it is tried; laws of the same problems share them."""
         if law.serves not in self._shared:
-            self._shared[law.serves] = examples_of(cases, self.max_examples)
-        return self._shared[law.serves][: self._number(law)]
+            self._shared[law.serves] = examples_of(cases, self._count)
+        return self._shared[law.serves][: max(1, round(self._count * law.share))]
 
     def _renew_processes(self) -> None:
         """End the shared processes if the subject may have changed them in a way that can't be undone."""
