@@ -159,9 +159,7 @@ class EndlessSampler(Sampler[int]):
 
 def test_what_never_ends_and_has_a_length_goes_on_as_an_iterator() -> None:
     loader = DataLoader(torch.arange(8), sampler=EndlessSampler(), batch_size=2)  # type: ignore[arg-type]
-    with pytest.raises(
-        DataError, match=r"length of 4, .* never ends, give iter\(loader\) and batches_per_epoch=4"
-    ):
+    with pytest.raises(DataError, match=r"length of 4, .* never ends, give iter\(loader\) and batches_per_epoch=4"):
         list(source(loader, seed=0, stream="train").epoch(0, 0))
     epochs = source(iter(loader), seed=0, stream="train", batches_per_epoch=3)
     found = [[batch.tolist() for batch in epochs.epoch(number, 0, 3 * number)] for number in range(2)]
