@@ -392,12 +392,15 @@ class State(Record):
     def module(self, *, training: bool = True) -> nn.Module:
         """A plain ``nn.Module`` with copies of the parameters and buffers; yours to use and to change.
 
+        Where the State is sharded, all ranks call it together.
+
         Args:
             training: True: in train mode, as ``fit`` trains it: submodules that were in eval mode in a model that was
                 not stay in eval mode. False: all of it in eval mode, to predict with or to export.
 
         Raises:
             ArgumentTypeError: ``training`` is no bool.
+            DistributedError: the State is sharded, and not all ranks call it within the timeout of the last stream.
 
         >>> import torch
         >>> state = State.create(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()))

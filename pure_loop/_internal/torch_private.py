@@ -392,6 +392,15 @@ def broadcast_coalesced(group: ProcessGroup | None, tensors: list[Tensor], size:
         dist.broadcast(tensor, group=group, group_src=source)
 
 
+def store_of(mesh: DeviceMesh) -> tuple[str, Any, int, int]:
+    """The name of a mesh's process group, the store of the default one (None: ranks that are not there), rank, size."""
+    import torch.distributed as dist
+
+    group = mesh.get_group()
+    store = None if dist.get_backend(group) == "fake" else default_store()
+    return group.group_name, store, group.rank(), group.size()
+
+
 def default_store() -> Any:
     """The store by which the ranks of the default process group have met.
 

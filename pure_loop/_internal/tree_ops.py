@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import optree
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, PyTree
-from pure_loop._internal.torch_private import dtensor_like, foreach_clone, transforms
+from pure_loop._internal.torch_private import dtensor_like, foreach_clone, store_of, transforms
 from pure_loop._internal.torch_private import local_tensor as local_tensor
 from pure_loop.errors import ArgumentError, DistributedError
 
@@ -41,6 +42,43 @@ def _refuse_alone() -> None:
             f"callback {name} runs on the first rank alone, and reads shards that all ranks read together, for which "
             "it would wait for ever: write all_ranks = True in it, and record on self.rank == 0."
         )
+
+
+# Seconds that a rank waits for the others, which the last stream of several ranks says; and how often ranks met, by the
+# name of their process group and the rank.
+longest_wait = [300.0]
+_meetings: dict[tuple[str, int], int] = {}
+
+
+def meet(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Wait until all ranks are here to gather these shards together; nothing, where there are none.
+
+    A collective that one rank begins alone is answered by another one of theirs, or ends the process.
+
+    Raises:
+        DistributedError: not all ranks come in time, or this one runs a callback that the others don't.
+    """
+    sharded = next(filter(is_sharded, tensors.values()), None)
+    if sharded is None:
+        return
+    _refuse_alone()
+    group, store, rank, size = store_of(sharded.device_mesh)
+    if store is None:
+        return
+    number = _meetings.get((group, rank), 0)
+    keys = [f"pure_loop/meeting/{group}/{number}/{place}" for place in range(size)]
+    store.set(keys[rank], what)
+    try:
+        store.wait(keys, timedelta(seconds=longest_wait[0]))
+    except RuntimeError as error:
+        absent = [place for place in range(size) if place != rank and not store.check([keys[place]])]
+        store.delete_key(keys[rank])
+        raise DistributedError(
+            f"{what}: the State is sharded, so all ranks call it together, and of {size} ranks rank {rank} waited "
+            f"{longest_wait[0]:g} s for {', '.join(map(str, absent))}: call it outside of `if rank == 0:`, and use what it "
+            "gives on one rank."
+        ) from error
+    _meetings[group, rank] = number + 1
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.reprs import Shaped
-from pure_loop._internal.tree_ops import box_of, from_local, full_tensor, is_sharded, local_tensor
+from pure_loop._internal.tree_ops import box_of, from_local, full_tensor, is_sharded, local_tensor, meet
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.container import CODES, raw
 from pure_loop.checkpoint.coordination import Coordinator
@@ -213,6 +213,7 @@ class Weights:
             refuse_no_base(state)
         refuse_unwritable(state)
         hidden = not_in_state_dict(state.model)
+        meet(state.params, "the weights of a State")
         tensors = {
             name: full_tensor(value.detach()).resolve_conj().resolve_neg()
             for name, value in (*state.params.items(), *state.buffers.items())

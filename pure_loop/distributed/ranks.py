@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pure_loop._internal.processes import here
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.torch_private import broadcast_coalesced, drop_groups_of_mesh
-from pure_loop._internal.tree_ops import is_sharded, on_mesh
+from pure_loop._internal.tree_ops import is_sharded, longest_wait, on_mesh
 from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
 from pure_loop.errors import DistributedError
 from pure_loop.event import Event
@@ -34,8 +34,6 @@ from pure_loop.state import State, raw_params
 T = TypeVar("T")
 
 _NUMBERS = 8
-# Of the last stream of this process that met the others.
-_patience = 300.0
 _EVENTS = tuple(Event)
 
 
@@ -76,8 +74,7 @@ class Ranks:
         Raises:
             DistributedError: they don't come in time, or failed before they came; names them.
         """
-        global _patience
-        _patience = self.timeout
+        longest_wait[0] = self.timeout
         if self.group is not None:  # a checkpoint was loaded, and they start again, from that
             self.exchange(Event.INIT, 0)
             return
@@ -278,7 +275,7 @@ class Ranks:
 
 def patience() -> float:
     """Seconds that a rank waits for another one, where a State in parts is saved: the timeout of the last stream."""
-    return _patience
+    return longest_wait[0]
 
 
 def _leave() -> None:

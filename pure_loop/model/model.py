@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import name_of
 from pure_loop._internal.records import set_class
 from pure_loop._internal.suggestions import Elsewhere
-from pure_loop._internal.tree_ops import full_tensor
+from pure_loop._internal.tree_ops import full_tensor, meet
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, Slot, places_of, put_slots, slot_of
@@ -382,6 +382,7 @@ class ModelDef:
             buffers: buffers.
             training: train mode, in which submodules that are kept in eval mode stay so, or eval mode.
         """
+        meet(params, "state.module()")
         module = self.copied(independent=True)
         own_classes(module)
         wanted = frozenset(self.trainable)

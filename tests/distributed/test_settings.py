@@ -7,6 +7,8 @@ import io
 import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import pure_loop as pl
 from pure_loop import Event, testing
@@ -94,6 +96,21 @@ def test_a_parameter_without_a_dimension_is_refused_before_training():
             next(stream)
 
     pool(kind="shard").run(program)
+
+
+def test_layers_and_tensors_that_ranks_can_not_train_are_refused_before_training():
+    def program(rank):
+        nets = [torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.SyncBatchNorm(2)) for _ in range(2)]
+        nets[1][1].eval()  # which exchanges nothing
+        nets.append(parallelize_module(torch.nn.Linear(1, 2), init_device_mesh("cpu", (2,)), ColwiseParallel()))
+        data = [(torch.ones(4, 1), torch.ones(4, 2))]
+        return [told(lambda net=net: an_epoch(net, data, parallel="replicate")) for net in nets]
+
+    for sync, fixed, parallel in pool().run(program):
+        assert "model.1 is a SyncBatchNorm" in sync
+        assert fixed == "nothing"
+        assert "parameter 'weight' is a DTensor" in parallel
+        assert 'parallel="shard"' in parallel
 
 
 WRONG = [

@@ -48,6 +48,43 @@ def halves(state, tensor):
     return 0.5 * full_tensor(tensor)
 
 
+@pytest.mark.slow  # waits for ranks that do not come
+def test_one_rank_that_gathers_alone_is_told_so_and_ends_no_process(tmp_path):
+    """In the loop's body and after the run; whole ones are gathered before and after by all ranks."""
+    data, parallel = [(torch.ones(4, 2), torch.ones(4, 2))] * 2, pl.distributed.Parallel(kind="shard", timeout=5)
+    calls = [
+        lambda state: state.module(),
+        lambda state: pl.export(state, tmp_path / "net.safetensors", "safetensors"),
+        lambda state: pl.save(state, tmp_path / "net.safetensors", weights_only=True),
+    ]
+
+    def body(rank):
+        for event, state in an_epoch(nn.Linear(2, 2), data, parallel=parallel):
+            if event is Event.BATCH_END and rank == 0:
+                yield state.module()
+
+    def program(rank):
+        state = pl.run(an_epoch(nn.Linear(2, 2), data, parallel=parallel))
+        found = []
+        for call in calls if rank == 0 else ():
+            with pytest.raises(pl.DistributedError) as caught:
+                call(state)
+            found.append(str(caught.value))
+        torch.distributed.barrier()  # longer than a rank waits
+        weight = state.module().weight.tolist()
+        with pytest.raises(pl.DistributedError) as caught:
+            list(body(rank))
+            state.module()
+        return weight, [*found, str(caught.value)]
+
+    (weight, first), (other, second) = pool(kind="shard").run(program)
+    assert weight == other
+    assert len(first) == 4
+    for said in first:
+        assert "all ranks call it together, and of 2 ranks rank 0 waited 5 s for 1" in said
+    assert "rank 0 left the loop at BATCH_END of batch 1" in second[0]
+
+
 def test_what_an_algorithm_adds_or_puts_in_is_that_of_one_rank():
     """Noise is drawn alike on all ranks, each of which takes its part."""
     case = testing.Case(plan=Plan(batches=(7, 4), max_duration="3ba", microbatch_size=2), problem="tied")
