@@ -130,7 +130,7 @@ def test_from_which_file_it_resumed_is_said_and_where_a_finished_run_is_started_
 
 
 RESUMES = "interrupted after batch {}: the same command resumes from {!r}"
-NOTHING_SAVED = "interrupted after batch {}, and nothing is saved: with fit(..., autoresume=\"runs/1\") Ctrl-C saves"
+NOTHING_SAVED = 'interrupted after batch {}, and nothing is saved: with fit(..., autoresume="runs/1") Ctrl-C saves'
 
 
 @pytest.mark.parametrize("at", [Event.BATCH_START, Event.AFTER_LOSS, Event.BATCH_END, Event.EVAL_BATCH_END])
