@@ -182,7 +182,7 @@ class Flight:
         """
         if isinstance(when, Timestamp):
             return when.batch
-        if when in ("spike", "worst", "nonfinite"):
+        if isinstance(when, str) and when in ("spike", "worst", "nonfinite"):
             return self._step_of(when) + (not inside)
         if not isinstance(when, str | Time):
             raise ArgumentTypeError(

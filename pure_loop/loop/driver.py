@@ -62,8 +62,6 @@ def drive(
         failed: is called before, if the stream ends before the script does, with the error (GeneratorExit where the
             loop was left), the last event and its State.
     """
-    if ownership is not None and not ownership.measures:
-        measure_references()
     began = generation()
     state: Any = None
     error: BaseException | None = None
@@ -72,6 +70,8 @@ def drive(
     last_yielded: Callable[[], State | None] = _no_state
     checks = strict
     try:
+        if ownership is not None and not ownership.measures:
+            measure_references()
         while True:
             try:
                 event, state = script.send(state)

@@ -107,9 +107,10 @@ class Stream(Generator[tuple[Event, State], None, Any]):
     else:
         # The methods of the generator, so that no frame of Python comes between it and the caller.
         __next__ = property(attrgetter("_pairs.__next__"))
-        send = property(lambda self: iter(self).send)
-        throw = property(lambda self: iter(self).throw)
-        close = property(lambda self: iter(self).close)
+        # ``fit().close()`` drops the stream before the call: what asks for these has the generator.
+        send, throw, close = (
+            property(lambda self, read=attrgetter(name): read(iter(self))) for name in ("send", "throw", "close")
+        )
 
         # What follows a stream doesn't have, and type checkers say so, too.
         def __len__(self) -> NoReturn:

@@ -107,6 +107,7 @@ MUTABLE = {
     ("data/passes.py", "_iterators"): "iterators whose workers are of this process",
     ("data/passes.py", "_inherited"): "iterators whose workers are of its parent",
     ("loop/stream.py", "_open"): "streams that have not ended",
+    ("loop/stream.py", "_waiting"): "streams that nothing has iterated over",
     ("algorithms/alibi.py", "_active"): "the mode of a thread",
     ("compile/compilations.py", "_listening"): "who is told of what is compiled",
     ("checkpoint/signals.py", "_DEFERRING"): "who defers signals of this process",

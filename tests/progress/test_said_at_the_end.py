@@ -1,4 +1,4 @@
-"""What is said at the end of a run: why it stopped, that nothing was left to train, where it resumed, how to."""
+"""What is said at the end of a run: why it stopped, that nothing was left, where it resumed, how to resume."""
 
 from __future__ import annotations
 
