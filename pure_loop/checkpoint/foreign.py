@@ -100,10 +100,10 @@ class _Pickle:
         return result
 
     def add(self, data: BinaryIO) -> None:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "GLOBAL":
+        for operation, argument, _ in pickletools.genops(data):
+            if operation.name == "GLOBAL":
                 self.called.append(str(argument).replace(" ", "."))
-            elif opcode.name == "STACK_GLOBAL":
+            elif operation.name == "STACK_GLOBAL":
                 self.called.append(".".join(self.texts[-2:]))
             elif isinstance(argument, str):
                 self.texts.append(argument)
