@@ -35,8 +35,7 @@ from pure_loop.errors import (
 from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.model.model import ModelDef
-from pure_loop.model.names import places, reordered, sorted_by
-from pure_loop.model.note import Note
+from pure_loop.model.names import Note, places, reordered, sorted_by
 from pure_loop.precision import LossScale
 from pure_loop.time import Timestamp
 
@@ -156,7 +155,7 @@ class State(Record):
         nonfinite: the first batch with such a loss, gradient or new parameter, -1 if none; int64, shape (), on the
             parameters' device, so that noticing it needs no synchronisation.
         notes: which algorithms changed the names of the model at INIT, and what was renamed, added and removed when it
-            was loaded from a file, in order (:class:`pure_loop.model.note.Note`); ``print(*state.notes, sep="\\n")``.
+            was loaded from a file, in order (:class:`pure_loop.model.names.Note`); ``print(*state.notes, sep="\\n")``.
 
     Of the current batch, None outside it:
         evaluator: the label of the current evaluator, from its EVAL_START to its EVAL_END.

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -29,7 +30,11 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 def variable(frame: FrameType, name: str) -> object:
     """The value of a variable of this frame; None where there is none."""
-    return frame.f_locals.get(name)
+    variables = frame.f_locals
+    value = variables.get(name)
+    if isinstance(variables, dict) and frame.f_code.co_flags & CO_OPTIMIZED:
+        variables.clear()  # a copy, which a function's frame keeps up to Python 3.12: an error in it would be a circle
+    return value
 
 
 def leaves_except(frame: FrameType) -> bool:

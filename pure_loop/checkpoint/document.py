@@ -145,10 +145,7 @@ class Document:
         """The State.
 
         Args:
-            model: its structure.
-            tensors: those of the file by name.
-            device: where they go.
-            path: for errors.
+            tensors: those of the file by name; they go to ``device``.
             start: the State of this model into which it is read; None: there are no numbers that it could keep.
             selection: which parameters and buffers are renamed, and which stay those of ``start``.
 
@@ -163,11 +160,9 @@ class Document:
         names = selection.renamed(dict.fromkeys([*saved, *self.altered]), path)
         slots = {names[name]: slot for name, slot in self.altered.items() if not selection.excludes(names[name])}
         model = attrs.evolve(self, altered=FrozenDict(slots)).altered_model(model, path)
-        if start is None:
-            like = (*model.skeleton.named_parameters(), *model.skeleton.named_buffers())
-            own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in like}
-        else:
-            own = {**start.params, **start.buffers}
+        like = (*model.skeleton.named_parameters(), *model.skeleton.named_buffers()) if start is None else ()
+        own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in like}
+        own |= {} if start is None else {**start.params, **start.buffers}
         selection.refuse_unmatched([*names.values(), *model.parameter_names, *model.buffer_names], path)
         values = migrated(values, names, selection, model, own, self.hidden, str(path).rpartition("/")[2])
         refuse_another_model(values, saved, model, self.model, path, () if start is None else start.notes)

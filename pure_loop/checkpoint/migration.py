@@ -25,8 +25,7 @@ from pure_loop.checkpoint.validation import shortened
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
-from pure_loop.model.names import renamed
-from pure_loop.model.note import Note
+from pure_loop.model.names import Note, renamed
 
 # Of a list of names in a message: a stranger may have written a file, and a model may have thousands.
 _MOST = 20

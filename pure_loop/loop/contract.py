@@ -13,8 +13,7 @@ from pure_loop.errors import AlgorithmReturnError, AlgorithmStructureError, Loss
 from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.model import ModelDef
-from pure_loop.model.names import aligned
-from pure_loop.model.note import Note
+from pure_loop.model.names import Note, aligned
 from pure_loop.model.parameters import are_leaves
 from pure_loop.precision import LossScale
 from pure_loop.stages.loss import loss_problem
