@@ -17,7 +17,6 @@ from pure_loop._internal.arguments import accepts, check_flag, name_of
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.reprs import call, changed_fields
 from pure_loop._internal.weights import Implied, implied_by
-from pure_loop.data import conventions
 from pure_loop.data.batch import describe
 from pure_loop.data.group import parts_of
 from pure_loop.data.samples import num_samples, num_tokens, split
@@ -180,6 +179,8 @@ class Task:
         >>> Task.from_transformers(shifted=True).weigh({"labels": torch.tensor([[5, 7, -100], [5, 7, 9]])})
         tensor(3)
         """
+        from pure_loop.data import conventions  # not every run has such a model
+
         check_flag("shifted", bool(shifted) if shifted is None else shifted, where="pl.Task.from_transformers")
         labels = conventions.Labels(shifted)
         return cls(
@@ -208,6 +209,8 @@ class Task:
         >>> [len(part[0]) for part in Task.detection().split((images, targets), 1)]
         [1, 1]
         """
+        from pure_loop.data import conventions  # not every run has such a model
+
         return cls(
             forward=conventions.losses_of_images,
             loss=conventions.parts_of_loss,
@@ -220,7 +223,11 @@ class Task:
     def of_model(self, model: nn.Module) -> Task:
         """This task, with what the class of a model of Transformers says of its labels."""
         labels = getattr(self.weight, "__self__", None)
-        if not isinstance(labels, conventions.Labels):
+        if labels is None:
+            return self
+        from pure_loop.data.conventions import Labels
+
+        if not isinstance(labels, Labels):
             return self
         of_class = labels.of_model(model)
         return attrs.evolve(self, weight=of_class.weigh, targets=of_class.targets)
