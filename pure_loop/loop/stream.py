@@ -46,7 +46,9 @@ def _close_all() -> None:
     # Ctrl-C in the loop's body; what streams say of it comes after the traceback.
     notes = len(getattr(interrupt, "__notes__", ()))
     call_all([partial(end_by, pairs, interrupt) for pairs in started], interrupt)
-    return print(*getattr(interrupt, "__notes__", [])[notes:], sep="\n", file=sys.stderr)
+    for note in getattr(interrupt, "__notes__", [])[notes:]:
+        print(note, file=sys.stderr)
+    return None
 
 
 class Stream(Generator[tuple[Event, State], None, Any]):
