@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import cast
 
@@ -37,15 +37,11 @@ def repeatable(max_examples: int, *phases: Phase) -> hypothesis.settings:
     )
 
 
-def examples_of(cases: SearchStrategy[object], number: int) -> list[object]:
-    """That many of the cases that Hypothesis draws, in the order in which they are tried.
-
-    Each is of a problem that has the fewest examples so far, and of those the one with the most pairs of values that
-    no other example has, an evaluator and a loader without a length, say, for the number of its events. Ten of them
-    show more, in a third of the time, than twenty as they are drawn, of which many are alike.
+def drawn_from(cases: SearchStrategy[object], number: int) -> list[object]:
+    """Cases that Hypothesis draws, that many at least where there are so many.
 
     >>> from hypothesis import strategies as st
-    >>> sorted(examples_of(st.integers(1, 3), 3))
+    >>> sorted(drawn_from(st.integers(1, 3), 3))
     [1, 2, 3]
     """
     drawn: list[object] = []
@@ -57,6 +53,19 @@ def examples_of(cases: SearchStrategy[object], number: int) -> list[object]:
         drawn.append(case)
 
     draw()
+    return drawn
+
+
+def chosen_from(drawn: Sequence[object], number: int) -> list[object]:
+    """That many of these cases, in the order in which they are tried.
+
+    Each is of a problem that has the fewest examples so far, and of those the one with the most pairs of values that
+    no other example has, an evaluator and a loader without a length, say, for the number of its events. Ten of them
+    show more, in a third of the time, than twenty as they are drawn, of which many are alike.
+
+    >>> chosen_from([1, 1, 2], 2)
+    [1, 2]
+    """
     pairs = [frozenset(combinations(sorted(set(_traits(case)), key=repr), 2)) for case in drawn]
     events = [len(expected(plan)) if isinstance(plan := getattr(case, "plan", None), Plan) else 0 for case in drawn]
     chosen: list[int] = []

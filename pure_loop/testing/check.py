@@ -20,9 +20,9 @@ from pure_loop.loop.driver import Script
 from pure_loop.order import Plan
 from pure_loop.stages import Stages
 from pure_loop.state import State
-from pure_loop.testing._examples import examples_of
+from pure_loop.testing._examples import chosen_from, drawn_from
 from pure_loop.testing._surroundings import unchanged
-from pure_loop.testing.case import Fit
+from pure_loop.testing.case import Case, Fit
 from pure_loop.testing.law import Law, try_shared
 from pure_loop.testing.laws import OF_ALGORITHMS, OF_CALLBACKS, OF_LOOPS, OF_SCRIPTS, UNAVAILABLE
 from pure_loop.testing.laws.of_callbacks import CallbackSubject
@@ -64,6 +64,8 @@ class Trial:
     thorough: bool = False
     quiet: bool = False
     _count: int = attrs.field(init=False)
+    # Cases of all problems: the first law, as most of them, serves every problem.
+    _drawn: list[object] = attrs.field(factory=list, init=False)
     _shared: dict[object, list[object]] = attrs.field(factory=dict, init=False)
     _expected: dict[str, str] = attrs.field(init=False)
     _skipped: dict[str, str] = attrs.field(init=False)
@@ -124,7 +126,7 @@ class Trial:
         text = f"{self.subject.name}: {len(asked)} laws, {self._count} examples each"
         taken: list[float] = []
         try:
-            for case in self._examples(*next(iter(asked.items()))) if asked else ():
+            for case in self.examples(*next(iter(asked.items()))) if asked else ():
                 began = time.process_time()
                 with unchanged():
                     self.subject.alone(case, self.fit)
@@ -141,10 +143,14 @@ class Trial:
         cases = self._skipped[law.name] if law.name in self._skipped else self.subject.drawn(law)
         return _UNASKED if law.costs and not self.thorough and not isinstance(cases, str) else cases
 
-    def _examples(self, law: Law, cases: SearchStrategy[Any]) -> list[object]:
+    def examples(self, law: Law, cases: SearchStrategy[Any]) -> list[object]:
         """Those on which it is tried; laws of the same problems share them."""
         if law.serves not in self._shared:
-            self._shared[law.serves] = examples_of(cases, self._count)
+            if not self._drawn and not isinstance(every := self.subject.drawn(self.laws[0]), str):
+                self._drawn = drawn_from(every, self._count)
+            served = [case for case in self._drawn if not isinstance(case, Case) or law.serves(case.problem)]
+            enough = served if len(served) >= self._count else drawn_from(cases, self._count)
+            self._shared[law.serves] = chosen_from(enough, self._count)
         return self._shared[law.serves][: max(1, round(self._count * law.share))]
 
     def _renew_processes(self) -> None:
@@ -182,7 +188,7 @@ class Trial:
         expected = self._expected.get(name, "")
         # Errors of a run are expected where ``order`` is expected to fail, or skipped.
         tolerant = name != "order" and ("order" in self._expected or "order" in self._skipped)
-        shared, began = self._examples(law, cases), time.process_time()
+        shared, began = self.examples(law, cases), time.process_time()
         try:
             count = try_shared(law, self.subject, shared, cases, fit=self.fit, tolerant=tolerant)
         except SkipTest as skipped:

@@ -9,8 +9,7 @@ import pytest
 
 import pure_loop as pl
 from pure_loop.testing import Case, check_algorithm, check_callback, laws
-from pure_loop.testing._examples import examples_of
-from pure_loop.testing.check import _EXAMPLES
+from pure_loop.testing.check import Trial
 from pure_loop.testing.report import LawViolation
 from pure_loop.testing.subject import AlgorithmSubject
 from pure_loop.testing.wrong_algorithms import WRONG_ALGORITHMS
@@ -25,24 +24,22 @@ WRONG: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
 
 
 def test_every_wrong_algorithm_and_loop_is_found_in_the_examples_that_all_laws_share() -> None:
-    shared: dict[Any, list[Any]] = {}
+    trial = Trial(AlgorithmSubject(None), laws.OF_LOOPS, {}, pl.fit, None, None, None)
     for name, (law_name, make, loop) in WRONG.items():
         law = LAWS[law_name]
         if law_name in COSTLY:
             continue
-        if law.serves not in shared:
-            shared[law.serves] = examples_of(law.cases(), _EXAMPLES)  # type: ignore[arg-type]
         subject = AlgorithmSubject(make if not loop else None)
         fit = {key: each() for key, each in loop.items()}
-        for case in shared[law.serves]:
+        for case in trial.examples(law, law.cases()):  # type: ignore[arg-type]
             try:
                 law.on(subject, case, **fit)
             except LawViolation:
                 break
         else:
             pytest.fail(f"{law_name} holds for the {name}")
-    (all_problems, *_) = shared.values()
-    assert {case.problem.name for case in all_problems} == set(pl.testing.PROBLEMS)
+    tried: list[Any] = trial.examples(laws.order, laws.order.cases())  # type: ignore[arg-type]
+    assert (len(tried), {case.problem.name for case in tried}) == (10, set(pl.testing.PROBLEMS))
 
 
 def test_what_is_not_asked_is_said_and_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
