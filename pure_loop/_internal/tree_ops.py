@@ -75,8 +75,8 @@ def meet(tensors: Mapping[str, Tensor], what: str) -> None:
         store.delete_key(keys[rank])
         raise DistributedError(
             f"{what}: the State is sharded, so all ranks call it together, and of {size} ranks rank {rank} waited "
-            f"{longest_wait[0]:g} s for {', '.join(map(str, absent))}: call it outside of `if rank == 0:`, and use what "
-            "it gives on one rank."
+            f"{longest_wait[0]:g} s for {', '.join(map(str, absent))}: call it outside of `if rank == 0:`, and use "
+            "what it gives on one rank."
         ) from error
     _meetings[group, rank] = number + 1
 

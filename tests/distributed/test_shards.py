@@ -74,7 +74,7 @@ def test_one_rank_that_gathers_alone_is_told_so_and_ends_no_process(tmp_path):
         torch.distributed.barrier()  # longer than a rank waits
         weight = state.module().weight.tolist()
         with pytest.raises(pl.DistributedError) as caught:
-            body(rank)
+            list(body(rank))
         return weight, [*found, str(caught.value)]
 
     (weight, first), (other, second) = pool(kind="shard").run(program)
