@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -91,9 +92,10 @@ class RaisedIn:
 
     @classmethod
     def of(cls, error: BaseException) -> RaisedIn | None:
-        """Read from the traceback of an error; None: it was raised in no module."""
+        """Read from the traceback of an error in the frame that handles it; None: it was raised in no module."""
         outermost, innermost, inputs = None, None, None
-        for entry in entries_of(error.__traceback__):
+        # Not of that frame, which runs: while a profiler is set, a copy of its variables would keep the error.
+        for entry in islice(entries_of(error.__traceback__), 1, None):
             frame = entry.tb_frame
             module = variable(frame, "self")
             if not isinstance(module, nn.Module):
