@@ -35,21 +35,22 @@ def _inputs_and_targets(batch: Batch) -> tuple[Any, Any]:
     )
     if isinstance(batch, Tensor):
         raise DataError(
-            f"{is_one}. If the dataloader is "
-            "(inputs, targets) itself, each of them was taken for a batch: write [(inputs, targets)], or for several "
-            "batches DataLoader(TensorDataset(inputs, targets), batch_size=32). If batches are tensors, write "
+            f"{is_one}. If the dataloader is (inputs, targets) itself, each of them was taken for a batch: write "
+            "[(inputs, targets)], or for several batches DataLoader(TensorDataset(inputs, targets), batch_size=32). If "
+            "batches are tensors, write "
             "task=pl.Task(forward=lambda model, batch: model(batch), loss=lambda outputs, batch: ...); to predict, the "
             "forward is enough."
         )
     if isinstance(batch, Mapping) and "input_ids" in batch:
         raise DataError(
-            f"{is_one}. For a model of Transformers, "
-            "which computes its loss, write task=pl.Task.from_transformers(), without loss=; for others "
+            f"{is_one}. For a model of Transformers, which computes its loss, write "
+            "task=pl.Task.from_transformers(), without loss=; for others "
             "task=pl.Task(forward=lambda model, batch: model(batch['input_ids']), loss=lambda outputs, batch: ...)."
         )
     raise DataError(
-        f"{is_one}, for the forward and for a function passed as loss=. For other batches write task=pl.Task(forward=lambda "
-        f"model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); to predict, the forward is enough."
+        f"{is_one}, for the forward and for a function passed as loss=. For other batches write "
+        f"task=pl.Task(forward=lambda model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); to "
+        "predict, the forward is enough."
     )
 
 
