@@ -30,24 +30,27 @@ def _inputs_and_targets(batch: Batch) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     size = f" of {len(batch)}" if hasattr(batch, "__len__") else ""
+    is_one = (
+        f"a batch is a {type(batch).__name__}{size}, {describe(batch)}, and by default a batch is (inputs, targets)"
+    )
     if isinstance(batch, Tensor):
         raise DataError(
-            f"a batch is {describe(batch)}, and by default a batch is (inputs, targets). If the dataloader is "
-            "(inputs, targets) itself, each of them was taken for a batch: write [(inputs, targets)], or for several "
-            "batches DataLoader(TensorDataset(inputs, targets), batch_size=32). If batches are tensors, write "
+            f"{is_one}. If the dataloader is (inputs, targets) itself, each of them was taken for a batch: write "
+            "[(inputs, targets)], or for several batches DataLoader(TensorDataset(inputs, targets), batch_size=32). If "
+            "batches are tensors, write "
             "task=pl.Task(forward=lambda model, batch: model(batch), loss=lambda outputs, batch: ...); to predict, the "
             "forward is enough."
         )
     if isinstance(batch, Mapping) and "input_ids" in batch:
         raise DataError(
-            f"a batch is {describe(batch)}, and by default a batch is (inputs, targets). For a model of Transformers, "
-            "which computes its loss, write task=pl.Task.from_transformers(), without loss=; for others "
+            f"{is_one}. For a model of Transformers, which computes its loss, write "
+            "task=pl.Task.from_transformers(), without loss=; for others "
             "task=pl.Task(forward=lambda model, batch: model(batch['input_ids']), loss=lambda outputs, batch: ...)."
         )
     raise DataError(
-        f"a batch is a {type(batch).__name__}{size}, {describe(batch)}, and by default a batch is (inputs, targets), "
-        "for the forward and for a function passed as loss=. For other batches write task=pl.Task(forward=lambda "
-        f"model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); to predict, the forward is enough."
+        f"{is_one}, for the forward and for a function passed as loss=. For other batches write "
+        f"task=pl.Task(forward=lambda model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); to "
+        "predict, the forward is enough."
     )
 
 

@@ -403,6 +403,8 @@ def test_a_batch_of_weight_0_is_an_error_or_is_left_out(size: Any, kind: str) ->
         with reading(reads):
             with pytest.raises((pl.DataError, pl.NonFiniteError), match="batch 1"):
                 pl.run(fit([something, nothing]))
+            ends = [state for event, state in fit([nothing], nonfinite="skip") if event is Event.BATCH_END]
+            assert all(each is None or not each.isnan().any() for each in ends[0].grads.values())
             skipping, without = pl.run(fit([something, nothing] * 2, nonfinite="skip")), pl.run(fit([something] * 2))
         assert int(skipping.skipped) == 2
         assert all(torch.equal(tensor, skipping.params[name]) for name, tensor in without.params.items())
