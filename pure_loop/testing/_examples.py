@@ -12,14 +12,16 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis.strategies import SearchStrategy
 
+from pure_loop.event import Event
 from pure_loop.order import Plan, expected
 from pure_loop.testing.problems import Problem
 from pure_loop.time import Time
 
-DRAWN = 60
-"""How many cases are drawn, from which a check chooses."""
+DRAWN = 6
+"""How many cases are drawn for each that a check chooses."""
 
 _START = 100  # that a run costs apart from its events, in events
+_COUNTED = (Event.BATCH_END, Event.EVAL_BEFORE_ALL)  # an evaluation after which training goes on is one of two
 
 
 def repeatable(max_examples: int, *phases: Phase) -> hypothesis.settings:
@@ -38,7 +40,7 @@ def repeatable(max_examples: int, *phases: Phase) -> hypothesis.settings:
 
 
 def drawn_from(cases: SearchStrategy[object], number: int) -> list[object]:
-    """Cases that Hypothesis draws, that many at least where there are so many.
+    """Cases that Hypothesis draws, of which that many are to be chosen.
 
     >>> from hypothesis import strategies as st
     >>> sorted(drawn_from(st.integers(1, 3), 3))
@@ -47,7 +49,7 @@ def drawn_from(cases: SearchStrategy[object], number: int) -> list[object]:
     drawn: list[object] = []
 
     @hypothesis.seed(0)
-    @repeatable(max(DRAWN, number), Phase.generate)
+    @repeatable(DRAWN * number, Phase.generate)
     @hypothesis.given(cases)
     def draw(case: object) -> None:
         drawn.append(case)
@@ -66,8 +68,12 @@ def chosen_from(drawn: Sequence[object], number: int) -> list[object]:
     >>> chosen_from([1, 1, 2], 2)
     [1, 2]
     """
-    pairs = [frozenset(combinations(sorted(set(_traits(case)), key=repr), 2)) for case in drawn]
-    events = [len(expected(plan)) if isinstance(plan := getattr(case, "plan", None), Plan) else 0 for case in drawn]
+    runs = [expected(plan) if isinstance(plan := getattr(case, "plan", None), Plan) else [] for case in drawn]
+    traits = [
+        {*_traits(case), *((each, min(run.count(each), 2)) for each in _COUNTED)}
+        for case, run in zip(drawn, runs, strict=True)
+    ]
+    pairs = [frozenset(combinations(sorted(each, key=repr), 2)) for each in traits]
     chosen: list[int] = []
     covered: set[object] = set()
     problems: Counter[object] = Counter()
@@ -77,7 +83,7 @@ def chosen_from(drawn: Sequence[object], number: int) -> list[object]:
             (index for index in range(len(drawn)) if index not in chosen),
             key=lambda index: (
                 -problems[_problem(drawn[index])],
-                len(pairs[index] - covered) / (_START + events[index]),
+                len(pairs[index] - covered) / (_START + len(runs[index])),
                 -index,
             ),
         )

@@ -298,7 +298,7 @@ def try_shared(
                 tried -= 1
                 continue
             try:
-                try_examples(law, subject, cases, fit=fit, max_examples=max(DRAWN, len(shared)), tolerant=tolerant)
+                try_examples(law, subject, cases, fit=fit, max_examples=DRAWN * len(shared), tolerant=tolerant)
                 law.on(subject, case, fit)
             except LawViolation as smaller:
                 smaller.examples = tried
