@@ -110,8 +110,8 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 def advice_on(package: str, item: object) -> str:
     """What to write for a name, a function or a class of a package where a value is needed; "" where it has none.
 
-    >>> advice_on("metrics", "f1"), advice_on("loggers", "tensorboard")
-    ('write pl.metrics.f1(...)', 'write pl.loggers.TensorBoardLogger("runs/first")')
+    >>> advice_on("metrics", "top-k"), advice_on("loggers", "tensorboard")
+    ('write pl.metrics.top_k(...)', 'write pl.loggers.TensorBoardLogger("runs/first")')
     """
     path = f"pure_loop.{package}"
     if isinstance(item, str):

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import torch
 
+from pure_loop._internal.pytree import PyTree
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._monitored import BOUNDARIES, Memory, Monitored, watcher
 from pure_loop.callback import Run
@@ -72,8 +73,10 @@ def threshold_stopping(
         if at == "batch" and not monitored.of_training and not run.train_metrics:
             raise ArgumentError(f'threshold_stopping: metric={metric!r} is one of an evaluator: write at="eval".')
 
-    def start(state: State) -> Memory:
-        return FrozenDict(value=torch.tensor(torch.nan, dtype=torch.float64, device=state.device), stop=False, why="")
+    def start(state: State, **totals: PyTree) -> Memory:
+        return FrozenDict(
+            **totals, value=torch.tensor(torch.nan, dtype=torch.float64, device=state.device), stop=False, why=""
+        )
 
     def is_reached(value: float) -> bool:
         return value <= threshold if monitored.mode == "min" else value >= threshold

@@ -16,7 +16,6 @@ from weakref import WeakSet
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.frames import frame_at, leaves_except
-from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tracebacks import OWN_HIDDEN, user_place
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NeverIteratedWarning, StreamAttributeError
 from pure_loop.event import Event
@@ -195,7 +194,6 @@ def end_by(stream: Iterable[object], error: BaseException) -> None:
             iterator.throw(error)
 
 
-@teaching
 def run(stream: Iterable[tuple[Event, State]]) -> State:
     """Run a stream to its end and return its last State: with ``watch=``, that of the last event that is watched.
 

@@ -65,8 +65,8 @@ def chosen_from(drawn: Sequence[object], number: int) -> list[object]:
     no other example has, an evaluator and a loader without a length, say, for the number of its events. Ten of them
     show more, in a third of the time, than twenty as they are drawn, of which many are alike.
 
-    >>> chosen_from([1, 1, 2], 2)
-    [1, 2]
+    >>> chosen_from([(1, 2), (1, 2), (1,)], 2)
+    [(1, 2), (1,)]
     """
     runs = [expected(plan) if isinstance(plan := getattr(case, "plan", None), Plan) else [] for case in drawn]
     traits = [

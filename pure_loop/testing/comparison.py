@@ -127,7 +127,10 @@ def differences(
     ["state.params['weight']"]
     """
     # Mostly there are none, and paths of leaves take longer than all else.
-    equal = argument is wanted or _same_trees(argument, wanted)
+    try:
+        equal = argument is wanted or _same_trees(argument, wanted)
+    except (RuntimeError, ValueError):  # == of an object that holds tensors or arrays
+        equal = False
     return [] if equal else list(_differences(argument, wanted, name, without))
 
 

@@ -272,7 +272,7 @@ def state_at(case: Case, position: int, algorithms: AlgorithmLike | Sequence[Alg
 
     >>> from pure_loop.order import Plan
     >>> state_at(Case(plan=Plan(batches=(4,), max_duration="1ba")), 3)
-    State(fit_start, epoch 0, batch 0, 2 parameters (8 numbers))
+    State(fit_start, epoch 0, batch 0, Linear, 8 parameters in 2 tensors, on cpu, float32)
     """
     check_integer("position", position, where="state_at", least=0, example="state_at(case, 0)")
     stream = case.stream(algorithms)

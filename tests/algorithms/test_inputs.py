@@ -183,7 +183,7 @@ def test_images_and_sequences_grow_as_the_run_goes_on() -> None:
         ({"max_length": 1000}, [8] * 6),
     ):
         assert sides(warm("4ba", **settings), 8)[:6] == wanted  # type: ignore[arg-type]
-    words, algorithm = torch.arange(32).view(2, 16) % 9, warm(2, max_length=16)  # epochs
+    words, algorithm = torch.arange(32).view(2, 16) % 9, warm("2ep", max_length=16)
     options: dict[str, Any] = {"task": pl.Task(loss=lambda o, _: o.mean()), "loss": None, "max_duration": "3ep"}
     pairs = fit(nn.Sequential(nn.Embedding(9, 9), nn.Flatten(2)), [(words, words)] * 2, [algorithm], **options)
     found = [(s.batch[0].shape[1], s.timestamp.token) for event, s in pairs if event is Event.BATCH_START]

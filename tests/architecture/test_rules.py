@@ -118,7 +118,7 @@ MUTABLE = {
     ("distributed/_rendezvous.py", "_left"): _STREAMS,
     ("distributed/_rendezvous.py", "_opened"): _STREAMS,
     ("distributed/_rendezvous.py", "_unread"): _STREAMS,
-    ("distributed/ranks.py", "_patience"): _STREAMS,
+    ("_internal/tree_ops.py", "_meetings"): _STREAMS,
 }
 
 # R3. Frames, counts of references and bytecode are looked at in one module; the memory of a process in none.

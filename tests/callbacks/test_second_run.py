@@ -226,7 +226,8 @@ def test_what_is_there_is_never_changed_unless_that_was_written(runs: list[tuple
 
 PLACES: list[Callable[[str], Any]] = [
     *(CheckpointSaver, FlightRecorder, L.CSVLogger, L.JSONLinesLogger, L.TensorBoardLogger),
-    *(ExportForInferenceCallback, C.MemorySnapshot, lambda path: L.RemoteUploader("memory://" + path)),
+    *(C.MemorySnapshot, lambda path: L.RemoteUploader("memory://" + path)),
+    lambda path: ExportForInferenceCallback(path + ".pt"),
     *(lambda path: L.WandBLogger("p", folder=path), lambda path: L.MLFlowLogger("p", folder=path)),
     lambda path: CheckpointSaver("x", filename=path.replace("/", "") + ".safetensors"),
     lambda path: C.MLPerfCallback(path, "b", 0.1, "val/loss"),
@@ -265,12 +266,12 @@ def test_every_field_of_composer_is_in_every_path(tmp_path: Path) -> None:
     fields = [*FIELDS[1:], "epoch"]
     text = "-".join(f"{{{name}}}" for name in fields)
     saver = CheckpointSaver(tmp_path / ("c" + text), filename=text + ".safetensors", interval="3ba")
-    others = ExportForInferenceCallback(tmp_path / ("x" + text)), L.CSVLogger(tmp_path / ("l" + text))
+    others = ExportForInferenceCallback(tmp_path / f"x{text}.pt"), L.CSVLogger(tmp_path / ("l" + text))
     state = go(mlp(), saver, *others, max_duration="3ba", run_name="calm")
     here = {"run_name": "calm", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "node_rank": 0}
     for path in tmp_path.iterdir():
         now = state.timestamp if path.name.startswith("x") else pl.Timestamp()
-        found = dict(zip(fields, path.name[1:].removesuffix(".run.json").split("-"), strict=True))
+        found = dict(zip(fields, path.name[1:].removesuffix(".run.json").removesuffix(".pt").split("-"), strict=True))
         wanted = {name: int(getattr(now, name)) for name in COUNTS} | here
         assert found | {name: str(value) for name, value in wanted.items()} == found
     (path,) = Path(saver.place).glob("*.safetensors")

@@ -206,7 +206,7 @@ LOSSES = [
     row(LossError, lambda: evaluate([(X, Y)], loss=lambda o, t: o.sum(1)), "has shape (4,)"),
 ]
 BATCHES = [
-    on(X, "a batch is a Tensor of 4, tensor (4, 4) float32", "(inputs, targets)", "model(batch)"),
+    on(X, "tensor (4, 4) float32, and by default", "(inputs, targets)", "model(batch)"),
     on({"ids": X}, "a dict of 1, {'ids': tensor (4, 4) float32}", "pl.Task(forward=", "model(batch['ids'])"),
     on("text", "can't count the samples", "type str", "raised by batch 0 of train_dataloader"),
     on((X[:0], Y[:0]), "batch 0"),

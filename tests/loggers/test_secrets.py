@@ -78,7 +78,8 @@ def test_logs_are_one_line_and_each_class_of_errors_hides_secrets(caplog: pytest
         log = get_logger("pure_loop.checkpoint")
         log.warning("%s is passed over: %s", f"{URL}/a\nWARNING all is well\x1b[2J", "x" * 10_000)
     texts = [caplog.records[0].getMessage()]
-    for kind in (getattr(pl.errors, name) for name in pl.errors.__all__):
+    kinds = [getattr(pl.errors, name) for name in pl.errors.__all__]
+    for kind in (each for each in kinds if not issubclass(each, Warning)):
         text = f"at {URL}\x1b[31m {'x' * 2000}"
         texts.append(str(kind(2, text, "path") if issubclass(kind, OSError) else kind(text)))
     for found in texts:

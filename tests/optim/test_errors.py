@@ -234,7 +234,7 @@ def test_states_of_others_are_refused_by_name() -> None:
             ResumeError,
             row(state, from_torch(torchs.AdamW), "another optimizer than from_torch(AdamW): by from_torch of 'torch."),
             row(state, from_torch(torchs.Adam, amsgrad=True), "with other options"),
-            row(short.with_module(wider), of_adam, "a step from it fails"),
+            row(short.with_module(wider), of_adam, "['exp_avg'] is (3, 4) float32, and from_torch(Adam) needs (5, 4)"),
             row(state.with_module(longer), of_adam, "for another model: it is that of other parameters"),
             row(other, of_adam, "another optimizer"),
             row(state, adamw(), "another optimizer than adamw"),

@@ -119,6 +119,7 @@ def test_names_that_mappings_lack() -> None:
 
 def warned(call: Callable[[], object]) -> list[str]:
     """The files that warnings about streams name."""
+    gc.collect()  # those of tests before
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()

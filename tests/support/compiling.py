@@ -277,7 +277,7 @@ class Kept:
 
 
 def _tensors(thing: Any) -> list[Tensor]:
-    if callable(thing):
+    if callable(thing) and not isinstance(thing, pl.State):
         return _tensors(thing())
     found = optree.tree_leaves(thing, namespace="pure_loop")
     return [torch.as_tensor(each).detach() for each in found if hasattr(each, "__array__")]

@@ -104,7 +104,7 @@ class Scripted(Subject):
             )
         self.make_script, self.start, self.stages = make_script, _starts(start), stages
         self.boundaries = frozenset(map(Event, boundaries))
-        seeds = st.builds(Seed, st.integers(0, 1000) if callable(start) else st.just(0))
+        seeds = st.builds(Seed, st.just(0) if isinstance(start, State) else st.integers(0, 1000))
         name = getattr(make_script, "__name__", "the script").replace("<lambda>", "the script")
         super().__init__(name, (), lambda law: seeds, _code(make_script, start, self.boundaries, stages))
 
