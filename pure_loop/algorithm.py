@@ -14,6 +14,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import attrs
@@ -277,6 +278,7 @@ def _no_algorithm(item: object) -> str:
 _OF_A_BATCH = events_between(Event.BEFORE_DATALOADER, Event.AFTER_TRAIN_BATCH)
 
 
+@teaching
 def one_of(*alternatives: AlgorithmLike, probabilities: Sequence[float] | None = None) -> Composition:
     """Algorithms of which one draw for each batch decides which acts, at all its events: ``one_of(mixup(), cutmix())``.
 
@@ -364,7 +366,7 @@ def flatten(algorithms: object) -> tuple[Algorithm, ...]:
         elif isinstance(item, type):
             name = item.__name__
             raise ArgumentTypeError(f"algorithms= holds the class {name}; give an algorithm: {name}(...).")
-        elif callable(item):
+        elif callable(item) and not isinstance(item, State | ModuleType):
             name = getattr(item, "__name__", type(item).__name__)
             text = advice_on("algorithms", item) or (
                 f"if it is an algorithm, write pl.algorithm(Event.BATCH_END)({name}); if it makes one, call it: "

@@ -1,6 +1,6 @@
 """Cadence: how often something happens, said in one way everywhere.
 
-``"10ba"``, ``"1ep"``, ``"0.1dur"``, an int of epochs, a :class:`pure_loop.Time`, ``every("10ba")``, or any
+``"10ba"``, ``"1ep"``, ``"0.1dur"``, a :class:`pure_loop.Time`, ``every("10ba")``, or any
 pure predicate ``State -> bool`` of your own: evaluators, algorithms and loggers take all of them.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import attrs
@@ -185,8 +186,12 @@ def bind_callbacks(run: Run) -> None:
             callback.bind(run)
 
 
+def _observes(value: object) -> bool:
+    return isinstance(value, Callback) or (callable(value) and not isinstance(value, type | State | ModuleType))
+
+
 def _listed(value: Any, argument: str) -> list[Any]:
-    if isinstance(value, Callback) or (callable(value) and not isinstance(value, type)):
+    if _observes(value):
         value = [value]
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise ArgumentTypeError(f"{argument}={value!r}: give a list.")
@@ -199,7 +204,7 @@ def _listed(value: Any, argument: str) -> list[Any]:
         if isinstance(item, type):
             name = item.__name__
             raise ArgumentTypeError(f"{argument}= holds the class {name}; give an instance: {name}().")
-        if not callable(item) and not isinstance(item, Callback):
+        if not _observes(item):
             raise ArgumentTypeError(f"{argument}= holds {_instead(item, argument)}.")
     return items
 

@@ -154,15 +154,6 @@ class Time:
         other = self._like(other, "divide")
         return self.value / other.value
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Time):
-            _refuse_text(other, "a Time", f'Time("{other}")')
-            return NotImplemented
-        return self.unit is other.unit and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash((self.value, self.unit))
-
     def __lt__(self, other: Time | str) -> bool:
         return NotImplemented if isinstance(other, Timestamp) else self.value < self._like(other, "compare").value
 
@@ -197,16 +188,6 @@ class Time:
                 f"{_plural(value.unit)}: timestamp.get({self.unit.value!r}), timestamp >= {str(value)!r}"
             )
         return value
-
-
-def _refuse_text(other: object, what: str, instead: str) -> None:
-    """Refuse to compare for equality with a text that is a time: nothing would ever be equal to it.
-
-    Raises:
-        ArgumentTypeError: it is one.
-    """
-    if isinstance(other, str) and other and re.fullmatch(f"{_COUNT}|{_CLOCK}", other):
-        raise ArgumentTypeError(f"{what} is equal to no text, and {other!r} is one: compare with {instead}.")
 
 
 TimeLike: TypeAlias = str | Time | Literal[0]
@@ -530,7 +511,11 @@ class Timestamp(Record):
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Timestamp):
-            _refuse_text(other, "a timestamp", f'timestamp >= "{other}", or one of its counts, timestamp.batch == 3')
+            if isinstance(other, Time) or (isinstance(other, str) and re.fullmatch(_COUNT, other)):
+                raise ArgumentTypeError(
+                    f"a timestamp counts in several units, and is equal to none, as {str(other)!r}: compare with "
+                    f'timestamp >= "{other}", or one of its counts, timestamp.batch == 3.'
+                )
             return NotImplemented
         return bool(_values(self) == _values(other))
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -30,21 +29,7 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 def variable(frame: FrameType, name: str) -> object:
     """The value of a variable of this frame; None where there is none."""
-    variables = frame.f_locals
-    value = variables.get(name)
-    if isinstance(variables, dict) and frame.f_code.co_flags & CO_OPTIMIZED:
-        variables.clear()  # a copy, which a function's frame keeps up to Python 3.12: an error in it would be a circle
-    return value
-
-
-def leaves_except(frame: FrameType) -> bool:
-    """Whether this frame leaves an ``except`` block, or one that suppresses an error: what that refers to is freed."""
-    instructions = list(dis.get_instructions(frame.f_code))
-    number = sum(instruction.offset <= frame.f_lasti for instruction in instructions)
-    here, after = instructions[number - 1], instructions[number : number + 1]
-    # ``except ... as error`` ends with ``error = None; del error``.
-    deleted = [item.argval for item in after if item.opname.startswith("DELETE_")]
-    return here.opname == "POP_EXCEPT" or (here.opname.startswith("STORE_") and deleted == [here.argval])
+    return frame.f_locals.get(name)
 
 
 def generator_arguments(generator: Any) -> dict[str, Any]:

@@ -39,19 +39,12 @@ def lazily(
             named_alike = name in functions and isinstance(value, ModuleType)
             super().__setattr__(name, getattr(value, name) if named_alike else value)
 
-        def __call__(self, *_: object, **__: object) -> NoReturn:
-            """
-            Raises:
-                ArgumentTypeError: always; a package is written where a function of it is meant.
-            """
-            name = self.__name__.rpartition(".")[2]
-            text = PACKAGES.get(name) or f"its functions are {', '.join(getattr(self, '__all__', ()))}"
-            raise ArgumentTypeError(f"pl.{name} is a package, which can't be called: {text}.")
-
         def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
             # cloudpickle knows how to send plain modules to another process, and not their subclasses.
             return import_module, (self.__name__,)
 
+    if package.rpartition(".")[2] in PACKAGES:
+        Package.__call__ = _refuse_call  # type: ignore[attr-defined]
     module = set_class(sys.modules[package], Package)
 
     def get(name: str) -> object:
@@ -64,6 +57,15 @@ def lazily(
         return value
 
     return get
+
+
+def _refuse_call(package: ModuleType, *_: object, **__: object) -> NoReturn:
+    """
+    Raises:
+        ArgumentTypeError: always; a package is written where a function of it is meant.
+    """
+    name = package.__name__.rpartition(".")[2]
+    raise ArgumentTypeError(f"pl.{name} is a package, which can't be called: {PACKAGES[name]}.")
 
 
 def _instead(package: str, name: str, others: Iterable[str]) -> str:

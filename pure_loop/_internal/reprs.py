@@ -75,9 +75,9 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 and " at 0x" not in text else data(value)
 
 
-def _items(value: Collection[object], written: Callable[[object], str] | None = None) -> str:
+def _items(value: Collection[object], written: Callable[[object], str] = shown) -> str:
     if isinstance(value, dict):
-        texts = [written(item) if written else _unless_secret(str(key), item) for key, item in _first(value.items())]
+        texts = [_unless_secret(str(key), item, written) for key, item in _first(value.items())]
         items = [f"{key!r}: {text}" for key, text in zip(value, texts, strict=False)]
         opening, closing = "{", "}"
     else:
@@ -90,8 +90,8 @@ def _items(value: Collection[object], written: Callable[[object], str] | None = 
     return f"{opening}{', '.join(items)}{closing}"
 
 
-def _unless_secret(name: str, value: object) -> str:
-    return repr(HIDDEN) if isinstance(value, str) and is_secret(name) else shown(value)
+def _unless_secret(name: str, value: object, written: Callable[[object], str] = shown) -> str:
+    return repr(HIDDEN) if isinstance(value, str) and is_secret(name) else written(value)
 
 
 def _first(items: Iterable[T]) -> list[T]:

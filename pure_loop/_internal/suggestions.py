@@ -231,8 +231,6 @@ class Elsewhere:
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
         name = self._name
-        if name == "__call__":
-            raise ArgumentTypeError(f"a {owner.__name__} is a value, which can't be called: {self._place}.")
         raise AttributeError(f"{owner.__name__!r} object has no attribute {name!r}: {self._place}.", name=name)
 
     def __repr__(self) -> str:

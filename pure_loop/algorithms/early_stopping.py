@@ -142,7 +142,7 @@ def early_stopping(
         value, since = float(memory["best"]), memory["since"]
         best_value = f"the best is {value:.4g}, after epoch {since['epoch']} (batch {since['batch']})"
         best_value = best_value if math.isfinite(value) else "it was never finite"
-        passed = str(patience) if isinstance(patience, Time) else f"{patience} evaluations"
+        passed = str(read_patience) if isinstance(read_patience, Time) else f"{read_patience} evaluations"
         why = f"{metric} has not become better for {passed}: {best_value}"
         return state.remember(name, FrozenDict({**memory, "why": why})).replace(stop=True)
 

@@ -64,7 +64,7 @@ class Contents:
                 near = nearest(glob, names)
                 raise ArgumentError(
                     f"exclude={glob!r}: no algorithm of this run has such state"
-                    f"{f'; did you mean {near!r}?' if near else ''}; there is {', '.join(names) or 'none'}."
+                    f"{f' (did you mean {near!r}?)' if near else ''}; there is {', '.join(names) or 'none'}."
                 )
 
     def of(self, state: State) -> tuple[State, dict[str, object]]:
@@ -76,8 +76,8 @@ class Contents:
         if not left:
             return state, {}
         states = {name: value for name, value in state.algorithm_state.items() if _ALGORITHM_STATE + name not in left}
-        opt_state = None if _OPT_STATE in left else state.opt_state
-        return state.replace(opt_state=opt_state, algorithm_state=states), {_NOTE: left}
+        state = state.replace(algorithm_state=states)
+        return (state.replace(opt_state=None) if _OPT_STATE in left else state), {_NOTE: left}
 
     def saved(self, why: str, batch: int, path: str, *, same_command: bool) -> str:
         """What is said where a run ends early: where the State is, and how training goes on from it."""

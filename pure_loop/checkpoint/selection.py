@@ -131,4 +131,4 @@ def _near(text: str, names: list[str]) -> str:
     near = nearest(text.rstrip(".*"), sorted(beginnings))
     ending = text[len(text.rstrip(".*")) :]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (f"; did you mean {near + ending!r}?" if near else "") + f"; there are {', '.join(names[:5])}{more}"
+    return (f" (did you mean {near + ending!r}?)" if near else "") + f"; there are {', '.join(names[:5])}{more}"

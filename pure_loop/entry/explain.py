@@ -355,7 +355,7 @@ def _legend(plan: Plan, full: bool) -> Iterator[str]:
     if full:
         yield "-: nothing is bound there."
     elif others:
-        which = f"{'other ' if bound else ''}{others} events of this run"
+        which = f"{'other ' if bound else ''}{others} event{'' if others == 1 else 's'} of this run"
         yield f"Nothing is bound to the {which}; full=True lists them, too."
     if bound:
         yield "At one event: algorithms in this order, then callbacks, then loggers."

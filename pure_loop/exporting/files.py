@@ -77,7 +77,7 @@ def read_format(path: PathLike, format: Format | None, *, where: str) -> Format:
     if format is not None and usual not in (None, format):
         raise ArgumentError(
             f'{where}: format="{format}" for the path {str(path)!r}, and {suffix} is the suffix of format="{usual}": '
-            "leave out one of them."
+            "leave format= out, or write another suffix."
         )
     result = format or usual
     assert result is not None

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 from pure_loop._internal.closing import call_all
-from pure_loop._internal.frames import frame_at, leaves_except
 from pure_loop._internal.tracebacks import OWN_HIDDEN, user_place
 from pure_loop.errors import ArgumentError, ArgumentTypeError, NeverIteratedWarning, StreamAttributeError
 from pure_loop.event import Event
@@ -35,7 +34,7 @@ _waiting: WeakSet[Stream] = WeakSet()
 @atexit.register
 def _close_all() -> None:
     """End the streams that variables of modules keep: when these are cleared, what a stream calls to end is gone."""
-    for stream in list(_waiting):
+    for stream in () if hasattr(sys, "last_value") else list(_waiting):
         stream.__del__()
     generators = [pairs for pairs in _open if isinstance(pairs, GeneratorType)]
     started = [pairs for pairs in generators if getgeneratorstate(pairs) == GEN_SUSPENDED]
@@ -79,10 +78,11 @@ class Stream(Generator[tuple[Event, State], None, Any]):
         _waiting.add(self)
 
     def __del__(self) -> None:
-        place, self._place = self._place, None
+        place = getattr(self, "_place", None)  # a copy has none
         if place is None or sys.is_finalizing() or getgeneratorstate(self._pairs) != GEN_CREATED:
             return
-        if sys.exception() is not None or hasattr(sys, "last_value") or leaves_except(frame_at(1)):
+        self._place = None
+        if sys.exception() is not None:
             return  # an error came in between
         text = (
             "the stream that is made here was never iterated over, so nothing was computed: write "

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import name_of
 from pure_loop._internal.records import set_class
-from pure_loop._internal.suggestions import Elsewhere
 from pure_loop._internal.tree_ops import full_tensor, meet
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.frozendict import FrozenDict
@@ -87,8 +86,6 @@ class ModelDef:
     >>> output.shape
     torch.Size([1, 2])
     """
-
-    __call__ = Elsewhere("__call__", "it has no numbers; state.module(training=False)(inputs) has them")
 
     __slots__ = (
         "__weakref__",

@@ -152,7 +152,7 @@ class Tracker:
     def _fit_end(self, state: State) -> None:
         if self._facts.resumed_from is not None:
             self._remarks = [f"resumed from {self._facts.resumed_from}"]
-        if self._timestamp is not None and self._timestamp.batch == self._begun_at:
+        if state.timestamp.batch == self._begun_at:
             self._ending = "done: nothing to train"
         elif state.stop:
             self._ending = "done: stopped early"

@@ -22,7 +22,6 @@ state.metrics["val/accuracy"] | ['val']['accuracy'] | state.metrics['val']['accu
 state.params.weight | read by its name | state.params["0.weight"]
 state.params["weight"] | did you mean | state.params["2.weight"]
 state(X) | state.module(training=False) | state.module(training=False)(X)
-state.model(X) | state.module(training=False)(inputs) | state.module(training=False)(X)
 state.model_state | state.params | state.params
 state.state_dict() | state.module() | state.module().state_dict()
 state.load_state_dict({}) | state.replace(params=...) | state.replace(params=state.params)
