@@ -65,7 +65,7 @@ class _EventType(EnumType):
     if not TYPE_CHECKING:  # a type checker finds such a name, unless it is told that any name may be there
 
         def __getattr__(cls, name: str) -> NoReturn:
-            raise AttributeError(f"Event.{name} is not an event{_suggestion(name)}")
+            raise AttributeError(f"Event.{name} is not an event{_suggestion(name)}", name=name)
 
     def __getitem__(cls, name: str) -> Any:
         if name not in cls.__members__:

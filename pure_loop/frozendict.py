@@ -164,7 +164,9 @@ def _not_there(key: object, mapping: FrozenDict[Any, Any]) -> str:
     label, _, name = key.rpartition("/") if isinstance(key, str) else ("", "", "")
     if labels and label in mapping:
         return f"{key!r} is not here; write [{label!r}][{name!r}]."
-    return f"{key!r} is not here{meant}; there are {listed}." + (f" {_ABOUT_FIELDS}." if labels else "")
+    return f"{key!r} is not here{meant}; there are {listed}." + (
+        f" {_ABOUT_FIELDS}." if labels and near is None else ""
+    )
 
 
 def _flatten(value: FrozenDict[str, Any]) -> tuple[Sequence[object], object, Sequence[str]]:

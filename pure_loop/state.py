@@ -839,7 +839,8 @@ def refuse_misfit(state: State) -> None:
             raise ResumeError(
                 f"this State's {kind} are another model's: "
                 + "; ".join(f"{what} {sorted(names)[:3]}" for what, names in named if names)
-                + ". Give a State that was made with this model, or state.with_module(module) to change the model."
+                + ". Give a State that was made with this model, or state.with_module(module), which "
+                "has the module's own numbers; pl.load(path, model=module, exclude=[...]) keeps those that fit."
             )
         for name, tensor in wanted.items():
             if tensor.shape != value[name].shape:

@@ -304,7 +304,9 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
         ArgumentTypeError: ``loss`` can't be called.
     """
     if task is not None and not isinstance(task, Task):
-        raise ArgumentTypeError(f"task={task!r}: give an instance of pl.Task, such as pl.Task(forward=..., loss=...).")
+        name = getattr(task, "__qualname__", "")
+        instead = f"call it: pl.{name}()" if name.startswith("Task") else "pl.Task(forward=..., loss=...)"
+        raise ArgumentTypeError(f"task= is no instance of pl.Task, but {name or repr(task)}; write {instead}.")
     if isinstance(loss, Task):
         if task is not None:
             raise ArgumentError("loss= and task= are both a Task; give one of them.")
@@ -390,5 +392,6 @@ def _require_loss_method(model: nn.Module) -> None:
     if not has_loss_method(model):
         raise ArgumentError(
             f"no loss: give loss=torch.nn.functional.cross_entropy (a function of outputs and targets), a "
-            f"task=pl.Task(loss=...), or give {type(model).__name__} a method loss(outputs, batch)."
+            f"task=pl.Task(loss=...), or give {type(model).__name__} a method loss(outputs, batch). Models that "
+            "compute their losses themselves have pl.Task.from_transformers() and pl.Task.detection()."
         )

@@ -215,7 +215,7 @@ EXAMPLES = {
 # Other libraries' names, by the argument that stands for them here, and what to write; {} is the number given.
 _LOADER = "DataLoader(dataset, batch_size={})"
 ARGUMENTS: tuple[tuple[str, str, str], ...] = (
-    ("epochs num_epochs n_epochs max_epochs total_epochs", "max_duration", 'max_duration="{}ep"'),
+    ("epochs num_epochs n_epochs max_epochs total_epochs num_train_epochs", "max_duration", 'max_duration="{}ep"'),
     ("steps num_steps max_steps train_steps total_steps iterations", "max_duration", 'max_duration="{}ba"'),
     ("duration", "max_duration", 'max_duration="3ep"'),
     ("lr learning_rate", "optimizer", "optimizer=pl.optim.adamw(lr={})"),
@@ -284,9 +284,13 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("deterministic_mode", "deterministic", "deterministic=True"),
     ("compile_config", "compile", "compile=True"),
     ("save_ignore_keys", "exclude", 'exclude=["opt_state"]'),
-    ("metrics metric", "evaluators", 'evaluators={{"val": pl.Evaluator(dataloader, metrics=[...])}}'),
+    ("metrics metric compute_metrics", "evaluators", 'evaluators={{"val": pl.Evaluator(dataloader, metrics=[...])}}'),
     ("loss_fn loss_function criterion objective", "loss", "loss=torch.nn.functional.cross_entropy"),
-    ("batch_size", "train_dataloader", f"train_dataloader={_LOADER}; microbatch_size= is how much of it goes at once"),
+    (
+        "batch_size per_device_train_batch_size",
+        "train_dataloader",
+        f"train_dataloader={_LOADER}; microbatch_size= is how much of it goes at once",
+    ),
     ("batch_size", "evaluators", f'evaluators={{{{"val": {_LOADER}}}}}'),
     ("batch_size", "dataloader", _LOADER),
     (
@@ -297,7 +301,7 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     (
         "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum accumulate",
         "batches_per_step",
-        "batches_per_step=4, and microbatch_size=8: how many samples of a batch go at once",
+        "batches_per_step={}; microbatch_size= is how many samples of a batch go at once",
     ),
     (
         "auto_scale_batch_size auto_find_batch_size auto_microbatch device_train_microbatch_size",
@@ -309,7 +313,8 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
         "clip_grad",
         "clip_grad=1.0",
     ),
-    ("amp fp16 bf16 mixed_precision dtype autocast", "precision", 'precision="amp_bf16"'),
+    ("fp16 float16 half", "precision", 'precision="amp_fp16"'),
+    ("amp bf16 mixed_precision dtype autocast", "precision", 'precision="amp_bf16"'),
     ("fp8 float8", "precision", 'precision="amp_fp8"'),
     (
         "auto_lr_find find_lr",
@@ -325,7 +330,11 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("accelerator gpus cuda", "device", 'device="cuda"'),
     ("strategy devices ddp fsdp distributed num_nodes", "parallel", 'parallel="replicate", under torchrun'),
     ("random_state random_seed manual_seed", "seed", "seed=0"),
-    ("resume resume_from checkpoint checkpoint_path ckpt_path", "load_path", "load_path=path, or autoresume=folder"),
+    (
+        "resume resume_from resume_from_checkpoint checkpoint checkpoint_path ckpt_path",
+        "load_path",
+        "load_path=path, or autoresume=folder",
+    ),
     ("checkpoint_dir save_dir save_folder output_dir", "autoresume", "autoresume=folder"),
     ("val_interval eval_every eval_steps val_check_interval", "eval_interval", 'eval_interval="1ep"'),
     ("verbose progress progress_bar", "model_or_state", "pl.progress(pl.{name}(...)) for a bar"),

@@ -51,7 +51,8 @@ def lazily(
         if name in submodules:
             return import_module(f"{package}.{name}")
         if name not in places:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{_instead(package, name, places)}")
+            text = f"module {package!r} has no attribute {name!r}{_instead(package, name, places)}"
+            raise AttributeError(text, name=name)  # with the name, Python adds no suggestion of its own
         value = getattr(import_module(f"{package}.{places[name]}"), name)
         setattr(module, name, value)
         return value

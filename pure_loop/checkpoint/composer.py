@@ -151,9 +151,15 @@ def from_composer(
     >>> state.params["weight"], state.timestamp.batch
     (tensor([[1., 1.]]), 10)
     """
+    if isinstance(path, nn.Module) and is_path(model):
+        raise ArgumentTypeError(f"from_composer: the path comes first: pl.from_composer({str(model)!r}, model).")
     source = _read(path)
     if model is None:
         return source
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(
+            f"from_composer: optimizer= is a {type(optimizer).__name__}: write that of fit, pl.optim.adamw(lr=3e-4)."
+        )
     if weights_only and optimizer is not None:
         raise ArgumentError("optimizer= takes the moments, which weights_only=True leaves out: write one of them.")
     selection = Selection(exclude, rename)
@@ -161,8 +167,10 @@ def from_composer(
     fresh = State.create(model, device=read_device(device))
     names = selection.renamed(source.weights, source.path)
     call = f"pl.from_composer({repr(source.path) if is_path(path) else 'saved'}, model"
+    call += "" if optimizer is None else ", optimizer=optimizer"
     checkpoint = Checkpoint(source.path, None, source.weights)
     state = checkpoint.weights_into(fresh, strict=strict, selection=selection, call=call)
+    state = state.replace(notes=tuple(attrs.evolve(note, batch=source.timestamp.batch) for note in state.notes))
     rest = list(source.rest)
     if not weights_only:
         state = state.replace(timestamp=source.timestamp, previous_timestamp=source.timestamp)

@@ -264,7 +264,7 @@ def remedy(
         rename, names = {}, {name: name for name in saved}
     misfit = Misfit.of({ties.get(names[old], names[old]): like for old, like in saved.items()}, wanted, fits)
     fitting = len(wanted) - len({*misfit.missing, *misfit.reshaped})
-    if not fitting or (rename and 2 * fitting <= len(wanted)):
+    if not fitting or (rename and 2 * fitting < len(wanted)):
         return None  # it is rather another model
     globs = _globs(misfit.names, {*names.values(), *wanted})
     arguments = [f"rename={rename!r}"] if rename else []

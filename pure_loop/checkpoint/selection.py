@@ -129,6 +129,7 @@ def _near(text: str, names: list[str]) -> str:
     parts = [name.split(".") for name in names]
     beginnings = {".".join(part[:size]) for part in parts for size in range(1, len(part) + 1)}
     near = nearest(text.rstrip(".*"), sorted(beginnings))
-    ending = text[len(text.rstrip(".*")) :]
+    # A module without a glob for what is in it.
+    ending = text[len(text.rstrip(".*")) :] if near != text.rstrip(".") else ".*"
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (f" (did you mean {near + ending!r}?)" if near else "") + f"; there are {', '.join(names[:5])}{more}"

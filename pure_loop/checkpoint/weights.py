@@ -123,7 +123,7 @@ def with_weights(
         of_names = [lacking(missing, unknown)] if (strict or not value) and (missing or unknown) else []
         remaining = remedy(saved or weights, {n: t for n, t in wanted.items() if n not in optional}, names, fits=_fits)
         call = f"pl.load({str(path)!r}, model=model, weights_only=True" if call is None else call
-        advice = f"To take those that there are, {call}, strict=False)."
+        advice = 'Write rename={"name.in.file.": "name.in.model."} and exclude=["head.*"], of what keeps its values.'
         if remaining is not None:
             advice = f"Load what fits, {call}, {remaining}), and give fit that State in the place of the model."
         raise ResumeError(

@@ -107,10 +107,10 @@ class Stream(Generator[tuple[Event, State], None, Any]):
 
     else:
         # The methods of the generator, so that no frame of Python comes between it and the caller.
-        __next__ = property(attrgetter("_pairs.__next__"))
         # ``fit().close()`` drops the stream before the call: what asks for these has the generator.
-        send, throw, close = (
-            property(lambda self, read=attrgetter(name): read(iter(self))) for name in ("send", "throw", "close")
+        __next__, send, throw, close = (
+            property(lambda self, read=attrgetter(name): read(iter(self)))
+            for name in ("__next__", "send", "throw", "close")
         )
 
         # What follows a stream doesn't have, and type checkers say so, too.

@@ -181,6 +181,11 @@ def _maker(value: object) -> Callable[[], tuple[Algorithm, ...]]:
         try:
             result = value()
         except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # the call itself
+                raise ArgumentTypeError(
+                    f"{name} makes no algorithm without arguments: if it is a function of a State, write "
+                    f"pl.algorithm(Event.BATCH_END)({name}); if it makes one, lambda: {name}(...)."
+                ) from None
             error.add_note(f"raised by {name}(), which is called without arguments to make an algorithm")
             raise
         if result is None or (isinstance(result, Iterable) and not result):

@@ -104,7 +104,7 @@ def test_names_that_mappings_lack() -> None:
     with pytest.raises(KeyError, match=r"^'val' is not here"):  # no repr of a message
         none.metrics["val"]
     state = run(evaluators=DATA)
-    refused(lambda: state.metrics["val"], missing, "there are 'eval'", "by their labels")
+    refused(lambda: state.metrics["val"], missing, "did you mean 'eval'?", "there are 'eval'")
     refused(lambda: state.metrics["eval"]["accurcy"], missing, "did you mean 'accuracy'?", "'loss'")
     refused(lambda: state.params["0.wieght"], missing, "did you mean '0.weight'?", "'2.bias'")
     refused(lambda: state.algorithm_state["ema"], missing, "is empty", "init=lambda state: ...", "remember")
