@@ -128,7 +128,7 @@ class State(Record):
 
     Durable:
         model: the module's structure, without its numbers (:class:`pure_loop.model.model.ModelDef`); with ``frozen``
-            and ``notes`` the static part of the pytree.
+            and ``notes`` the static part of the pytree. Trees of States with other notes match; the first one's stay.
         params: parameter names to tensors, as ``model.named_parameters()`` gives them.
         buffers: buffer names to tensors.
         opt_state: the optimizer state, a pytree; None before ``optimizer.init`` was called.
@@ -780,6 +780,13 @@ def _no_field(cls: type, name: str) -> str:
 _STATIC = ("model", "frozen", "notes")
 
 
+@attrs.frozen
+class _Aside:
+    """The notes in the static part of a pytree, where they don't matter for whether two States match."""
+
+    notes: tuple[Note, ...] = attrs.field(eq=False)
+
+
 def _flatten(state: State) -> tuple[Sequence[object], object, Sequence[str]]:
     names, children = [], []
     for attribute, public in _fields[type(state)]:
@@ -789,13 +796,13 @@ def _flatten(state: State) -> tuple[Sequence[object], object, Sequence[str]]:
                 child.refuse_reading()  # as a leaf it would be lost without an error
             names.append(public)
             children.append(None if child is NOT_READY else child)
-    return children, (state.model, state.frozen, state.notes), names
+    return children, (state.model, state.frozen, _Aside(state.notes)), names
 
 
 def _register(cls: type) -> None:
-    def unflatten(static: tuple[ModelDef, frozenset[str], tuple[Note, ...]], children: Iterable[PyTree]) -> Any:
+    def unflatten(static: tuple[ModelDef, frozenset[str], _Aside], children: Iterable[PyTree]) -> Any:
         state: Any = object.__new__(cls)
-        for attribute, value in zip(_STATIC, static, strict=True):
+        for attribute, value in zip(_STATIC, (*static[:2], static[2].notes), strict=True):
             object.__setattr__(state, attribute, value)
         attributes = (attribute for attribute, public in _fields[cls] if public not in _STATIC)
         for attribute, child in zip(attributes, children, strict=True):

@@ -15,10 +15,10 @@ from pure_loop._internal.suggestions import nearest
 from pure_loop.checkpoint.contents import left_out, without_left_out
 from pure_loop.checkpoint.digests import BaseTensor, verified_base
 from pure_loop.checkpoint.document import Document
-from pure_loop.checkpoint.migration import note_of
+from pure_loop.checkpoint.migration import all_names, note_of
 from pure_loop.checkpoint.selection import ALL, Selection
 from pure_loop.checkpoint.validation import Json
-from pure_loop.checkpoint.weights import all_names, saved_weights, with_buffers_of, with_weights
+from pure_loop.checkpoint.weights import saved_weights, with_buffers_of, with_weights
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED
@@ -107,6 +107,7 @@ class Checkpoint:
                 "For a State that starts with these weights, pl.load(path, model=model, weights_only=True)."
             )
         fresh = State.create(model, device=device)
+        selection = selection.of_ties(all_names(fresh.model))
         if self.document is None or weights_only:
             return self.weights_into(fresh, strict=strict, selection=selection)
         if not strict:

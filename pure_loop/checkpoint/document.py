@@ -33,7 +33,7 @@ from pure_loop._internal.registry import named, registered
 from pure_loop._internal.reprs import Shaped
 from pure_loop.checkpoint.contents import refuse_left_out
 from pure_loop.checkpoint.digests import Base, read_base, take_out_base
-from pure_loop.checkpoint.migration import migrated, not_in_state_dict, refuse_another_model
+from pure_loop.checkpoint.migration import all_names, migrated, not_in_state_dict, refuse_another_model
 from pure_loop.checkpoint.selection import ALL, Selection
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer
 from pure_loop.checkpoint.validation import (
@@ -163,7 +163,7 @@ class Document:
         like = (*model.skeleton.named_parameters(), *model.skeleton.named_buffers()) if start is None else ()
         own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in like}
         own |= {} if start is None else {**start.params, **start.buffers}
-        selection.refuse_unmatched([*names.values(), *model.parameter_names, *model.buffer_names], path)
+        selection.refuse_unmatched([*names.values(), *all_names(model)], path)
         values = migrated(values, names, selection, model, own, self.hidden, str(path).rpartition("/")[2])
         refuse_another_model(values, saved, model, self.model, path, () if start is None else start.notes)
         wanted, saved = order_of(model), places(values["params"], values["buffers"])

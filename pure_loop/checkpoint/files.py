@@ -155,12 +155,13 @@ def load(
             libraries, with the names of ``model.state_dict()``, have nothing else, and need no ``weights_only=True``.
         strict: with weights alone, refuse names that only the file or only the model has.
         exclude: globs of names of parameters and buffers: in the model those keep its values, ``["head.*"]``, and begin
-            anew when training resumes; names that only the file has are dropped. Of a State also ``"opt_state"`` and
-            ``"algorithm_state/NAME"``, which begin anew.
+            anew when training resumes, as do algorithms whose memory holds them; names that only the file has are
+            dropped. Of a State also ``"opt_state"`` and ``"algorithm_state/NAME"``, which begin anew.
         rename: names in the file, or their beginnings up to a dot, and those in the model,
             ``{"backbone.": "encoder.", "module.": ""}``, of several the longest; or a function of a name in the file
-            that returns that in the model. The optimizer state and the algorithm state follow. ``exclude`` comes after
-            it. ``state.notes`` says what was renamed and excluded.
+            that returns that in the model. The optimizer state and the algorithm state follow; fields of a subclass of
+            State that are keyed by names don't. ``exclude`` comes after it. ``state.notes`` says what was renamed and
+            excluded.
 
     Raises:
         ArgumentTypeError: ``model`` is no module; a wrong type of another argument.

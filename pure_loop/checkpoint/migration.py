@@ -3,8 +3,9 @@
 Parameters and buffers are renamed and left out by a :class:`~pure_loop.checkpoint.selection.Selection`, of weights
 alone and of a whole State alike, and never without one. What the State knows by names follows: the optimizer state, the
 algorithm state, the frozen names. A name that is excluded begins anew, with the values of the model; ``fit`` completes
-the optimizer state and the algorithm state of it. Buffers that ``state_dict()`` leaves out are not compared: they come
-from the file where they fit, else from the model.
+the optimizer state of it. So does an algorithm whose memory holds it: a count or a best value beside the tensors is of
+all of them. Buffers that ``state_dict()`` leaves out are not compared: they come from the file where they fit, else
+from the model.
 """
 
 from __future__ import annotations
@@ -80,12 +81,17 @@ def migrated(
         tensors = {name: tensor for old, tensor in values[field].items() if (name := fate[old]) is not None}
         begun = [name for name in wanted if name not in tensors and (name in excluded or name in passing)]
         result[field] = FrozenDict({**tensors, **{name: own[name] for name in begun if name in own}})
+    memories = values.get("algorithm_state", FrozenDict())
+    kept = {old: None if name in excluded else old for old, name in names.items()}
+    anew = tuple(name for name, memory in memories.items() if renamed(memory, kept) is not memory)
+    if anew:
+        values = {**values, "algorithm_state": FrozenDict((k, v) for k, v in memories.items() if k not in anew)}
     if any(name != old for old, name in fate.items()):
         known = [field for field in ("opt_state", "algorithm_state", "frozen") if field in values]
         result |= {field: renamed(values[field], fate) for field in known}
     note = note_of(fate, names, excluded, [*model.parameter_names, *model.buffer_names])
     if note is not None:
-        note = attrs.evolve(note, source=source, batch=values["timestamp"].batch)
+        note = attrs.evolve(note, source=source, batch=values["timestamp"].batch, begun_anew=anew)
         result["notes"] = (*values.get("notes", ()), note)
     return result
 
@@ -118,6 +124,17 @@ def _listed(names: Iterable[str]) -> str:
     """All names of a list, up to 20, for messages."""
     texts = [shortened(name) for name in names]
     return f"[{', '.join(texts[:_MOST])}]" + (f" and {len(texts) - _MOST} more" if len(texts) > _MOST else "")
+
+
+def all_names(model: ModelDef) -> dict[str, str]:
+    """The names of parameters and buffers, each with the first name of what is tied."""
+    result = {name: name for name in model.buffer_names}
+    for kind in (model.skeleton.named_parameters, model.skeleton.named_buffers):
+        first: dict[int, str] = {}
+        for name, tensor in kind(remove_duplicate=False):
+            if name not in model.altered:
+                result[name] = first.setdefault(id(tensor), name)
+    return result
 
 
 @attrs.frozen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
+from glob import escape
 from typing import TypeAlias
 
 import attrs
@@ -62,6 +63,18 @@ class Selection:
     def excludes(self, name: str) -> bool:
         """Whether a weight keeps the value that it has in the model."""
         return any(fnmatch.fnmatchcase(name, glob) for glob in self.exclude)
+
+    def of_ties(self, ties: Mapping[str, str]) -> Selection:
+        """The selection that excludes a tied weight by its first name, too, where it does by another one.
+
+        Args:
+            ties: the first name of each weight, by all of its names.
+
+        >>> Selection("head.*").of_ties({"embed.w": "embed.w", "head.w": "embed.w"}).exclude
+        ('head.*', 'embed.w')
+        """
+        firsts = (first for name, first in ties.items() if self.excludes(name) and not self.excludes(first))
+        return attrs.evolve(self, exclude=(*self.exclude, *map(escape, dict.fromkeys(firsts))))
 
     def renamed_one(self, name: str) -> str:
         """The name in the model of one in the file, as the longest beginning or the function says."""

@@ -16,12 +16,11 @@ from pure_loop.checkpoint.container import CODES, raw
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.digests import Base, refuse_no_base, take_out_base
 from pure_loop.checkpoint.document import WEIGHTS_KEY, Document, apart, describe_weights
-from pure_loop.checkpoint.migration import Shapes, lacking, not_in_state_dict, of_algorithms, remedy
+from pure_loop.checkpoint.migration import Shapes, all_names, lacking, not_in_state_dict, of_algorithms, remedy
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.tree import Reader
 from pure_loop.checkpoint.validation import Json, first_names
 from pure_loop.errors import ArgumentTypeError, CheckpointError, ResumeError
-from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
 _log = get_logger("pure_loop.checkpoint")
@@ -119,6 +118,11 @@ def with_weights(
         for name, (theirs, tensor) in value.items()
         if tensor.shape == wanted[name].shape and _kind(tensor) != _kind(wanted[name])
     ]
+    if not (value or missing or unknown):
+        raise ResumeError(
+            f"{path} has nothing to load into {type(model).__name__}: exclude= excludes all of its weights. Leave out "
+            "globs of it, or train the model as it is."
+        )
     if not value or shapes or (strict and (missing or unknown)):
         of_names = [lacking(missing, unknown)] if (strict or not value) and (missing or unknown) else []
         remaining = remedy(saved or weights, {n: t for n, t in wanted.items() if n not in optional}, names, fits=_fits)
@@ -140,17 +144,6 @@ def with_weights(
         params={name: tensors.get(name, old) for name, old in state.params.items()},
         buffers={name: tensors.get(name, old) for name, old in state.buffers.items()},
     )
-
-
-def all_names(model: ModelDef) -> dict[str, str]:
-    """The names of parameters and buffers, each with the first name of what is tied."""
-    result = {name: name for name in model.buffer_names}
-    for kind in (model.skeleton.named_parameters, model.skeleton.named_buffers):
-        first: dict[int, str] = {}
-        for name, tensor in kind(remove_duplicate=False):
-            if name not in model.altered:
-                result[name] = first.setdefault(id(tensor), name)
-    return result
 
 
 def _refuse_untied(model: str, first: str, tensor: Tensor, second: str, twin: Tensor, path: object) -> None:

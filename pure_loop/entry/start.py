@@ -182,7 +182,7 @@ class Start:
         return state
 
     def _completed(self, state: State) -> State:
-        """The State with the optimizer state and algorithm state of what a migration excluded."""
+        """The State with the optimizer state of what a migration excluded; algorithms that lack it begin anew."""
         names = _begun(state)
         if not names:
             return state
@@ -191,9 +191,13 @@ class Start:
 
             state = state.replace(opt_state=joined(state.opt_state, self._first_opt_state(state), names))
         for algorithm in self.algorithms:
-            if algorithm.init is not None and algorithm.name in state.algorithm_state:
-                first = _first_memory(algorithm.name, algorithm.init, state)
-                state = state.remember(algorithm.name, completed(state.algorithm_state[algorithm.name], first, names))
+            memory = state.algorithm_state.get(algorithm.name)
+            if algorithm.init is None or memory is None:
+                continue
+            first = _first_memory(algorithm.name, algorithm.init, state)
+            if completed(memory, first, names) is not memory:  # the file had no such name that its memory could hold
+                note = attrs.evolve(state.notes[-1], begun_anew=(*state.notes[-1].begun_anew, algorithm.name))
+                state = state.remember(algorithm.name, first).replace(notes=(*state.notes[:-1], note))
         return sort_by_model(state)
 
     def _first_opt_state(self, state: State) -> PyTree:
@@ -225,8 +229,9 @@ class Start:
 
 
 def _begun(state: State) -> set[str]:
-    """The names that were excluded when the State was loaded from a file."""
-    return {name for note in state.notes if note.migrated for name in note.added}
+    """The names that were excluded when the State was loaded from a file, until it is trained on."""
+    batch = state.timestamp.batch
+    return {name for note in state.notes if note.migrated and note.batch == batch for name in note.added}
 
 
 def with_first_memories(state: State, algorithms: Iterable[Algorithm]) -> State:

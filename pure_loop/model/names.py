@@ -69,18 +69,25 @@ def _reordered(value: Any, wanted: Places, before: Places | None) -> Any:
         if all(result is old for result, old in zip(elements, value, strict=True)):
             return value
         return deque(elements, value.maxlen) if kind is deque else kind(elements)
-    return _of_record(value, lambda field: _reordered(field, wanted, before))
+    return _of_record(value, lambda field, _: _reordered(field, wanted, before))
 
 
-def _of_record(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A registered record with changed fields; anything else, and one without a change, itself."""
+def _of_record(value: Any, change: Callable[[Any, Any], Any], like: Any = None) -> Any:
+    """A registered record with changed fields; anything else, and one without a change, itself.
+
+    Args:
+        value: anything.
+        change: of a field and that of ``like``, where this is a record of the same class, else None.
+        like: another record.
+    """
     from pure_loop._internal.registry import registered  # records are rare
 
     record = registered(type(value)) if type(value).__module__ != "builtins" else None
     if record is None or not record.fields:
         return value
     fields = record.take_apart(value)
-    result = {name: change(field) for name, field in fields.items()}
+    likes = record.take_apart(like) if type(like) is type(value) else {}
+    result = {name: change(field, likes.get(name)) for name, field in fields.items()}
     return value if all(result[name] is fields[name] for name in fields) else record.put_together(result)
 
 
@@ -119,25 +126,34 @@ def renamed(value: Any, names: Mapping[str, str | None]) -> Any:
         if len(result) == len(elements) and all(new is old for new, old in zip(result, elements, strict=True)):
             return value
         return deque(result, value.maxlen) if kind is deque else kind(result)
-    return _of_record(value, lambda field: renamed(field, names))
+    return _of_record(value, lambda field, _: renamed(field, names))
 
 
-def completed(value: Any, wanted: Any, names: Collection[str]) -> Any:
-    """A tree with those entries of ``wanted`` that its mappings lack, of these names alone.
+def completed(
+    value: Any, wanted: Any, names: Collection[str], adapt: Callable[[Any, Any], Any] = lambda before, after: after
+) -> Any:
+    """A tree with those entries of ``wanted`` that its mappings lack, of these names alone; itself where none is.
+
+    Args:
+        value: a tree of mappings, sequences and registered records.
+        wanted: a tree of the same structure.
+        names: of the entries.
+        adapt: of each mapping that changes, before and after, what stands for it.
 
     >>> completed({"step": 3, "mean": {"a": 1}}, {"step": 0, "mean": {"a": 0, "b": 0, "c": 0}}, {"b"})
     {'step': 3, 'mean': {'a': 1, 'b': 0}}
     """
     kind = type(value)
     if kind in _MAPPINGS and isinstance(wanted, Mapping):
-        items = {key: completed(item, wanted.get(key), names) for key, item in value.items()}
+        items = {key: completed(item, wanted.get(key), names, adapt) for key, item in value.items()}
         items |= {key: item for key, item in wanted.items() if key not in items and key in names}
-        return value if len(items) == len(value) and all(items[key] is value[key] for key in value) else kind(items)
+        same = len(items) == len(value) and all(items[key] is value[key] for key in value)
+        return value if same else adapt(value, kind(items))
     if kind in _SEQUENCES and type(wanted) is kind and len(value) == len(wanted):
-        elements = [completed(item, like, names) for item, like in zip(value, wanted, strict=True)]
+        elements = [completed(item, like, names, adapt) for item, like in zip(value, wanted, strict=True)]
         same = all(element is old for element, old in zip(elements, value, strict=True))
         return value if same else deque(elements, value.maxlen) if kind is deque else kind(elements)
-    return value
+    return _of_record(value, lambda field, like: completed(field, like, names, adapt), wanted)
 
 
 def aligned(value: Any, like: Any) -> Any:
@@ -174,6 +190,7 @@ class Note:
         added: names that the model had and the file had not, or that were excluded: they began with the values of the
             model, without optimizer state. Of an algorithm those that it made, or made in another shape.
         removed: names that are gone.
+        begun_anew: names of the algorithms whose memory was of what was excluded, and begins anew.
 
     >>> print(Note(source="ep3.safetensors", migrated=True, batch=12, renamed=(("a.scale", "a.gain"),), removed=("b",)))
     loaded from ep3.safetensors at batch 12: renamed a.scale to a.gain; removed b
@@ -185,10 +202,16 @@ class Note:
     renamed: tuple[tuple[str, str], ...] = ()
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
+    begun_anew: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         renamed = [f"{old} to {name}" for old, name in self.renamed]
-        what = (("renamed", renamed), ("added", self.added), ("removed", self.removed))
+        what = (
+            ("renamed", renamed),
+            ("added", self.added),
+            ("removed", self.removed),
+            ("algorithms that begin anew:", self.begun_anew),
+        )
         done = "; ".join(f"{verb} {', '.join(names)}" for verb, names in what if names)
         where = f"loaded from {self.source}" if self.migrated else f"changed by {self.source}"
         return f"{where} at batch {self.batch}: {done}"
@@ -196,7 +219,8 @@ class Note:
     @property
     def is_valid(self) -> bool:
         """Whether it has the types of a note: one that a file has may be anything."""
-        names = (*self.added, *self.removed) if type(self.added) is type(self.removed) is tuple else (None,)
+        lists = (self.added, self.removed, self.begun_anew)
+        names = [name for some in lists for name in (some if type(some) is tuple else (None,))]
         pairs = self.renamed if type(self.renamed) is tuple else (None,)
         if not all(type(pair) is tuple and len(pair) == 2 for pair in pairs):
             return False

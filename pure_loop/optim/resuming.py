@@ -100,16 +100,16 @@ def joined(opt_state: Any, begun: Any, names: Collection[str]) -> Any:
         begun: that of all parameters before the first step.
         names: of the further parameters.
     """
-    result = completed(opt_state, begun, names)
-    if not isinstance(result, dict) or result is opt_state:
-        return result
-    step, missed = result.get("step"), result.get("skipped")
-    if isinstance(step, Tensor) and not step.is_meta and isinstance(missed, Mapping):
+
+    def missing_steps(before: Any, after: Any) -> Any:
+        step, missed = after.get("step"), after.get("skipped")
+        if not isinstance(step, Tensor) or step.is_meta or not isinstance(missed, Mapping):
+            return after
         # A step count is shared: further parameters were in none of those steps.
-        late = {name: int(step) for name in missed if name not in opt_state["skipped"]}
-        return type(result)({**result, "skipped": FrozenDict({**missed, **late})})
-    parts = {key: joined(opt_state[key], result[key], names) for key in opt_state}
-    return type(result)({**result, **parts})
+        late = {name: int(step) for name in missed if name not in before["skipped"]}
+        return type(after)({**after, "skipped": FrozenDict({**missed, **late})})
+
+    return completed(opt_state, begun, names, missing_steps)
 
 
 def where_differs(value: Any, wanted: Any, path: str = "opt_state") -> str:
