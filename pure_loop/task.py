@@ -172,11 +172,12 @@ class Task:
             shifted: whether labels of tokens are compared with the outputs at the token before, as in a causal language
                 model; metrics are given shifted ones then. None: the name of the model's class says so, which is
                 ``...ForCausalLM``, ``...LMHeadModel``, or ``...ForConditionalGeneration`` without an encoder. Other
-                names with ``For`` do not shift, and of a name without it must be said.
+                names with ``For`` do not shift, and of a name without it must be said. If it is said, the loss of any
+                model is taken for such a mean.
 
         Raises:
             DataError: (by the stream) a batch that is no mapping, or has no labels.
-            ArgumentError: (by ``fit``) a model whose loss is no mean over labels, such as ``...ForCTC``.
+            ArgumentError: (by ``fit``) a class whose loss is not known to be such a mean, such as ``...ForCTC``.
 
         >>> import torch
         >>> Task.from_transformers(shifted=True).weigh({"labels": torch.tensor([[5, 7, -100], [5, 7, 9]])})
@@ -224,16 +225,18 @@ class Task:
         )
 
     def of_model(self, model: nn.Module) -> Task:
-        """This task, with what the class of a model of Transformers says of its labels."""
-        labels = getattr(self.weight, "__self__", None)
-        if labels is None:
+        """This task, with what the class of a model of Transformers says of its labels, unless the user replaced it."""
+        weighing, showing = getattr(self.weight, "__self__", None), getattr(self.targets, "__self__", None)
+        if weighing is None and showing is None:
             return self
         from pure_loop.data.conventions import Labels
 
-        if not isinstance(labels, Labels):
-            return self
-        of_class = labels.of_model(model)
-        return attrs.evolve(self, weight=of_class.weigh, targets=of_class.targets)
+        weight, targets, weighs = self.weight, self.targets, isinstance(weighing, Labels)
+        if isinstance(weighing, Labels):
+            weight = weighing.of_model(model).weigh
+        if isinstance(showing, Labels):
+            targets = showing.of_model(model, weigh=weighs).targets
+        return attrs.evolve(self, weight=weight, targets=targets)
 
     def totalled(self, loss: Any) -> Any:
         """A loss with the key ``total``, where it has parts and ``loss_total`` says how they add up."""

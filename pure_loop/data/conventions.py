@@ -23,6 +23,12 @@ from pure_loop.errors import ArgumentError, DataError, LossError
 Detections: TypeAlias = tuple[Any, Any]
 
 _IGNORED = -100
+# Endings of classes with such a loss. Others have several losses (pretraining), another index of what is ignored
+# (segmentation), or no label of each token or sample (CTC, detection, question answering).
+_MEAN_OVER_LABELS = re.compile(
+    "For(CausalLM|MaskedLM|Seq2SeqLM|(Token|Sequence|Image|Video|Audio)Classification|MultipleChoice)$"
+    "|LMHeadModel$|(?<!TTS)ForConditionalGeneration$"
+)
 
 
 def _labels(batch: Mapping[str, Any]) -> Tensor:
@@ -98,22 +104,22 @@ class Labels:
     shifted: bool | None
     model: str = ""
 
-    def of_model(self, model: object) -> Labels:
+    def of_model(self, model: object, *, weigh: bool = True) -> Labels:
         """These of a model: its class says whether labels are shifted, unless the user did.
 
         Raises:
-            ArgumentError: the loss of its class is no mean over labels.
+            ArgumentError: they weigh microbatches, and the loss of its class is not known to be a mean over labels.
         """
         if self.shifted is not None:
             return self
         name = type(model).__name__
         # What it has registered for the loss of its own class, where others are around it.
         kind = str(getattr(model, "loss_type", None) or name)
-        if re.search("ForCTC|ForRNNT|ForTDT|Detection$", kind):
+        if weigh and "For" in kind and not _MEAN_OVER_LABELS.search(kind):
             raise ArgumentError(
-                f"pl.Task.from_transformers: the loss of {name} is no mean over labels, by which microbatches would be "
-                "weighed: write pl.Task(forward=lambda model, batch: model(**batch), loss=lambda outputs, batch: "
-                "outputs.loss, weight=lambda batch: ...)."
+                f"pl.Task.from_transformers: the loss of {name} is not known to be a mean over labels other than "
+                f"{_IGNORED}, by which microbatches would be weighed: write pl.Task(forward=lambda model, batch: "
+                "model(**batch), loss=lambda outputs, batch: outputs.loss, weight=lambda batch: ...)."
             )
         shifted = None
         if re.search("LMHead|CausalLM|ForConditionalGeneration", kind):

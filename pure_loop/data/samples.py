@@ -16,8 +16,8 @@ sample:
 
 The batch itself, such as ``(inputs, targets)``, is a container, unless it is a list of numbers or strings.
 
-In a batch of detection, which has a list of images beside a list of as many mappings, both are data, whatever the sizes
-of images and of what is in the mappings: images are tensors of at most three dimensions, (channels, height, width).
+A list of images of shape (channels, height, width) beside a list of as many mappings is data, and so are these, if each
+mapping has ``boxes`` of shape (n, 4), or the first dimensions in them differ. Otherwise such a batch is refused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def num_samples(batch: Batch) -> int:
     Where those in nested lists disagree, as many as the others say, if these lists have as many items.
 
     Raises:
-        DataError: they disagree, or there is none; the message lists every one of them.
+        DataError: they disagree, there is none, or they may be images; the message lists every one of them.
 
     >>> num_samples({"image": torch.zeros(8, 3, 4, 4), "label": torch.zeros(8), "temperature": 0.5})
     8
@@ -62,14 +62,19 @@ def num_samples(batch: Batch) -> int:
     size = _flat_size(batch)
     if size >= 0:
         return size
-    images = _num_images(batch)
-    if images is not None:
+    images, have_boxes = _num_images(batch)
+    if have_boxes:
         return images
     sizes = _sizes(batch)
     # A batch of texts alone has no tensor to count, nor has one of numbers.
     sizes = sizes or [(path, len(leaf)) for path, leaf in leaves(batch) if is_texts(leaf)] or _lengths(batch)
-    if len({rows for _, rows in sizes}) == 1:
-        return sizes[0][1]
+    if images and len({rows for _, rows in sizes}) == 1:
+        raise DataError(
+            f"can't count the samples of {describe(batch)}: they may be {images} images with a mapping each, or "
+            f"{sizes[0][1]} rows of each tensor. For images write task=pl.Task.detection(); else {HOW_TO_COUNT}"
+        )
+    if images or len({rows for _, rows in sizes}) == 1:
+        return images or sizes[0][1]
     if not sizes:
         raise DataError(
             f"can't count the samples of a batch of type {type(batch).__name__}: it holds no tensor or array of at "
@@ -178,21 +183,20 @@ def _views(leaf: Tensor, size: int) -> Sequence[Tensor]:
     return leaf.split_with_sizes([size] * count + [rest] * (rest > 0))
 
 
-def _num_images(batch: Batch) -> int | None:
-    """How many images a batch of detection has; None of any other batch."""
+def _num_images(batch: Batch) -> tuple[int, bool]:
+    """How many images a batch may have, 0 if it can't; and whether boxes of each say that it is one of detection."""
     node = None if isinstance(batch, Tensor) or is_texts(batch) else open_node(batch)
-    if node is None:
-        return None
-    lists: list[Any] = [child for child in node.children if type(child) in (list, tuple) and child]
-    mappings = {len(child) for child in lists if all(isinstance(item, Mapping) for item in child)}
-    images = {len(child) for child in lists if all(isinstance(item, Tensor) and 0 < item.ndim < 4 for item in child)}
-    if len(mappings) != 1 or mappings != images:
-        return None
-    (n,) = images
-    return n if all(_fits(child, n) for child in node.children) else None
+    lists: list[Any] = [child for child in node.children if type(child) in (list, tuple) and child] if node else []
+    targets = [child for child in lists if all(isinstance(item, Mapping) for item in child)]
+    images = [child for child in lists if all(isinstance(item, Tensor) and item.ndim == 3 for item in child)]
+    n = len(images[0]) if images and targets else 0
+    if node is None or {len(child) for child in images + targets} != {n} or not all(_fits(c, n) for c in node.children):
+        return 0, False
+    boxes = [item.get("boxes") for child in targets for item in child]
+    return n, all(isinstance(each, Tensor) and each.ndim == 2 and each.shape[1] == 4 for each in boxes)
 
 
-def _split(value: Batch, n: int, size: int, path: str, *, top: bool = False) -> list[Batch]:
+def _split(value: Batch, n: int, size: int, path: str, *, top: bool = False, images: bool = False) -> list[Batch]:
     if isinstance(value, Tensor) and value.ndim:
         return list(_views(value, size))
     if isinstance(value, PackedSequence):
@@ -204,7 +208,7 @@ def _split(value: Batch, n: int, size: int, path: str, *, top: bool = False) -> 
         return [value[i : i + size] for i in range(0, n, size)]
     if isinstance(value, (Tensor, *INDIVISIBLE)) or is_array(value) or is_texts(value):
         return [value] * -(-n // size)
-    if type(value) in (list, tuple) and _is_by_sample(value, n, path, top):
+    if type(value) in (list, tuple) and ((images and len(value) == n) or _is_by_sample(value, n, path, top)):
         return [value[i : i + size] for i in range(0, n, size)]
     node = open_node(value)
     if node is None:
@@ -216,14 +220,9 @@ def _split(value: Batch, n: int, size: int, path: str, *, top: bool = False) -> 
         )
     if not node.children:
         return [value] * -(-n // size)
-    by_image = top and _num_images(value) == n
-    children: Sequence[Any] = node.children
-    columns = [
-        [child[i : i + size] for i in range(0, n, size)]
-        if by_image and type(child) in (list, tuple) and len(child) == n
-        else _split(child, n, size, path + name)
-        for child, name in zip(children, node.names, strict=True)
-    ]
+    images = top and _num_images(value)[0] == n
+    children = zip(node.children, node.names, strict=True)
+    columns = [_split(child, n, size, path + name, images=images) for child, name in children]
     return [node.build(row) for row in zip(*columns, strict=True)]
 
 

@@ -89,10 +89,13 @@ def update_part(
         parts = sorted({name.partition(".")[0] for name in state.model.differentiated(state.frozen)})
         raise ArgumentError(f"update_part: no parameter of {part!r} is trained; there are those of {', '.join(parts)}.")
     memories = FrozenDict() if state.opt_state is None else state.opt_state
-    if not isinstance(memories, Mapping):
+    # The state of one optimizer may be a mapping, too, whose keys are names of its own.
+    keys = list(memories) if isinstance(memories, Mapping) else None
+    if keys is None or not all(any(name.startswith(f"{key}.") for name in state.params) for key in keys):
         raise ArgumentError(
-            f"update_part: state.opt_state is a {type(memories).__name__}, that of one optimizer; it is a mapping of "
-            "parts to optimizer states, or None before the first step: state.replace(opt_state=None)."
+            f"update_part: state.opt_state is a {type(memories).__name__}{f' with the keys {keys}' if keys else ''}, "
+            "that of one optimizer; it is a mapping of parts to optimizer states, or None before the first step: "
+            "state.replace(opt_state=None)."
         )
 
     def of_part(params: FrozenDict[str, Tensor]) -> tuple[Tensor, FrozenDict[str, Tensor]]:

@@ -60,7 +60,7 @@ class ForSequenceClassification(ForTokenClassification):
         return self.head((states * mask[..., None]).sum(dim=1))  # type: ignore[no-any-return]
 
 
-class ForRegression(ForSequenceClassification):
+class RegressionForSequenceClassification(ForSequenceClassification):
     def compare(self, logits: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.mse_loss(logits, labels)
 
@@ -70,7 +70,7 @@ class Plain(ForCausalLM):
 
 
 OF_TOKENS = (ForTokenClassification, ForCausalLM)
-OF_SAMPLES = (ForSequenceClassification, ForRegression)
+OF_SAMPLES = (ForSequenceClassification, RegressionForSequenceClassification)
 
 
 def texts(kind: type, lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ def texts(kind: type, lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
     labels = torch.randint(WORDS, ids.shape, generator=random).masked_fill(mask == 0, -100)
     if kind is ForSequenceClassification:
         labels = labels[:, 0]
-    if kind is ForRegression:
+    if kind is RegressionForSequenceClassification:
         labels = torch.randn(len(lengths), WORDS, generator=random, dtype=torch.float64)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
@@ -148,6 +148,13 @@ def test_the_class_says_whether_labels_are_shifted_or_the_user_does() -> None:
     for task in (pl.Task.from_transformers(shifted=True), pl.Task.from_transformers()):
         assert task.of_model(ForCausalLM()).weigh(batch) == 7
     assert pl.Task.from_transformers(shifted=False).of_model(ForCausalLM()).weigh(batch) == 10
+    # What the user has replaced stays.
+    for field, other, length in (("targets", "weight", 7), ("weight", "targets", 5)):
+        task = attrs.evolve(pl.Task.from_transformers(), **{field: len}).of_model(ForCausalLM())
+        assert getattr(task, field) is len
+        number = getattr(task, other)(batch)
+        assert (number if number.ndim == 0 else number.shape[1]) == length
+    assert attrs.evolve(task, weight=len).of_model(ForPreTraining()).weight is len
     own = pl.Evaluator([batch], loss=pl.Task.from_transformers())
     assert "loss" in pl.run(pl.evaluate(ForCausalLM(), own)).metrics["eval"]
 
@@ -236,6 +243,27 @@ def test_images_with_boxes_are_counted_and_split_whatever_their_sizes(
     assert kind < 3 or [each.tolist() for *_, each in pieces] == [ids[start : start + size].tolist() for start in cut]
 
 
+@given(rows=st.integers(2, 5), channels=st.integers(2, 5), masks=st.booleans(), n=st.integers(1, 5))
+def test_images_without_boxes_are_counted_where_they_can_be_nothing_else(
+    rows: int, channels: int, masks: bool, n: int
+) -> None:
+    targets = [{"masks": torch.zeros(rows, 4, 4)} if masks else {"label": torch.tensor(1)} for _ in range(n)]
+    batch = ([torch.zeros(channels, 4, 4)] * n, targets)
+    for call in (num_samples, partial(split, size=1)):
+        if masks and rows != channels:
+            assert call(batch) == n if call is num_samples else len(call(batch)) == n
+        else:
+            with pytest.raises(pl.DataError, match=rf"{n} images.*{channels} rows.*pl.Task.detection\(\).*samples="):
+                call(batch)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2, 2)])
+def test_parts_of_a_batch_that_are_no_images_are_no_samples(shape: tuple[int, ...]) -> None:
+    batch = ([torch.zeros(shape), torch.ones(shape)], [{"boxes": torch.zeros(4, 4)}, {"b": torch.ones(4)}])
+    assert num_samples(batch) == 4
+    assert [[len(part) for part in inputs] for inputs, _ in split(batch, 3)] == [[3, 3], [1, 1]]
+
+
 @examples(8, 100)
 @given(counts=COUNTS, size=st.integers(1, 5))
 def test_a_microbatch_of_images_weighs_its_images(counts: list[int], size: int) -> None:
@@ -271,8 +299,11 @@ def gradients_of(model: nn.Module, batch: Any, task: pl.Task, **settings: Any) -
     return pl.fit(model, [batch], task=task, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep", **settings)
 
 
-class ForCTC(ForCausalLM):
-    """Its loss is no mean over labels."""
+class ForPreTraining(ForCausalLM):
+    """Its loss is not known to be a mean over labels."""
+
+
+NO_MEAN = ["CTC", "PreTraining", "SemanticSegmentation", "ObjectDetection", "QuestionAnswering", "CausalLMAndMore"]
 
 
 def no(call: Any, error: type[Exception], *says: str, at_once: bool = False) -> Refusal:
@@ -285,7 +316,10 @@ REFUSED = [
     no(lambda: text(labels=[{}, {}]), pl.DataError, "of type list", "weight="),
     no(lambda: text(kind=lambda b: (*b.values(),), task=attrs.evolve(SHIFTED, weight=None)), pl.DataError, "a mapping"),
     no(lambda: text(Plain), pl.DataError, "class Plain", "shifted=True", "shape (2, 5)"),
-    no(lambda: text(ForCTC), pl.ArgumentError, "loss of ForCTC is no mean over labels", "weight=", at_once=True),
+    *(
+        no(lambda kind=kind: text(type(kind, (Plain,), {})), pl.ArgumentError, f"{kind} is not known", at_once=True)
+        for kind in (f"For{name}" for name in NO_MEAN)
+    ),
     no(lambda: pl.Task.from_transformers(shifted=1), pl.ArgumentTypeError, "shifted", "True or F", at_once=True),
     no(lambda: text(task=pl.Task(loss=cross_entropy)), pl.DataError, "tensor (2, 5)", "pl.Task.from_transformers()"),
     no(lambda: image(FIRST), pl.DataError, "pl.Task.detection: a batch is (images, targets)", "tuple(zip(*rows))"),

@@ -226,7 +226,7 @@ UNCOUNTED: list[tuple[Any, str]] = [
     (Unknown(torch.zeros(3)), r"Unknown.*register_pytree_node"),
     ((["a", "b"], ["c"]), r"batch\[0\]: 2, batch\[1\]: 1"),
     ({"x": X, "y": [torch.zeros(3)]}, r"different first dimensions.*pl.Task\(samples=.*split="),
-    (([torch.zeros(3, 4)] * 2, [{"boxes": torch.zeros(k, 4)} for k in (1, 2)], X[:1]), r"different first dimensions"),
+    (([torch.zeros(3, 4)] * 2, [{"boxes": torch.zeros(k, 4)} for k in (1, 2)]), r"different first dimensions"),
 ]
 # What may belong to the samples or to the batch.
 AMBIGUOUS: list[tuple[Any, str]] = [

@@ -131,6 +131,7 @@ def text(where: str) -> pl.Stream:
 
 SUM, SAYS = "task=pl.Task(loss_total=sum)", "the metric 'word' (Metric('word')) gave 'good' of type str"
 X, Y = points(1)[0]
+OF_ONE = pl.optim.adam(lr=LR).init(pl.State.create(Players()).params)
 
 
 @rows(
@@ -139,6 +140,9 @@ X, Y = points(1)[0]
         Refusal("dict", lambda: fit(loss=KINDS["a, b"]), pl.LossError, ("keys ['a', 'b']", SUM), at_once=False),
         Refusal("no part", lambda: part("critc"), pl.ArgumentError, ("'critc'", "critic, critics, generator")),
         Refusal("one optimizer", lambda: part(opt_state=torch.ones(())), pl.ArgumentError, ("opt_state is a Tensor",)),
+        Refusal(
+            "its state", lambda: part(opt_state=OF_ONE), pl.ArgumentError, ("['step', 'skipped'", "opt_state=None")
+        ),
         Refusal("no loss", lambda: part(loss=lambda model: 1.0), pl.LossError, ("tensor of shape ()",)),
         Refusal("text", lambda: text("evaluators"), pl.ArgumentTypeError, (SAYS, "evaluator 'eval'"), at_once=False),
         Refusal("text in training", lambda: text("train_metrics"), pl.ArgumentTypeError, (SAYS,), at_once=False),
