@@ -14,7 +14,7 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.optim import Optimizer
 from pure_loop.ranges.strengths import Scheduled
-from pure_loop.stages.sizes import found_size
+from pure_loop.stages.settings import found_size
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 

@@ -299,6 +299,12 @@ class Task:
         return (self.forward if self.validate is None else self.validate)(model, batch)
 
 
+def _no_task(value: object) -> str:
+    name = getattr(value, "__qualname__", "")
+    instead = f"call it: pl.{name}()" if name.startswith("Task") else "write pl.Task(forward=..., loss=...)"
+    return f"task={name or repr(value)} is no instance of pl.Task; {instead}."
+
+
 def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Task | None) -> Task:
     """The task of a call of ``fit`` or ``evaluate``, from its ``loss`` and ``task`` arguments.
 
@@ -307,9 +313,7 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
         ArgumentTypeError: ``loss`` can't be called.
     """
     if task is not None and not isinstance(task, Task):
-        name = getattr(task, "__qualname__", "")
-        instead = f"call it: pl.{name}()" if name.startswith("Task") else "pl.Task(forward=..., loss=...)"
-        raise ArgumentTypeError(f"task= is no instance of pl.Task, but {name or repr(task)}; write {instead}.")
+        raise ArgumentTypeError(_no_task(task))
     if isinstance(loss, Task):
         if task is not None:
             raise ArgumentError("loss= and task= are both a Task; give one of them.")

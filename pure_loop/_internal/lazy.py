@@ -44,7 +44,7 @@ def lazily(
             return import_module, (self.__name__,)
 
     if package.rpartition(".")[2] in PACKAGES:
-        Package.__call__ = _refuse_call  # type: ignore[attr-defined]
+        setattr(Package, "__call__", _refuse_call)  # noqa: B010 - a class that is called, for these alone
     module = set_class(sys.modules[package], Package)
 
     def get(name: str) -> object:

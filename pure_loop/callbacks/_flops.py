@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pure_loop.callback import Run
 from pure_loop.precision import Precision, PrecisionName
 from pure_loop.stages import Stages
-from pure_loop.stages.sizes import found_size
+from pure_loop.stages.settings import found_size
 from pure_loop.state import State
 
 

@@ -23,7 +23,7 @@ from pure_loop.errors import ArgumentError
 from pure_loop.precision import Precision
 from pure_loop.random import derive, seeded_all
 from pure_loop.ranges import checked
-from pure_loop.stages.sizes import found_size
+from pure_loop.stages.settings import found_size
 from pure_loop.state import State
 
 __all__ = ["ActivationMonitor"]

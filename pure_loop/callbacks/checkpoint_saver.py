@@ -15,13 +15,13 @@ from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._scored import Scored
 from pure_loop.checkpoint.background import StateWriter
-from pure_loop.checkpoint.contents import Contents
 from pure_loop.checkpoint.coordination import REQUEUE, Coordinator, StopConsensus, TimeLimit, of_first_rank, read_limit
 from pure_loop.checkpoint.digests import refuse_no_base
 from pure_loop.checkpoint.document import write_document
 from pure_loop.checkpoint.files import SUFFIX, in_parts
 from pure_loop.checkpoint.paths import Names, PathLike, same_place
 from pure_loop.checkpoint.run_folder import Links, Retention, RunFolder
+from pure_loop.checkpoint.selection import Contents
 from pure_loop.checkpoint.signals import HeldSignals, SignalLike, any_came, signal_name
 from pure_loop.checkpoint.storage import storage_of
 from pure_loop.checkpoint.weights import refuse_unwritable

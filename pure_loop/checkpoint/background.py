@@ -17,10 +17,10 @@ from torch import Tensor
 from pure_loop._internal.processes import in_child
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.tree_ops import are_sharded
-from pure_loop.checkpoint.contents import Contents
 from pure_loop.checkpoint.coordination import Coordinator
 from pure_loop.checkpoint.files import write_state
 from pure_loop.checkpoint.run_folder import RunFolder, Saved
+from pure_loop.checkpoint.selection import Contents
 from pure_loop.checkpoint.weights import Weights
 from pure_loop.stages.workspace import protect
 from pure_loop.state import State, outside_batch

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from pure_loop._internal.reprs import Shaped
 from pure_loop._internal.suggestions import nearest
-from pure_loop.checkpoint.contents import left_out, without_left_out
 from pure_loop.checkpoint.digests import BaseTensor, verified_base
 from pure_loop.checkpoint.document import Document
 from pure_loop.checkpoint.migration import all_names, note_of
-from pure_loop.checkpoint.selection import ALL, Selection
+from pure_loop.checkpoint.selection import ALL, Selection, left_out, without_left_out
 from pure_loop.checkpoint.validation import Json
 from pure_loop.checkpoint.weights import saved_weights, with_buffers_of, with_weights
 from pure_loop.errors import ArgumentError, ResumeError

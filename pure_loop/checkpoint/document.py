@@ -4,8 +4,7 @@ The document is JSON in the metadata of the file, under ``"pure_loop"``:
 
 * ``format``: the version of what follows. A newer one than :data:`FORMAT` is refused; an older one is brought up to
   date by :data:`UPGRADES`. tests/golden has a file of each.
-* ``made_by``: the versions of pure_loop and torch that wrote it; ``saved_at``: nanoseconds since 1970,
-  below 0 where a clock was set before it.
+* ``made_by``: the versions of pure_loop and torch that wrote it; ``saved_at``: nanoseconds since 1970, or before.
 * ``state``: the registered name of the State's class; ``model``: that of the module, for messages.
 * ``fields``: the State's durable fields, as :mod:`pure_loop.checkpoint.tree` writes values.
 * ``buffers``: only where forwards have registered, removed or reshaped buffers: their names, each with what it is
@@ -31,10 +30,9 @@ from torch import Tensor
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.registry import named, registered
 from pure_loop._internal.reprs import Shaped
-from pure_loop.checkpoint.contents import refuse_left_out
 from pure_loop.checkpoint.digests import Base, read_base, take_out_base
 from pure_loop.checkpoint.migration import all_names, migrated, not_in_state_dict, refuse_another_model
-from pure_loop.checkpoint.selection import ALL, Selection
+from pure_loop.checkpoint.selection import ALL, Selection, refuse_left_out
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer
 from pure_loop.checkpoint.validation import (
     LARGEST_COUNT,

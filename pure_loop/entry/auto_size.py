@@ -25,7 +25,7 @@ from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Feed, Fit, Graphs, Stopwatch, Strategy
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.training import Eager
-from pure_loop.stages.sizes import NAME, found_size
+from pure_loop.stages.settings import NAME, found_size
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 

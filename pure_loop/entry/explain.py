@@ -29,7 +29,7 @@ from pure_loop.hooks import Observer
 from pure_loop.observer import observers
 from pure_loop.progress import words as _words
 from pure_loop.stages.references import counting_doubt
-from pure_loop.stages.sizes import found_size
+from pure_loop.stages.settings import found_size
 from pure_loop.state import State, model_in_words
 
 if TYPE_CHECKING:

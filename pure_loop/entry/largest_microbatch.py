@@ -23,7 +23,7 @@ from pure_loop.event import Event
 from pure_loop.gradients import ClipFunction
 from pure_loop.optim import Optimizer
 from pure_loop.precision import PrecisionName
-from pure_loop.stages.sizes import found_size
+from pure_loop.stages.settings import found_size
 from pure_loop.state import Loss, State
 from pure_loop.task import Task
 

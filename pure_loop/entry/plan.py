@@ -36,7 +36,7 @@ from pure_loop.stages import Stages
 from pure_loop.stages.engine import Engine
 from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.references import can_count
-from pure_loop.stages.sizes import FoundSize
+from pure_loop.stages.settings import FoundSize
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.task import Task, make_task

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from pure_loop._internal.torch_private import fused_adam, fused_adamw
 from pure_loop.optim._in_torch import AdamInTorch
-from pure_loop.optim._rules import Rule, StepOptions, shrink_
-from pure_loop.optim._settings import DecayRates, Rate
+from pure_loop.optim._rules import DecayRates, Rate, Rule, StepOptions, shrink_
 from pure_loop.optim.kernels import FUSED_DEVICES
 from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, checked

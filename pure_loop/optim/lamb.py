@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, shrink_
-from pure_loop.optim._settings import DecayRates, Rate
+from pure_loop.optim._rules import DecayRates, Rate, Rule, StepOptions, add_multiple_, between, shrink_
 from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.ranges.strengths import Strength

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from pure_loop.errors import ArgumentError
 from pure_loop.optim._in_torch import MuonInTorch
-from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, decay_
-from pure_loop.optim._settings import Rate
+from pure_loop.optim._rules import Rate, Rule, StepOptions, add_multiple_, between, decay_
 from pure_loop.optim.optimizer import LearningRate, Optimizer, OptState, Params
 from pure_loop.ranges import AtLeast, Between, OneOf, checked
 from pure_loop.ranges.strengths import Strength

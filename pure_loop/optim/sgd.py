@@ -23,8 +23,7 @@ from torch import Tensor
 from pure_loop._internal.torch_private import fused_sgd
 from pure_loop.errors import ArgumentError
 from pure_loop.optim._in_torch import SGDInTorch
-from pure_loop.optim._rules import Rule, StepOptions, add_multiple, add_multiple_, shrink_
-from pure_loop.optim._settings import Rate
+from pure_loop.optim._rules import Rate, Rule, StepOptions, add_multiple, add_multiple_, shrink_
 from pure_loop.optim.kernels import FUSED_DEVICES
 from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, Between, checked

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import gradient_of
-from pure_loop.errors import ArgumentError, LossError, ModelError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, LossError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import Optimizer, time_of_step
 from pure_loop.stages.loss import detached
@@ -74,6 +74,7 @@ def update_part(
         The State with new parameters and optimizer state of the part, the buffers after the forward, and the ``loss``.
 
     Raises:
+        ArgumentTypeError: the loss is no function, or the optimizer none of this library.
         ArgumentError: no parameter of the part is trained, or ``opt_state`` is that of one optimizer.
         LossError: the loss is not a scalar tensor that depends on the part.
 
@@ -84,6 +85,11 @@ def update_part(
     >>> [name for name in state.params if not torch.equal(state.params[name], after.params[name])]
     ['critic.weight']
     """
+    if not callable(loss) or not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(
+            f"update_part: loss is a {type(loss).__name__} and optimizer a {type(optimizer).__name__}: write "
+            "update_part(state, part, loss, optimizer) with a function of the module, and pl.optim.adam(lr=3e-4)."
+        )
     names = [name for name in state.model.differentiated(state.frozen) if name.startswith(f"{part}.")]
     if not names:
         parts = sorted({name.partition(".")[0] for name in state.model.differentiated(state.frozen)})

@@ -28,7 +28,6 @@ from pure_loop.random.guards import Place, guard
 from pure_loop.random.seeds import SeededHosts, derive, seeded
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.stages.own_draws import checked_draws
-from pure_loop.stages.sizes import FoundSize
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State, device_of, raw_params
 from pure_loop.task import Task, default_forward
@@ -229,3 +228,24 @@ class StageSettings:
 
 
 _PLAIN = frozenset({Tensor, int, float, str})
+
+
+# Under which a State keeps the size, as algorithm state, so that training resumes with it.
+NAME = "microbatch_size"
+
+
+@attrs.define
+class FoundSize:
+    """The microbatch size of the batch under way.
+
+    Attributes:
+        size: the samples of a forward, at most; None: the whole batch.
+    """
+
+    size: int | None = None
+
+
+def found_size(state: Any) -> int | None:
+    """The size that a State keeps; None: whole batches, or ``microbatch_size`` is not ``"auto"``."""
+    size = state.algorithm_state.get(NAME)
+    return size if type(size) is int else None  # it may be the memory of an algorithm of this name

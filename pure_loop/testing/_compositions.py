@@ -19,7 +19,7 @@ from pure_loop.errors import ArgumentError
 from pure_loop.metrics._classes import class_axes
 from pure_loop.ranges import AtLeast, Duration, Flag, Number, OneOf, Setting, alternatives_in, checked, settings_of
 from pure_loop.schedules import linear
-from pure_loop.testing._arguments import check_choices, check_range
+from pure_loop.testing._plans import check_choices, check_range
 from pure_loop.testing.problems import Problem, as_problem
 
 T = TypeVar("T")

@@ -18,8 +18,7 @@ from pure_loop.event import Event
 from pure_loop.order import BOUNDARIES, Order, Plan, expected
 from pure_loop.order import going_on as rest_of
 from pure_loop.ranges import AtLeast, checked
-from pure_loop.testing._arguments import check_choices, check_range, check_strategy
-from pure_loop.testing._plans import ORDERS, UNITS
+from pure_loop.testing._plans import ORDERS, UNITS, check_choices, check_range, check_strategy
 from pure_loop.testing._plans import plans as all_plans
 from pure_loop.time import Time, Timestamp, TimeUnit
 

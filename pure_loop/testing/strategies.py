@@ -40,10 +40,9 @@ from pure_loop.precision import Precision
 from pure_loop.ranges import AtLeast, checked
 from pure_loop.state import State
 from pure_loop.task import Task
-from pure_loop.testing._arguments import check_choices, check_strategy
 from pure_loop.testing._compositions import algorithms
 from pure_loop.testing._compositions import algorithms as all_algorithms
-from pure_loop.testing._plans import plans, plans_with
+from pure_loop.testing._plans import check_choices, check_strategy, plans, plans_with
 from pure_loop.testing._plans import plans as all_plans
 from pure_loop.testing._values import batches, event_streams, times, timestamps
 from pure_loop.testing.case import OPTIMIZERS, Case

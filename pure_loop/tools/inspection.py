@@ -28,7 +28,7 @@ from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random.seeds import derive, seeded_all
 from pure_loop.stages.search import search
-from pure_loop.stages.sizes import found_size
+from pure_loop.stages.settings import found_size
 from pure_loop.stages.update import in_order
 from pure_loop.state import State
 from pure_loop.task import make_task
