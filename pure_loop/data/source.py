@@ -144,9 +144,8 @@ class Source(ABC):
                 raise DataError(
                     f"the {self._stream} dataloader has a length of {length}, and gave batch {number} of epoch {epoch}:"
                     " its __len__ is too small. Correct it (that of the loader, its dataset or its sampler). If it"
-                    f" never ends, give iter(loader) and batches_per_epoch={length}, and an epoch begins where the one"
-                    f" before it was cut; the loader itself with batches_per_epoch={length} begins anew in each epoch,"
-                    " perhaps with the same batches"
+                    f" never ends, give iter(loader) and batches_per_epoch={length}: an epoch begins where the one"
+                    " before it was cut, where one of the loader itself begins anew, perhaps with the same batches"
                 )
             if is_empty:
                 raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")

@@ -5,7 +5,7 @@
 'pure_loop.exporting.export'
 
 May import ``checkpoint``, ``algorithms`` and what is below. Begin with ``export.py``, the public function; ``files.py``
-writes a module to a file and reads it back, ``graphs.py`` traces it, ``comparison.py`` compares what was read with it.
+writes a module to a file, reads it back and compares, ``graphs.py`` traces it.
 """
 
 from pure_loop.exporting.export import export
