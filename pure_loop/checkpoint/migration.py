@@ -29,7 +29,7 @@ from pure_loop.model.model import ModelDef
 from pure_loop.model.names import Note, renamed
 
 # Of a list of names in a message: a stranger may have written a file, and a model may have thousands.
-_MOST = 20
+_MOST, _SHAPES = 20, 6
 # Characters of a call in a message, names of a file that are compared with all of the model's, and guesses.
 _LONGEST, _COMPARED, _TRIED = 1500, 200, 20
 
@@ -173,8 +173,8 @@ class Misfit:
             f"{kind}[{shortened(name)}] is {shape_and_dtype(a)} in the file and {shape_and_dtype(b)} in the model"
             for name, (a, b) in self.reshaped.items()
         ]
-        more = f"; and {len(shapes) - _MOST} more" if len(shapes) > _MOST else ""
-        return "; ".join([*parts, *shapes[:_MOST]]) + more
+        more = f"; and {len(shapes) - _SHAPES} more" if len(shapes) > _SHAPES else ""
+        return "; ".join([*parts, *shapes[:_SHAPES]]) + more
 
 
 def refuse_another_model(
