@@ -115,7 +115,7 @@ class Labels:
         name = type(model).__name__
         # What it has registered for the loss of its own class, where others are around it.
         kind = str(getattr(model, "loss_type", None) or name)
-        if weigh and "For" in kind and not _MEAN_OVER_LABELS.search(kind):
+        if weigh and re.search("For[A-Z]|Detection$", kind) and not _MEAN_OVER_LABELS.search(kind):
             raise ArgumentError(
                 f"pl.Task.from_transformers: the loss of {name} is not known to be a mean over labels other than "
                 f"{_IGNORED}, by which microbatches would be weighed: write pl.Task(forward=lambda model, batch: "
