@@ -273,8 +273,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from pure_loop.optim._rules import Rule, StepOptions, add_multiple_, between, decay_
-from pure_loop.optim._rules import Rate
+from pure_loop.optim._rules import Rate, Rule, StepOptions, add_multiple_, between, decay_
 from pure_loop.optim.optimizer import LearningRate, Optimizer
 from pure_loop.ranges import AtLeast, Between, checked
 from pure_loop.ranges.strengths import Strength
