@@ -16,8 +16,8 @@ from pure_loop.entry.deterministic import stream_of
 from pure_loop.entry.parallel import Together, algorithm_described, announced
 from pure_loop.entry.settings import StreamSettings
 from pure_loop.entry.start import with_first_memories
-from pure_loop.errors import ArgumentTypeError
-from pure_loop.event import Event, EventName
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event, EventName, as_event
 from pure_loop.loop import driver
 from pure_loop.loop.driver import Script
 from pure_loop.loop.stream import Stream
@@ -108,8 +108,12 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
         final_state: State = stop.value
         return final_state
     state = with_first_memories(meeting.begin(event, state), algorithms)
+    last = 0
     with closing(script):
         while True:
+            if event is Event.BATCH_END:
+                _refuse_standstill(state, last)
+                last = state.timestamp.batch
             meeting.come_to(event, state)
             state = yield event, state
             try:
@@ -122,6 +126,20 @@ def _with_memory(script: Script, algorithms: tuple[Algorithm, ...], meeting: Alo
             event, state = _pair(yielded)
 
 
+def _refuse_standstill(state: State, last: int) -> None:
+    """
+    Raises:
+        ArgumentError: a script that counts its batches has counted none since the BATCH_END before: it would never end.
+    """
+    batch = state.timestamp.batch
+    if batch and batch == last:
+        raise ArgumentError(
+            f"the script yielded BATCH_END twice with {batch} finished {'batch' if batch == 1 else 'batches'}: a yield "
+            "gives the State back, and the next one is made of it. Write state = yield Event.BATCH_END, state, at each "
+            "event."
+        )
+
+
 def _pair(yielded: object) -> tuple[Event, State]:
     """
     Raises:
@@ -131,6 +149,11 @@ def _pair(yielded: object) -> tuple[Event, State]:
         event, state = yielded
         if isinstance(event, Event):
             return event, state
+        if isinstance(event, str):
+            name = as_event(event, "drive").name
+            raise ArgumentTypeError(
+                f"the script yielded the text {event!r}: write Event.{name}, state = yield Event.{name}, state."
+            )
     raise ArgumentTypeError(
         f"the script yielded {yielded!r}, and what it yields is an event and a State, which it takes back as the "
         "algorithms left it: state = yield Event.BATCH_START, state."

@@ -102,6 +102,9 @@ fit(optimizer=pl.optim.sgd(lambda epoch: 0.1 * epoch)) | timestamp.epoch | pl.op
 Event.BATCH_ENDS | Event.BATCH_END | Event.BATCH_END
 [event for event, _ in fit() if event == "on_epoch_end"] | Event.EPOCH_END | [e for e, _ in fit() if e == "epoch_end"]
 pl.Trainer(max_epochs=3) | pl.fit(model, dataloader | fit()
+pl.drive(forgetful(state)) | state = yield Event.BATCH_END, state | pl.drive(right(state))
+pl.drive(texts(state)) | write Event.BATCH_END | pl.drive(right(state))
+pl.stages.update_part(anew, "0", SGD, loss_of) | part, loss, optimizer) | pl.stages.update_part(anew, "0", loss_of, SGD)
 pl.metrics.Accuracy() | accuracy( | pl.metrics.accuracy()
 pl.save(model, "a.pl") | the path comes second | pl.save(state, "a.pl")
 pl.load("a.pl") | pl.load(path, model=module) | (pl.save(state, "a.pl"), pl.load("a.pl", model=model))
@@ -123,6 +126,22 @@ class Nowhere:
     def write(self, text: str) -> None: ...
 
     def flush(self) -> None: ...
+
+
+def right(state: Any, event: Any = Event.BATCH_END) -> Any:
+    for _ in range(2):
+        state = yield event, state.count_batch(samples=1)
+    return state
+
+
+def texts(state: Any) -> Any:
+    return right(state, "batch_end")
+
+
+def forgetful(state: Any) -> Any:
+    while state.timestamp < "9ba":
+        yield Event.BATCH_END, state.count_batch(samples=1)
+    return state
 
 
 def names() -> dict[str, Any]:
@@ -167,6 +186,11 @@ def names() -> dict[str, Any]:
         "OfLightning": OfLightning,
         "same": lambda state: state,
         "at_batch_end": pl.algorithm("batch_end"),
+        "right": right,
+        "texts": texts,
+        "forgetful": forgetful,
+        "loss_of": lambda module: module[0].weight.sum(),
+        "anew": pl.State.create(model),
         "nothing": lambda state: None,
         "unreduced": lambda outputs, targets: cross_entropy(outputs, targets, reduction="none"),
         "state": pl.run(fit(evaluators={"val": data})),
