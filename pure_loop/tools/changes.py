@@ -8,7 +8,7 @@ import attrs
 
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.reprs import columns, table
-from pure_loop._internal.suggestions import teaching
+from pure_loop._internal.suggestions import nearest, teaching
 from pure_loop.errors import ArgumentError, ArgumentTypeError, IdleAlgorithmError
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
@@ -158,8 +158,9 @@ def blame(stream: Stream, leaf: str | None = None, *, strict: bool | None = None
         if leaf is None or change.leaf == leaf:
             chosen.append(change)
     if leaf is not None and leaf not in paths:
-        some = ", ".join(sorted(paths)[:8])
-        raise ArgumentError(f"blame: no State of the run has the leaf {leaf!r}; there are {some}, ....")
+        near = nearest(leaf, paths)
+        some = f"did you mean {near!r}?" if near else f"there are {', '.join(sorted(paths)[:8])}, ...."
+        raise ArgumentError(f"blame: no State of the run has the leaf {leaf!r}; {some}")
     idle = tuple(name for name in names if name not in active)
     if idle and strict:
         raise IdleAlgorithmError(

@@ -110,7 +110,7 @@ def test_what_has_no_changes_to_tell_of_is_refused() -> None:
         ("the stream has begun", begun, tools),
         ("leave out donate=True", lambda: fit(**donated), tools),
         ("is compiled", lambda: fit(**compiled), tools[2:]),
-        ("'params/7.weight'; there", fit, [lambda run: pl.blame(run, "params/7.weight")]),
+        ("'params/7.weight'; did you mean", fit, [lambda run: pl.blame(run, "params/7.weight")]),
         ("is no text", fit, [lambda run: pl.blame(run, 7)]),  # type: ignore[arg-type]
     ):
         for tool in of:
