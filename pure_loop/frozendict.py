@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import cell, number, table
-from pure_loop._internal.suggestions import nearest
+from pure_loop._internal.suggestions import Elsewhere, nearest
 from pure_loop.errors import DonatedStateError, FrozenDictError, MissingNameError
 
 __all__ = ["FrozenDict", "Overwritten", "OverwrittenValue"]
@@ -78,16 +78,6 @@ class FrozenDict(dict[K, V]):
     def __missing__(self, key: object) -> NoReturn:
         raise MissingNameError(_not_there(key, self))
 
-    if not TYPE_CHECKING:  # which knows the attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_") or name in _SLOTS:
-                raise AttributeError(name)  # which Python and the loop may do without
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}: an item is read by its name, [{name!r}].",
-                name=name,
-            )
-
     def update(self, *others: Any, **items: Any) -> None:
         # torch.func.functional_call writes back what it read; the same objects change nothing.
         argument = dict(*others, **items)
@@ -137,7 +127,10 @@ def _rows(mapping: FrozenDict[Any, Any], path: str = "") -> Iterator[tuple[str, 
             yield f"{path}{key}", cell(value)
 
 
-_SLOTS = frozenset(FrozenDict.__slots__)
+# Names that are often written as attributes. A __getattr__ for all would cost each step, which asks for unset slots.
+for _name in ("val", "valid", "validation", "train", "test", "eval", "loss", "accuracy", "weight", "bias"):
+    setattr(FrozenDict, _name, Elsewhere(_name, f"an item is read by its name, [{_name!r}]"))
+
 _SHOWN = 8
 _MOST = 20
 _MOST_ROWS = 100

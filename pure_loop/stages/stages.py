@@ -275,7 +275,9 @@ class Stages(UpdateStage):
         """The loss, and buffers and structure after it: a module's own loss may write to them."""
         outputs, microbatch = raw_outputs(state), state.microbatch
         if self.task.loss is not None:
-            return self.task.totalled(self.task.loss(outputs, microbatch)), state.buffers, state.model
+            loss = self.task.loss(outputs, microbatch)
+            loss = loss if self.task.loss_total is None else self.task.totalled(loss)
+            return loss, state.buffers, state.model
 
         def method(module: Any) -> Any:
             return self.task.totalled(module.loss(outputs, microbatch))

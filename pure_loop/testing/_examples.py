@@ -65,8 +65,6 @@ def chosen_from(drawn: Sequence[object], number: int) -> list[object]:
     no other example has, an evaluator and a loader without a length, say, for the number of its events. Ten of them
     show more, in a third of the time, than twenty as they are drawn, of which many are alike.
 
-    The last one has the most batches, for what comes round seldom.
-
     >>> chosen_from([(1, 2), (1, 2), (1,)], 2)
     [(1, 2), (1,)]
     """
@@ -79,12 +77,11 @@ def chosen_from(drawn: Sequence[object], number: int) -> list[object]:
     chosen: list[int] = []
     covered: set[object] = set()
     problems: Counter[object] = Counter()
-    for place in range(min(number, len(drawn))):
+    for _ in range(min(number, len(drawn))):
         # Of equals the first, which is the simplest: Hypothesis begins with it.
         best = max(
             (index for index in range(len(drawn)) if index not in chosen),
             key=lambda index: (
-                runs[index].count(Event.BATCH_END) if 0 < place == number - 1 else 0,
                 -problems[_problem(drawn[index])],
                 len(pairs[index] - covered) / (_START + len(runs[index])),
                 -index,

@@ -128,8 +128,12 @@ def test_algorithms_keep_every_law(name: str) -> None:
     factory = ALGORITHMS[name]
     options, algorithms = options_of(factory), drawn(factory)
     separable = "problems" not in options or as_problem(options["problems"]).separable
+    examples = 2
+    if name == "selective_backprop":
+        # It trains on fewer samples, and so on fewer microbatches than a plan has. That ranks choose apart shows seldom.
+        options["plans"], examples = plans().filter(lambda plan: plan.microbatch_size is None), 5
     for algorithm in [simplest(algorithms), *(sample(algorithms, 4) if THOROUGH else [])]:
-        report = check_algorithm(algorithm, max_examples=20 if THOROUGH else 2, thorough=True, **options)
+        report = check_algorithm(algorithm, max_examples=20 if THOROUGH else examples, thorough=True, **options)
         skipped = {outcome.law: outcome.reason for outcome in report.outcomes if outcome.result == "skipped"}
         # Models with BatchNorm or dropout train otherwise on parts of a batch.
         assert skipped.keys() == {*laws.UNAVAILABLE, *(() if separable else ("microbatch_invariance", "world_size"))}

@@ -111,7 +111,7 @@ def test_importing_is_small_beside_torch(tmp_path: Path) -> None:
     _, *runs = (measured(bytecode=str(tmp_path)) for _ in range(4))
     assert min(run["ours"] / run["torch"] for run in runs) < 0.2
     assert min(run["grown"] for run in runs) < 15e6
-    assert len(runs[0]["imported"]) < 100
+    assert len(runs[0]["imported"]) <= 100
 
 
 @pytest.mark.slow
