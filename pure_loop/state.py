@@ -820,13 +820,19 @@ for _name, _place in _ELSEWHERE.items():
     setattr(State, _name, Elsewhere(_name, _place))
 
 
-def check_state(function: str, value: object, example: str) -> None:
+def refuse_no_state(value: object, call: str) -> None:
     """
+    Args:
+        value: what was passed.
+        call: how the function is called, ``"save(state, path)"``.
+
     Raises:
         ArgumentTypeError: the value is no State.
     """
     if not isinstance(value, State):
-        raise ArgumentTypeError(f"{function}: {type(value).__name__} is not a State: {function}({example}).")
+        of_module = "; of a module: pl.State.create(module)" if hasattr(value, "named_parameters") else ""
+        function = call.partition("(")[0]
+        raise ArgumentTypeError(f"{function}: {type(value).__name__} is not a State: write {call}{of_module}.")
 
 
 def refuse_misfit(state: State) -> None:

@@ -120,7 +120,7 @@ def advice_on(package: str, item: object) -> str:
         if text is None:
             near = nearest(item, names)
             return "" if near is None else f"write pl.{package}.{near}(...)"
-        return re.sub(rf"^write (?={'|'.join(names)}\()", f"write pl.{package}.", text)
+        return re.sub(rf"^write (?=({'|'.join(names)})\()", f"write pl.{package}.", text)
     if callable(item) and getattr(item, "__module__", "").startswith(f"{path}."):
         name = getattr(item, "__name__", "")
         return f"call it: pl.{package}.{name}(...)" if name else ""

@@ -21,7 +21,7 @@ from pure_loop._internal.tree_ops import local_tensor, map_local
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.state import State, check_state
+from pure_loop.state import State, refuse_no_state
 from pure_loop.time import Time, TimeUnit
 
 # A module that has both normalizes with them: BatchNorm and InstanceNorm of torch, subclasses, and classes of others.
@@ -182,7 +182,7 @@ def averaged(state: State, name: str = "ema") -> State:
     >>> averaged(state).module()
     Linear(in_features=2, out_features=1, bias=True)
     """
-    check_state("averaged", state, f"state, {name!r}")
+    refuse_no_state(state, f"averaged(state, {name!r})")
     if _is_empty(state, name):
         raise ArgumentError(
             f"the average {name!r} of this State is of no weights yet, at batch {state.timestamp.batch}: it begins "

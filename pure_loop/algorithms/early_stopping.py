@@ -26,7 +26,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.ranges import AtLeast, Duration, Name, Range, Setting, checked
-from pure_loop.state import State, check_state
+from pure_loop.state import State, refuse_no_state
 from pure_loop.time import Time, TimeUnit
 
 __all__ = ["early_stopping", "restored"]
@@ -176,7 +176,7 @@ def restored(state: State, name: str = "early_stopping") -> State:
     >>> restored(state).module()
     Linear(in_features=2, out_features=1, bias=True)
     """
-    check_state("restored", state, f"state, {name!r}")
+    refuse_no_state(state, f"restored(state, {name!r})")
     memory = state.algorithm_state.get(name)
     if not isinstance(memory, Mapping) or not {"params", "buffers", "best", "since"} <= memory.keys():
         raise ArgumentError(

@@ -42,7 +42,7 @@ from pure_loop.loop.batch import LoopStages
 from pure_loop.random import derive, seeded
 from pure_loop.random.authors import is_users
 from pure_loop.ranges import Duration, checked
-from pure_loop.state import State, check_state
+from pure_loop.state import State, refuse_no_state
 from pure_loop.task import Task
 from pure_loop.time import Time, TimeLike
 
@@ -99,7 +99,7 @@ def update_batchnorm(
     >>> update_batchnorm(state, data).buffers["0.running_mean"]
     tensor([3.])
     """
-    check_state("update_batchnorm", state, 'averaged(state, "swa"), data')
+    refuse_no_state(state, 'update_batchnorm(averaged(state, "swa"), data)')
     module = state.module()
     normalizations = (layer for layer in module.modules() if isinstance(layer, _NORMALIZATIONS))
     layers = [layer for layer in normalizations if layer.running_mean is not None and layer.training]

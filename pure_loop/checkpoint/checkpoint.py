@@ -15,7 +15,7 @@ from pure_loop._internal.suggestions import nearest
 from pure_loop.checkpoint.digests import BaseTensor, verified_base
 from pure_loop.checkpoint.document import Document
 from pure_loop.checkpoint.migration import all_names, note_of
-from pure_loop.checkpoint.selection import ALL, Selection, left_out, without_left_out
+from pure_loop.checkpoint.selection import ALGORITHM_STATE, ALL, OPT_STATE, Selection, left_out, without_left_out
 from pure_loop.checkpoint.validation import Json
 from pure_loop.checkpoint.weights import saved_weights, with_buffers_of, with_weights
 from pure_loop.errors import ArgumentError, ResumeError
@@ -25,9 +25,6 @@ from pure_loop.model.model import ModelDef
 from pure_loop.state import State
 
 NOT_STRICT = "strict=False is for weights alone: a run resumes exactly or not at all; weights_only=True."
-
-
-_OPT_STATE, _ALGORITHM_STATE = "opt_state", "algorithm_state/"
 
 
 def without_excluded(
@@ -45,10 +42,10 @@ def without_excluded(
     """
     result = dict(fields)
     for glob in exclude:
-        if glob == _OPT_STATE:
-            result[_OPT_STATE] = None
+        if glob == OPT_STATE:
+            result[OPT_STATE] = None
             continue
-        if not glob.startswith(_ALGORITHM_STATE):
+        if not glob.startswith(ALGORITHM_STATE):
             raise ArgumentError(
                 f"exclude={glob!r}: write 'opt_state' or 'algorithm_state/NAME', which then begin anew, or globs of "
                 "names of parameters and buffers, which keep the values of the model."
@@ -56,12 +53,12 @@ def without_excluded(
         described = result.get("algorithm_state")
         states = described.get("frozen") if isinstance(described, dict) else None
         states = states if isinstance(states, dict) else {}
-        excluded = fnmatch.filter(states, glob.removeprefix(_ALGORITHM_STATE))
+        excluded = fnmatch.filter(states, glob.removeprefix(ALGORITHM_STATE))
         if not excluded and not fnmatch.filter(absent, glob):
-            near = nearest(glob.removeprefix(_ALGORITHM_STATE), states)
+            near = nearest(glob.removeprefix(ALGORITHM_STATE), states)
             raise ArgumentError(
                 f"exclude={glob!r}: {path} has no such algorithm state"
-                + (f"; did you mean {_ALGORITHM_STATE + near!r}?" if near else "")
+                + (f"; did you mean {ALGORITHM_STATE + near!r}?" if near else "")
                 + f"; there is that of {', '.join(states) or 'none'}."
             )
         result["algorithm_state"] = {"frozen": {name: states[name] for name in states if name not in excluded}}

@@ -24,7 +24,7 @@ from pure_loop.checkpoint.storage import not_read, storage_of
 from pure_loop.checkpoint.validation import Json
 from pure_loop.checkpoint.weights import Weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
-from pure_loop.state import State
+from pure_loop.state import State, refuse_no_state
 
 SUFFIX = ".safetensors"
 """How the names of checkpoints end that :class:`pure_loop.callbacks.CheckpointSaver` writes."""
@@ -76,8 +76,7 @@ def save(
     3
     >>> folder.cleanup()
     """
-    if not isinstance(state, State):
-        raise ArgumentTypeError(f"save({type(state).__name__}, ...): what is saved is a State; the path comes second.")
+    refuse_no_state(state, "save(state, path)")
     weights_only, trained_only = check_flag("weights_only", weights_only), check_flag("trained_only", trained_only)
     where, weights = storage_of(path), None
     if where.path.endswith((".pt", ".pth", ".pkl")):

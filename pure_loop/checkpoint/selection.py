@@ -1,4 +1,4 @@
-"""Which names of a checkpoint are loaded, and what they are called in the model."""
+"""What of a State a file has, which names of a file are loaded, and what they are called in the model."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _near(text: str, names: list[str]) -> str:
 
 
 _NOTE, _ANEW = "left_out", "begins_anew"
-_OPT_STATE, _ALGORITHM_STATE = "opt_state", "algorithm_state/"
+OPT_STATE, ALGORITHM_STATE = "opt_state", "algorithm_state/"
 
 
 def _read(value: object) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def _read(value: object) -> tuple[str, ...]:
     for glob in globs:
         if not isinstance(glob, str):
             raise ArgumentTypeError(f'exclude={value!r}: write globs, such as ["opt_state", "algorithm_state/ema"].')
-        if glob != _OPT_STATE and not glob.startswith(_ALGORITHM_STATE):
+        if glob != OPT_STATE and not glob.startswith(ALGORITHM_STATE):
             raise ArgumentError(
                 f"exclude={glob!r}: opt_state and algorithm_state/NAME can be left out of a State; weights_only=True "
                 "leaves out all but the weights, trained_only=True what is frozen of these."
@@ -196,9 +196,9 @@ class Contents:
         Raises:
             ArgumentError: there is no such algorithm state; names what is near.
         """
-        names = [_ALGORITHM_STATE + name for name in state.algorithm_state]
+        names = [ALGORITHM_STATE + name for name in state.algorithm_state]
         for glob in self.exclude:
-            if glob != _OPT_STATE and not fnmatch.filter(names, glob):
+            if glob != OPT_STATE and not fnmatch.filter(names, glob):
                 near = nearest(glob, names)
                 raise ArgumentError(
                     f"exclude={glob!r}: no algorithm of this run has such state"
@@ -209,13 +209,13 @@ class Contents:
         """The State that is written, and what a file of it notes of that which is left out."""
         if self.weights_only:
             return state.replace(opt_state=None, algorithm_state={}), {}
-        names = (_OPT_STATE, *(_ALGORITHM_STATE + name for name in state.algorithm_state))
+        names = (OPT_STATE, *(ALGORITHM_STATE + name for name in state.algorithm_state))
         left = [name for name in names if _matches(name, self.exclude)]
         if not left:
             return state, {}
-        states = {name: value for name, value in state.algorithm_state.items() if _ALGORITHM_STATE + name not in left}
+        states = {name: value for name, value in state.algorithm_state.items() if ALGORITHM_STATE + name not in left}
         state = state.replace(algorithm_state=states)
-        return (state.replace(opt_state=None) if _OPT_STATE in left else state), {_NOTE: left}
+        return (state.replace(opt_state=None) if OPT_STATE in left else state), {_NOTE: left}
 
     def saved(self, why: str, batch: int, path: str, *, same_command: bool) -> str:
         """What is said where a run ends early: where the State is, and how training goes on from it."""

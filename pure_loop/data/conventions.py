@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pure_loop._internal.pytree import Batch, Outputs
+from pure_loop._internal.suggestions import nearest
 from pure_loop._internal.weights import has_numbers
 from pure_loop.data.batch import describe
 from pure_loop.data.samples import num_tokens
@@ -39,11 +40,14 @@ def _labels(batch: Mapping[str, Any]) -> Tensor:
     labels = batch.get("labels")
     if isinstance(labels, Tensor):
         return labels
-    what = "has no 'labels'" if labels is None else f"has 'labels' of type {type(labels).__name__}, and no tensor"
+    near = nearest("labels", filter(lambda key: isinstance(key, str), batch))
+    meant = f" (its {near!r} may be meant)" if near else ""
+    kind = type(labels).__name__
+    what = f"has no 'labels'{meant}" if labels is None else f"has 'labels' of type {kind}, and no tensor"
     raise DataError(
         f"pl.Task.from_transformers: a batch {what}: {describe(batch)}. The model computes outputs.loss from labels, "
-        "which the collator adds (transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)); where it is no "
-        "mean over labels, write pl.Task(forward=lambda model, batch: model(**batch), loss=..., weight=...). To "
+        "which of a language model the collator adds, DataCollatorForLanguageModeling(tokenizer, mlm=False); where it "
+        "is no mean over labels, write pl.Task(forward=lambda model, batch: model(**batch), loss=..., weight=...). To "
         "predict, none are needed."
     )
 
@@ -192,9 +196,9 @@ def parts_of_loss(outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
     if isinstance(outputs, Mapping):
         return outputs
     raise LossError(
-        f"pl.Task.detection: the model returned a {type(outputs).__name__}, and its losses are a mapping of names to "
-        "tensors. In evaluation it returns boxes, and has no loss: pass metrics of them, pl.Evaluator(data, metrics="
-        "[...])."
+        f"pl.Task.detection: the model returned a {type(outputs).__name__}; in train mode it has to return its "
+        "losses, a mapping of names to tensors. In evaluation it returns boxes, and has no loss: pass metrics of them, "
+        "pl.Evaluator(data, metrics=[...])."
     )
 
 

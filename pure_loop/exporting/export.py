@@ -11,10 +11,9 @@ from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithms.ema import averaged
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import storage_of
-from pure_loop.errors import ArgumentTypeError
 from pure_loop.exporting.files import export_module, read_format, refuse_sample, try_to_write
 from pure_loop.ranges import Name, checked
-from pure_loop.state import State
+from pure_loop.state import State, refuse_no_state
 
 
 @checked
@@ -76,7 +75,7 @@ def export(
     >>> torch.equal(loaded(inputs), state.module(training=False)(inputs))
     True
     """
-    _refuse_no_state(state)
+    refuse_no_state(state, "export(state, path)")
     storage_of(path)
     written = read_format(path, format, where="export")
     refuse_sample(written, sample, dynamic_batch=dynamic_batch, where="export")
@@ -85,14 +84,6 @@ def export(
     if not sharded or rank() == 0:
         try_to_write(path)
         export_module(module, path, written, sample=sample, dynamic_batch=dynamic_batch, verify=verify)
-
-
-def _refuse_no_state(value: object) -> None:
-    if not isinstance(value, State):
-        instead = ": write pl.State.create(module)" if isinstance(value, nn.Module) else ""
-        raise ArgumentTypeError(
-            f"export({type(value).__name__}, ...): what is exported is a State{instead}; the path comes second."
-        )
 
 
 def module_of(state: State, average: str | None) -> nn.Module:

@@ -16,7 +16,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import part_in_torch
 from pure_loop.optim.optimizer import InTorch, Optimizer, OptState, Params, TorchGroup, time_of_step
 from pure_loop.optim.resuming import refuse_other_memory
-from pure_loop.state import State
+from pure_loop.state import State, refuse_no_state
 
 __all__ = ["evaluation_params", "load_state_dict", "to_state_dict"]
 
@@ -153,10 +153,7 @@ def evaluation_params(state: S, optimizer: Optimizer) -> FrozenDict[str, Tensor]
 
 def _served(state: Any, optimizer: Any) -> tuple[Optimizer, Params, Any]:
     """The optimizer as ``fit`` runs it, the parameters that are trained, and the optimizer state."""
-    if not isinstance(state, State):
-        raise ArgumentTypeError(
-            f"a State is needed, got a {type(state).__name__}; of a module: pl.State.create(module)"
-        )
+    refuse_no_state(state, "to_state_dict(state, optimizer)")
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"the optimizer that fit is given is needed, such as pl.optim.adamw(), got {optimizer!r}"

@@ -144,7 +144,7 @@ REFUSED = [
     holds("a value too deep", DEEP, "nested more than 100 deep"),
     holds("an integer too long", 10**5000, "state.algorithm_state.mine is an integer of more than 4300 digits"),
     Refusal("a name of torch.save", lambda: pl.save(state(), "y/a.pt"), WRONG, ("write 'y/a.safetensors'",)),
-    Refusal("a path first", lambda: pl.save("x", state()), TYPE, ("what is saved is a State",)),  # type: ignore[arg-type]
+    Refusal("a path first", lambda: pl.save("x", state()), TYPE, ("write save(state, path)",)),  # type: ignore[arg-type]
     Refusal("no path at all", lambda: pl.save(state()), TYPE, ("save needs path",)),  # type: ignore[call-arg]
     Refusal("notes that are none", lambda: pl.save(state(), "y", notes=5), TYPE, ("a dict of what JSON has",)),  # type: ignore[arg-type]
     Refusal("notes with NaN", lambda: pl.save(state(), "y", notes={"a": float("nan")}), TYPE, ("JSON has",)),

@@ -106,7 +106,7 @@ pl.drive(forgetful(state)) | state = yield Event.BATCH_END, state | pl.drive(rig
 pl.drive(texts(state)) | write Event.BATCH_END | pl.drive(right(state))
 pl.stages.update_part(anew, "0", SGD, loss_of) | part, loss, optimizer) | pl.stages.update_part(anew, "0", loss_of, SGD)
 pl.metrics.Accuracy() | accuracy( | pl.metrics.accuracy()
-pl.save(model, "a.pl") | the path comes second | pl.save(state, "a.pl")
+pl.save(model, "a.pl") | write save(state, path) | pl.save(state, "a.pl")
 pl.load("a.pl") | pl.load(path, model=module) | (pl.save(state, "a.pl"), pl.load("a.pl", model=model))
 """
 

@@ -171,8 +171,8 @@ def test_what_is_not_like_the_module_or_can_not_be_loaded_is_removed(
 
 E = pl.ArgumentError
 REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-    ((mlp(), "model.pt"), {}, pl.ArgumentTypeError, "write pl.State.create(module)"),
-    (("model.pt", STATE), {}, pl.ArgumentTypeError, "the path comes second"),
+    ((mlp(), "model.pt"), {}, pl.ArgumentTypeError, "of a module: pl.State.create(module)"),
+    (("model.pt", STATE), {}, pl.ArgumentTypeError, "write export(state, path)"),
     ((STATE, 3), {}, pl.ArgumentTypeError, "3 is no path"),
     ((STATE, "model.onnx", "onxx"), {}, E, "format"),
     ((STATE, "model.onnx", "onnx"), {}, E, "give sample=inputs"),
