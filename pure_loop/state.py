@@ -820,19 +820,20 @@ for _name, _place in _ELSEWHERE.items():
     setattr(State, _name, Elsewhere(_name, _place))
 
 
-def refuse_no_state(value: object, call: str) -> None:
+def refuse_no_state(value: object, call: str, of_module: str = "") -> None:
     """
     Args:
         value: what was passed.
         call: how the function is called, ``"save(state, path)"``.
+        of_module: what to write where it is a module.
 
     Raises:
         ArgumentTypeError: the value is no State.
     """
     if not isinstance(value, State):
-        of_module = "; of a module: pl.State.create(module)" if hasattr(value, "named_parameters") else ""
-        function = call.partition("(")[0]
-        raise ArgumentTypeError(f"{function}: {type(value).__name__} is not a State: write {call}{of_module}.")
+        function, name = call.partition("(")[0], type(value).__name__
+        more = f"; of a module: {of_module}" if of_module and hasattr(value, "named_parameters") else ""
+        raise ArgumentTypeError(f"{function}: {name} is not a State: write {call}{more}.")
 
 
 def refuse_misfit(state: State) -> None:

@@ -555,8 +555,8 @@ class Timestamp(Record):
             raise ArgumentTypeError("two timestamps are compared by one of their counts: write a.batch < b.batch.")
         if isinstance(value, int | float):
             raise ArgumentTypeError(
-                f'a timestamp counts in several units, and {value!r} names none: write timestamp < "{value}ep", '
-                f'timestamp < "{value}ba" or timestamp.batch < {value}.'
+                f'a timestamp counts in several units, and {value!r} names none: compare it with "{value}ep" or '
+                f'"{value}ba", or its count timestamp.batch with {value}.'
             )
         return Time.parse(value) if isinstance(value, (Time, str)) else None
 

@@ -109,7 +109,8 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "LoggerCollection LoggerDestination Logger": "subclass pl.Logger; fit takes several: loggers=[..., ...]",
     },
     "pure_loop.metrics": {
-        "Accuracy acc MulticlassAccuracy MaskedAccuracy": "write accuracy(ignore_index=-100)",
+        "acc": "write accuracy()",
+        "Accuracy MulticlassAccuracy MaskedAccuracy": "write accuracy(ignore_index=-100)",
         "BinaryAccuracy": "write confusion_matrix(threshold=0.0), or mean(function, 'accuracy')",
         "F1 F1Score BinaryF1Score MulticlassF1Score": "write f1(), or f1(average='binary', threshold=0.0)",
         "MIoU MeanIoU JaccardIndex IoU": "write mean_iou()",

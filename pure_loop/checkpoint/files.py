@@ -76,7 +76,7 @@ def save(
     3
     >>> folder.cleanup()
     """
-    refuse_no_state(state, "save(state, path)")
+    refuse_no_state(state, "save(state, path)", "pl.State.create(module)")
     weights_only, trained_only = check_flag("weights_only", weights_only), check_flag("trained_only", trained_only)
     where, weights = storage_of(path), None
     if where.path.endswith((".pt", ".pth", ".pkl")):

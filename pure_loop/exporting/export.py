@@ -75,7 +75,7 @@ def export(
     >>> torch.equal(loaded(inputs), state.module(training=False)(inputs))
     True
     """
-    refuse_no_state(state, "export(state, path)")
+    refuse_no_state(state, "export(state, path)", "pl.State.create(module)")
     storage_of(path)
     written = read_format(path, format, where="export")
     refuse_sample(written, sample, dynamic_batch=dynamic_batch, where="export")

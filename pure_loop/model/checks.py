@@ -76,9 +76,9 @@ def refuse_untrainable(module: object) -> None:
     parameters = list(module.parameters())
     if not parameters:
         raise ModelError(
-            f"{type(module).__name__} has no parameters, which training changes, and of which a State says where its "
-            "tensors are. Are its layers kept in a plain list or dict? Use nn.ModuleList, nn.ModuleDict or "
-            'nn.ParameterList. To evaluate a module that needs none, give it one: module.register_parameter("unused", '
+            f"{type(module).__name__} has no parameters, so there is nothing to train and no device to compute on. Are "
+            "its layers kept in a plain list or dict? Use nn.ModuleList, nn.ModuleDict or nn.ParameterList. "
+            'To evaluate a module that needs none, give it one: module.register_parameter("unused", '
             "nn.Parameter(torch.zeros(())))."
         )
     if not any(parameter.requires_grad for parameter in parameters):

@@ -153,7 +153,7 @@ def evaluation_params(state: S, optimizer: Optimizer) -> FrozenDict[str, Tensor]
 
 def _served(state: Any, optimizer: Any) -> tuple[Optimizer, Params, Any]:
     """The optimizer as ``fit`` runs it, the parameters that are trained, and the optimizer state."""
-    refuse_no_state(state, "to_state_dict(state, optimizer)")
+    refuse_no_state(state, "to_state_dict(state, optimizer)", "pl.State.create(module)")
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"the optimizer that fit is given is needed, such as pl.optim.adamw(), got {optimizer!r}"

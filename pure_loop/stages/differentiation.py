@@ -87,7 +87,7 @@ def update_part(
     """
     if not callable(loss) or not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
-            f"update_part: loss is a {type(loss).__name__} and optimizer a {type(optimizer).__name__}: write "
+            f"update_part: loss is of type {type(loss).__name__}, optimizer of type {type(optimizer).__name__}: write "
             "update_part(state, part, loss, optimizer) with a function of the module, and pl.optim.adam(lr=3e-4)."
         )
     names = [name for name in state.model.differentiated(state.frozen) if name.startswith(f"{part}.")]

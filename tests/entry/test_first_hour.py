@@ -41,7 +41,7 @@ pl.optim.sgd(lr=pl.schedules.cosine) | cosine(...) | pl.optim.sgd(lr=pl.schedule
 pl.schedules.CosineAnnealingLR("3ep") | cosine("3ep", peak=3e-4) | pl.schedules.cosine("3ep", peak=3e-4)
 pl.compile(model) | compile=True | fit(compile=False)
 pl.optim(lr=0.1) | pl.optim.adamw(lr=3e-4) | pl.optim.adamw(lr=3e-4)
-pl.loggers.InMemoryLogger().log_metrics({"a": 1}) | state | pl.loggers.InMemoryLogger().log_metrics({"a": 1}, state)
+logger.log_metrics({"a": 1}) | log_metrics needs state | logger.log_metrics({"a": 1}, state)
 fit(algorithms=[OfComposer()]) | @pl.algorithm(Event.BATCH_END) | fit(algorithms=[pl.algorithm(Event.BATCH_END)(same)])
 fit(algorithms=["ema"]) | pl.algorithms.ema(half_life="100ba") | fit(algorithms=[pl.algorithms.ema(half_life="100ba")])
 fit(algorithms=[pl.algorithms.ema]) | call it: pl.algorithms.ema(...) | fit(algorithms=[pl.algorithms.ema("9ba")])
@@ -49,7 +49,7 @@ fit(algorithms=[[label_smoothing]]) | its members themselves | fit(algorithms=[l
 fit(algorithms=[at_batch_end(nothing)]) | return state.replace(...) | fit(algorithms=[at_batch_end(same)])
 fit(algorithms=[pl.algorithm("batch_ends")(same)]) | Event.BATCH_END | fit(algorithms=[at_batch_end(same)])
 pl.algorithms.MixUp(0.2) | 'mixup' | pl.algorithms.mixup(0.2)
-pl.algorithms.averaged(state.module()) | State | pl.algorithms.averaged(average)
+pl.algorithms.averaged(state.module()) | is not a State | pl.algorithms.averaged(average)
 pl.algorithms.restored(state.module()) | is not a State | pl.algorithms.restored(stopped)
 pl.algorithms.averged(state) | 'averaged' | pl.algorithms.averaged(average)
 state.save("a.pl") | pl.save(state, path) | pl.save(state, "a.pl")
@@ -189,6 +189,7 @@ def names() -> dict[str, Any]:
         "right": right,
         "texts": texts,
         "forgetful": forgetful,
+        "logger": pl.loggers.InMemoryLogger(),
         "loss_of": lambda module: module[0].weight.sum(),
         "anew": pl.State.create(model),
         "nothing": lambda state: None,

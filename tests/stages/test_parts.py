@@ -143,7 +143,9 @@ OF_ONE = pl.optim.adam(lr=LR).init(pl.State.create(Players()).params)
         Refusal(
             "its state", lambda: part(opt_state=OF_ONE), pl.ArgumentError, ("['step', 'skipped'", "opt_state=None")
         ),
-        Refusal("swapped", lambda: part(loss=pl.optim.sgd(lr=1.0)), pl.ArgumentTypeError, ("loss is a Optimizer",)),
+        Refusal(
+            "swapped", lambda: part(loss=pl.optim.sgd(lr=1.0)), pl.ArgumentTypeError, ("loss is of type Optimizer",)
+        ),
         Refusal("no loss", lambda: part(loss=lambda model: 1.0), pl.LossError, ("tensor of shape ()",)),
         Refusal("text", lambda: text("evaluators"), pl.ArgumentTypeError, (SAYS, "evaluator 'eval'"), at_once=False),
         Refusal("text in training", lambda: text("train_metrics"), pl.ArgumentTypeError, (SAYS,), at_once=False),
