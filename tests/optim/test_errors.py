@@ -382,7 +382,7 @@ def test_what_is_no_state_dict_of_the_optimizer() -> None:
     )
     refused(
         ArgumentTypeError,
-        (lambda: ours.to_state_dict(layer, adamw()), "got a Linear"),
+        (lambda: ours.to_state_dict(layer, adamw()), "Linear is not a State", "write to_state_dict(state, optimizer)"),
         (lambda: ours.to_state_dict(new, reference), "the optimizer that fit"),
         (lambda: loaded(adamw(), {"model": 1}), "and this one has ['model'"),
         (lambda: loaded(adamw(), reference), "got a SGD"),
