@@ -35,6 +35,7 @@ __all__ = [
     "IdleAlgorithmError",
     "ImpurityError",
     "LossError",
+    "MissingAttributeError",
     "MissingExtraError",
     "MissingNameError",
     "ModelError",
@@ -47,7 +48,6 @@ __all__ = [
     "ResumeError",
     "RewindError",
     "RunExistsError",
-    "StreamAttributeError",
     "TimeFormatError",
     "VerificationError",
     "WrappedModelError",
@@ -229,8 +229,8 @@ class MissingNameError(PureLoopError, KeyError):
         return str(self.args[0]) if self.args else ""  # KeyError shows its repr
 
 
-class StreamAttributeError(PureLoopError, AttributeError):
-    """An attribute of a State was read from a stream."""
+class MissingAttributeError(PureLoopError, AttributeError):
+    """A State, a stream, a timestamp or a mapping has no such attribute; the message says where the value is."""
 
 
 class NeverIteratedWarning(RuntimeWarning):

@@ -20,7 +20,7 @@ from pure_loop._internal.weights import Implied, implied_by
 from pure_loop.data.batch import describe
 from pure_loop.data.group import parts_of
 from pure_loop.data.samples import num_samples, num_tokens, split
-from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError, LossError
 from pure_loop.random.authors import is_users
 
 __all__ = ["OnTargets", "Task", "check_loss_function", "has_loss_method", "make_task"]
@@ -61,6 +61,8 @@ def _first_of(batch: Batch) -> str:
     return "batch[0]" if isinstance(batch, tuple | list) and batch else "batch"
 
 
+# Without those of a bound, a threshold or a distribution.
+_ELEMENTWISE = frozenset({"mseloss", "l1loss", "smoothl1loss", "huberloss"})
 _TORCH_LOSSES = frozenset({"torch.nn.functional", "torch.nn.modules.loss"})
 
 
@@ -370,12 +372,17 @@ class OnTargets:
 
     loss: Callable[..., Any]
     is_torchs: bool = attrs.field(init=False)
+    elementwise: bool = attrs.field(init=False, repr=False, eq=False)
     implied: Implied | None = attrs.field(init=False, repr=False, eq=False)
 
     @is_torchs.default
     def _of_torch(self) -> bool:
         owner = type(self.loss) if isinstance(self.loss, nn.Module) else self.loss
         return getattr(owner, "__module__", None) in _TORCH_LOSSES
+
+    @elementwise.default
+    def _of_elements(self) -> bool:
+        return self.is_torchs and name_of(self.loss).lower().replace("_", "") in _ELEMENTWISE
 
     @implied.default
     def _implied(self) -> Implied | None:
@@ -386,7 +393,15 @@ class OnTargets:
         return (self.loss,)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Any:
-        return self.loss(outputs, _inputs_and_targets(batch)[1])
+        targets = _inputs_and_targets(batch)[1]
+        tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+        if self.elementwise and tensors and outputs.shape != targets.shape:  # which torch would broadcast
+            raise LossError(
+                f"{name_of(self.loss)} compares elements, and has outputs of shape {tuple(outputs.shape)} and targets "
+                f"of shape {tuple(targets.shape)}: give both one shape, outputs.squeeze(1) in the loss or "
+                "targets[:, None] in the dataset; to broadcast on purpose, write loss=lambda outputs, targets: ..."
+            )
+        return self.loss(outputs, targets)
 
 
 def has_loss_method(model: nn.Module) -> bool:

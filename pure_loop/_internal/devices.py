@@ -26,6 +26,8 @@ def read_device(value: object) -> torch.device | None:
         text = str(error).splitlines()[0]
         if text.startswith("Expected one of"):  # all kinds that torch knows, of which most are unknown here
             text = 'write "cpu", "cuda" or "cuda:0"'
+        elif "not compiled" in text or "found no" in text.lower():
+            text += '; write device="cpu"'
         raise ArgumentError(f"device={str(value)!r} can't be used here: {text}") from error
     return device
 

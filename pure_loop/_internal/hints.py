@@ -1,7 +1,11 @@
-"""What to write instead of names of other libraries: of members of a package, of arguments, of fields of a State."""
+"""What to write instead of names of other libraries: of members of a package, of arguments, of fields of a State.
+
+And what to write where torch raises an error of its own.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 _LOOP = 'for event, state in pl.fit(model, dataloader, loss=..., optimizer=..., max_duration="3ep"): ...'
@@ -486,3 +490,121 @@ STATE_PLACES: tuple[tuple[str, str], ...] = (
     ("callbacks loggers dataloader train_dataloader evaluators", "it is an argument of fit, and not in the State"),
     ("rank world_size", "ranks are pl.distributed.rank() and pl.distributed.world_size()"),
 )
+
+
+# Messages of torch, as patterns, and what to write; {0} is the first group of the pattern.
+_SHAPES = "give both one shape: outputs.squeeze(1) in the loss, or targets[:, None] in the dataset"
+_OUTPUTS = (
+    "the outputs are a {0}, and this loss takes a tensor: write loss=lambda outputs, targets: cross_entropy("
+    "outputs[...], targets), with the index or the key of the tensor"
+)
+_OF_TORCH: tuple[tuple[str, str], ...] = (
+    (r"(?:loss|entropy)\w*\(\): argument 'input' .*must be Tensor, not (\w+)", _OUTPUTS),
+    (r"^'(tuple|list|dict)' object has no attribute 'size'", _OUTPUTS),
+    (
+        r"argument '\w+' .*must be Tensor, not numpy",
+        "batches hold tensors: write torch.from_numpy(array), or a DataLoader of samples, which makes tensors of them",
+    ),
+    (
+        r"argument 'target' .*must be Tensor, not",
+        "targets are tensors of numbers: of texts, write classes.index(text) in the dataset",
+    ),
+    (
+        r"argument '\w+' .*must be Tensor, not tuple",
+        "a module before it gives several tensors, as an LSTM gives output, (h, c): pass on the one that is meant",
+    ),
+    (
+        r"argument '\w+' .*must be Tensor, not dict",
+        "inputs in a dict are read by their key: write task=pl.Task(forward=lambda model, batch: model(batch[...]), "
+        "loss=lambda outputs, batch: ...)",
+    ),
+    (
+        r"argument '\w+' .*must be Tensor, not (\w+)",
+        "a layer got a {0}: make tensors in the dataset, torch.tensor(numbers), and of texts what a tokenizer gives",
+    ),
+    (
+        r"mat1 and mat2 must have the same dtype|Input type \(.*\) and (?:weight|bias) type|expected m1 and m2 to have"
+        r"|expected scalar type (?:Float|Double|Half|BFloat16)",
+        "inputs have the dtype of the parameters: write inputs.float() in the dataset, and inputs.float() / 255 for "
+        "images of bytes",
+    ),
+    (
+        r"Target -?\d+ is out of bounds",
+        "classes count from 0, and the last layer has an output for each of them; a target that doesn't count is -100",
+    ),
+    (
+        r"[Ee]xpected (?:target dtype|scalar type Long|floating point type for target with class prob)",
+        "for cross_entropy, classes are int64 (targets.long()) and probabilities float32 (targets.float()), in the "
+        "shape of the outputs; numbers to predict take torch.nn.functional.mse_loss",
+    ),
+    (
+        r"multi-target not supported",
+        "the targets have a dimension too many: targets.squeeze(1), or targets.argmax(1) where they are one-hot",
+    ),
+    (r"[Tt]arget size \(.*(?:must be the same as|different to the) input size", _SHAPES),
+    (r"result type Float can't be cast to the desired output type", "this loss takes targets.float()"),
+    (
+        r"only batches of spatial targets|Expected target size \[",
+        "cross_entropy takes outputs of shape (batch, classes, ...): write nn.Flatten() before the last layer, or, "
+        "where the classes are the last dimension, cross_entropy(outputs.flatten(0, -2), targets.flatten())",
+    ),
+    (
+        r"index out of range in self",
+        "an Embedding(n, ...) has rows for the indices 0 to n - 1: make n the size of the vocabulary, len(tokenizer)",
+    ),
+    (r"argument #1 'indices' to have", "an Embedding takes integers: inputs.long()"),
+    (
+        r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x",
+        "the last dimension of the inputs is {0}, and this layer takes {1}: write one that takes {0}, or nn.Flatten() "
+        "before it",
+    ),
+    (
+        r"expected input.* to have (\d+) channels, but got (\d+) channels",
+        "images have the shape (batch, channels={0}, height, width): where the channels are last, write "
+        "images.permute(0, 3, 1, 2) in the dataset, and where there are none, images[:, None]",
+    ),
+    (
+        r"Expected more than 1 value per channel",
+        "a batch norm needs several samples: DataLoader(..., drop_last=True), or a larger microbatch_size",
+    ),
+    (
+        r"forward\(\) (?:missing \d+ required|takes \d+ positional)",
+        "a model is called with the first part of a batch alone: for more, write task=pl.Task(forward=lambda model, "
+        "batch: model(batch[0], batch[1]), loss=lambda outputs, batch: cross_entropy(outputs, batch[2]))",
+    ),
+    (
+        r"modified by an inplace operation",
+        "a layer has overwritten what a gradient needs: write ReLU(inplace=False), and x = x + 1 in place of x += 1",
+    ),
+    (
+        r"stack expects each tensor to be equal size|resize storage that is not resizable",
+        "samples of a batch have several shapes: resize, crop or pad them in the dataset, or keep them in a list with "
+        "DataLoader(..., collate_fn=list)",
+    ),
+    (
+        r"default_collate: batch must contain .*found <class '(.*)'>",
+        "a sample has a {0}: make tensors in the dataset, torch.from_numpy(numpy.asarray(image)) of an image",
+    ),
+    (
+        r"Expected all tensors to be on the same device",
+        "a forward makes tensors on the device of its inputs, torch.zeros(..., device=x.device), and a module keeps a "
+        "tensor as a buffer, register_buffer(name, tensor)",
+    ),
+    (
+        r"^'NoneType' object has no attribute '(?:norm|data|clone|abs|pow|sum|mean|item|add_|mul_|zero_|detach|shape)'",
+        "fields of a State are None before the event that sets them, and gradients are in state.grads, not in .grad",
+    ),
+)
+
+
+def advice_of_torch(message: str) -> str | None:
+    """What to write where torch raises an error with this message; None where nothing is known of it.
+
+    >>> advice_of_torch("result type Float can't be cast to the desired output type Long")
+    'this loss takes targets.float()'
+    """
+    for pattern, text in _OF_TORCH:
+        match = re.search(pattern, message)
+        if match is not None:
+            return text.format(*match.groups())
+    return None

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from pure_loop._internal.arguments import is_number
 from pure_loop._internal.hints import ARGUMENTS, EXAMPLES, PASSED_TWICE, STATE_PLACES, hint, letters_of
 from pure_loop._internal.tracebacks import OWN_HIDDEN
-from pure_loop.errors import ArgumentTypeError
+from pure_loop.errors import ArgumentTypeError, MissingAttributeError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def arguments_of_call(
 
 
 # Members of these packages are written with the package's name; those of others are pl.NAME.
-_NAMED_PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "optim", "schedules")
+_NAMED_PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "optim", "schedules", "testing")
 
 
 def _place(function: Callable[..., object]) -> str:
@@ -231,7 +231,7 @@ class Elsewhere:
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
         name = self._name
-        raise AttributeError(f"{owner.__name__!r} object has no attribute {name!r}: {self._place}.", name=name)
+        raise MissingAttributeError(f"{owner.__name__!r} object has no attribute {name!r}: {self._place}.", name=name)
 
     def __repr__(self) -> str:
         return f"<not here: {self._place}>"

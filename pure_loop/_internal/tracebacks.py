@@ -15,6 +15,7 @@ import attrs
 from torch import nn
 
 from pure_loop._internal.frames import callers, frame_at, variable
+from pure_loop._internal.hints import advice_of_torch
 from pure_loop.errors import PureLoopError
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -46,8 +47,12 @@ def hide_own(error: BaseException) -> None:
 
     An error that is none of the package's own and was raised by a line of the package is a fault of it, and keeps its
     traceback. So does every error with ``PURE_LOOP_TRACEBACKS=full`` in the environment. Called in an ``except`` block
-    that ends with ``raise``, which adds no entry: the frame of the block is hidden, too.
+    that ends with ``raise``, which adds no entry: the frame of the block is hidden, too. An error of torch's that is
+    known has a note that says what to write.
     """
+    advice = None if isinstance(error, PureLoopError) else advice_of_torch(str(error))
+    if advice is not None and advice not in getattr(error, "__notes__", ()):
+        error.add_note(advice)
     entries = list(entries_of(error.__traceback__))
     if not entries or os.environ.get("PURE_LOOP_TRACEBACKS") == "full":
         return

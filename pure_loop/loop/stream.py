@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.tracebacks import OWN_HIDDEN, user_place
-from pure_loop.errors import ArgumentError, ArgumentTypeError, NeverIteratedWarning, StreamAttributeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingAttributeError, NeverIteratedWarning
 from pure_loop.event import Event
 from pure_loop.state import State
 
@@ -62,7 +62,7 @@ class Stream(Generator[tuple[Event, State], None, Any]):
     >>> stream.timestamp
     Traceback (most recent call last):
     ...
-    pure_loop.errors.StreamAttributeError: a stream has no 'timestamp': ... state = pl.run(stream); state.timestamp
+    pure_loop.errors.MissingAttributeError: a stream has no 'timestamp': ... state = pl.run(stream); state.timestamp
     >>> state = pl.run(stream)
     >>> state.timestamp.epoch
     2
@@ -130,7 +130,7 @@ class Stream(Generator[tuple[Event, State], None, Any]):
             if name.startswith("__"):
                 raise AttributeError(name)
             of_state = f"; state.{name}" if name != "state" and hasattr(State, name) else ""
-            raise StreamAttributeError(
+            raise MissingAttributeError(
                 f"a stream has no {name!r}: it is a generator of (event, state), which runs as it is iterated over. "
                 f"Write for event, state in stream: ..., or, for its last State, state = pl.run(stream){of_state}"
             )

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from torch import Tensor
 
+from pure_loop._internal.arguments import accepts
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.weights import wide_dtype
 from pure_loop.errors import ArgumentTypeError
@@ -25,7 +26,8 @@ def mean(function: Callable[[Outputs, Batch], Tensor], name: Annotated[str, Name
         name: the metric's name.
 
     Raises:
-        ArgumentTypeError: (a TypeError) where the function gives one number for the whole batch.
+        ArgumentTypeError: (a TypeError) where the function doesn't take two arguments, or gives one number for the
+            whole batch.
 
     >>> import torch
     >>> error = mean(lambda outputs, batch: (outputs - batch[1]).abs(), "mae")
@@ -33,6 +35,11 @@ def mean(function: Callable[[Outputs, Batch], Tensor], name: Annotated[str, Name
     >>> error.compute(acc)
     tensor(1.)
     """
+
+    if not accepts(function, 2):
+        raise ArgumentTypeError(
+            f"metric {name!r}: its function can't be called with two arguments, which are (outputs, batch)."
+        )
 
     def update(accumulator: Ratio, outputs: Outputs, batch: Batch) -> Ratio:
         values = function(outputs, batch)

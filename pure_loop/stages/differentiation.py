@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import gradient_of
+from pure_loop.data.batch import describe
 from pure_loop.errors import ArgumentError, ArgumentTypeError, LossError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import Optimizer, time_of_step
 from pure_loop.stages.loss import detached
+from pure_loop.stages.notes import noting
 from pure_loop.state import State
 
 T = TypeVar("T")
@@ -44,8 +46,8 @@ def value_and_grad(
         value: Any = result[0] if isinstance(result, tuple) else result
         if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
             raise LossError(
-                f"value_and_grad: the function gave {value!r}, and what is differentiated is a tensor of shape () that "
-                "depends on the parameters it was given: return loss, or (loss, anything)."
+                f"value_and_grad: the function gave {describe(value)}, and what is differentiated is a tensor of shape "
+                "() that depends on the parameters it was given: return loss, or (loss, anything)."
             )
         results = gradient_of(value, list(leaves.values()))
     return detached(result), FrozenDict(zip(leaves, results, strict=True))
@@ -108,7 +110,8 @@ def update_part(
         return state.model.apply(loss, FrozenDict({**state.params, **params}), state.buffers, training=True)
 
     trained = FrozenDict((name, state.params[name]) for name in names)
-    (value, buffers), grads = mean(value_and_grad(of_part, trained))
+    with noting(lambda: f"raised by update_part, of the loss of part {part!r}"):
+        (value, buffers), grads = mean(value_and_grad(of_part, trained))
     memory = memories[part] if part in memories else optimizer.init(trained)
     timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
     params, memory = optimizer.update(grads, memory, trained, timestamp)

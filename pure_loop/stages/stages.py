@@ -175,8 +175,12 @@ class Stages(UpdateStage):
         # A checkpoint draws its dropout masks again here, and restores the global generator around that.
         in_place = grads is not None and self.workspace.take_gradients(state)
         summed = state if state._grads is grads else with_fields(state, _grads=grads)
-        with self.running(state, "backward", code=self.code_of(state, "backward"), casts=False):
-            result = self.engine.gradient(summed, loss if counts else None, seed, in_place=in_place, counts=mask)
+        try:
+            with self.running(state, "backward", code=self.code_of(state, "backward"), casts=False):
+                result = self.engine.gradient(summed, loss if counts else None, seed, in_place=in_place, counts=mask)
+        except Exception as error:
+            error.add_note(f"raised in the backward of batch {state.timestamp.batch}")
+            raise
         model.release_graph(leaves)
         if result is not None:
             if counts and (not result or result[0] is None) and all(gradient is None for gradient in result):

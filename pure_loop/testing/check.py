@@ -13,6 +13,7 @@ import attrs
 from hypothesis.strategies import SearchStrategy
 
 from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.suggestions import teaching
 from pure_loop.entry.fit import fit as library_fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
@@ -219,6 +220,7 @@ def _reasons(argument: str, value: object, names: set[str]) -> dict[str, str]:
     return dict(value)
 
 
+@teaching
 def check_algorithm(
     make_algorithm: object,
     *,
@@ -268,6 +270,7 @@ def check_algorithm(
     ).report()
 
 
+@teaching
 def check_loop(
     fit: Fit = library_fit,
     *,
@@ -308,6 +311,7 @@ def not_none(make_algorithm: object) -> object:
     return make_algorithm
 
 
+@teaching
 def check_callback(
     make_callback: object,
     *,
@@ -343,6 +347,7 @@ def check_callback(
     ).report()
 
 
+@teaching
 def check_script(
     make_script: Callable[[State], Script],
     start: State | Callable[[int], State],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import columns, table
-from pure_loop._internal.suggestions import refuse_misfit
+from pure_loop._internal.suggestions import refuse_misfit, teaching
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, compose
 from pure_loop.entry.fit import fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -69,6 +69,7 @@ class Ablation:
         return f"ablate: {self.metric} after {self.steps}, from batch {self.start}"
 
 
+@teaching
 def ablate(
     model_or_state: nn.Module | State,
     train_dataloader: Iterable[Batch],

@@ -83,6 +83,7 @@ def test_a_run_of_composer_goes_on(
     torch.save(content(module, prefix, **{kind: saved}), path)
     rename = {prefix: ""} if prefix else None
     start = pl.from_composer(path, mlp(), optimizer=optimizer, rename=rename)
+    assert [note.batch for note in start.notes] == [3] * bool(rename)
     assert (start.timestamp.batch, start.timestamp.sample, start.timestamp.total_seconds) == (3, 12, 9.5)
     end = pl.run(fit(start, data[3:], optimizer=optimizer, max_duration="6ba"))
     trained(module, by_hand, rates[3:], data[3:])
@@ -170,6 +171,9 @@ REFUSED = [
             ("'2.weight' has shape (7, 8) in the file", "pl.from_composer(saved, model, exclude=['2.weight'])")),
     Refusal("a weight less", lambda: of(saved={"0.weight": torch.ones(8, 4)}), pl.ResumeError,
             ("lacks", "exclude=['0.bias', '2.*']")),
+    Refusal("another head, with moments",
+            lambda: of(saved={**mlp().state_dict(), "2.weight": torch.ones(7, 8)}, optimizer=SUITABLE), pl.ResumeError,
+            ("pl.from_composer(saved, model, optimizer=optimizer, exclude=['2.weight'])",)),
     Refusal("moments and weights alone", lambda: of(optimizer=SUITABLE, weights_only=True), WRONG, ("write one of",)),
     Refusal("no moments", lambda: of(optimizer=SUITABLE), pl.ResumeError, ("no optimizer", "begins anew")),
     Refusal("coupled decay", lambda: of(saved=content(mlp(), "", DecoupledAdamW=ADAM), optimizer=SUITABLE), WRONG,

@@ -173,6 +173,7 @@ REFUSED = [
     loads("no such memory", WRONG, "did you mean 'algorithm_state/ema'?", exclude=["algorithm_state/emma"]),
     loads("no glob", TYPE, "exclude=[5]: write globs", exclude=[5], **SELECTION),
     loads("an empty glob", TYPE, "write globs", exclude=[""], **SELECTION),
+    loads("a module without a glob", WRONG, "did you mean '4.*'?", exclude=["4"], **SELECTION),
     loads("a glob of nothing", WRONG, "exclude='4.wieght' matches no weight of", "did you mean '4.weight'?",
           exclude=["4.wieght"], **SELECTION),
     loads("no renaming", TYPE, "rename=['a']: write", rename=["a"], **SELECTION),

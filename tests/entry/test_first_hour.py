@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
@@ -108,6 +108,37 @@ pl.stages.update_part(anew, "0", SGD, loss_of) | part, loss, optimizer) | pl.sta
 pl.metrics.Accuracy() | accuracy( | pl.metrics.accuracy()
 pl.save(model, "a.pl") | write save(state, path) | pl.save(state, "a.pl")
 pl.load("a.pl") | pl.load(path, model=module) | (pl.save(state, "a.pl"), pl.load("a.pl", model=model))
+evaluated(metrics=[pl.metrics.mean(single, "m")]) | (outputs, batch) | evaluated(metrics=[pl.metrics.mean(gap, "m")])
+pl.stages.update_part(anew, "2", loss_of, SGD) | of part '2' | pl.stages.update_part(anew, "0", loss_of, SGD)
+pl.testing.check_algorithm(label_smoothing, problem="mlp") | problems=? | pl.testing.PROBLEMS["mlp"]
+of(model, X, Y[:, None].float(), mse_loss) | shape (8, 2) and | of(regressor, X, targets, mse_loss)
+of(regressor, X, Y.float(), mse_loss) | outputs.squeeze(1) | of(regressor, X, Y.float(), squeezed)
+of(regressor, X, Y, entropy) | targets[:, None] | of(regressor, X, targets, entropy)
+of(regressor, X, Y[:, None], entropy) | targets.float() | of(regressor, X, targets, entropy)
+of(pairing, X, Y) | cross_entropy(outputs[...], targets) | of(pairing, X, Y, of_first)
+of(model, X.double(), Y) | inputs.float() | of(model, X, Y)
+of(model, X.byte(), Y) | inputs.float() / 255 | of(model, X.byte().float() / 255, Y)
+of(images, torch.ones(8, 1, 4, 4).double(), Y) | inputs.float() | of(images, torch.ones(8, 1, 4, 4), Y)
+of(images, torch.ones(8, 4, 4, 1), Y) | permute(0, 3, 1, 2) | of(images, torch.ones(8, 4, 4, 1).permute(0, 3, 1, 2), Y)
+of(model, X.numpy(), Y.numpy()) | torch.from_numpy(array) | of(model, torch.from_numpy(X.numpy()), Y)
+of(model, ["a"] * 8, Y) | a tokenizer | of(model, X, Y)
+of(model, {"x": X}, Y) | read by their key | of(model, X, Y)
+of(nn.Sequential(nn.LSTM(5, 5), model), X, Y) | (h, c) | of(model, X, Y)
+of(model, X, ("cat", "dog") * 4) | classes.index(text) | of(model, X, Y)
+of(images, torch.ones(8, 4, 4), Y) | images[:, None] | of(images, torch.ones(8, 4, 4)[:, None], Y)
+of(model, X, Y + 2) | count from 0 | of(model, X, Y)
+of(model, X, Y.int()) | targets.long() | of(model, X, Y.int().long())
+of(model, X, Y[:, None]) | targets.squeeze(1) | of(model, X, Y[:, None].squeeze(1))
+of(model, X.expand(3, 8, 5), Y.expand(3, 8)) | flatten(0, -2) | of(model, X.expand(3, 8, 5), Y.expand(3, 8), tokens)
+of(model, X[:, :3], Y) | takes 3, or nn.Flatten() | of(model, X, Y)
+of(words, X.long() * 0 + 9, Y) | indices 0 to n - 1 | of(words, X.long() * 0, Y)
+of(words, X, Y) | inputs.long() | of(words, X.long() * 0, Y)
+of(normed, X[:1], Y[:1]) | drop_last=True | of(normed, X, Y)
+of(nn.Bilinear(5, 5, 2), X, Y) | model(batch[0], batch[1]) | of(model, X, Y)
+of(nn.Sequential(model, nn.Sigmoid(), nn.ReLU(True)), X, Y) | ReLU(inplace=False) | of(model, X, Y)
+pl.fit(model, DataLoader(ragged, 2), **SETTINGS) | collate_fn=list | pl.fit(model, DataLoader(dataset, 2), **SETTINGS)
+pl.fit(model, DataLoader([entropy]), **SETTINGS) | has a function: make | pl.fit(model, DataLoader(dataset), **SETTINGS)
+fit(algorithms=[at_batch_end(torchs_gradient)]) | state.grads | fit(algorithms=[pl.algorithm("after_backward")(norm)])
 """
 
 
@@ -159,6 +190,10 @@ def names() -> dict[str, Any]:
     def evaluated(**changes: Any) -> pl.Stream:
         return fit(evaluators={"val": pl.Evaluator(data, **changes)})
 
+    class Pairing(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return super().forward(inputs), inputs
+
     ema, stopping = pl.algorithms.ema("1ba"), pl.algorithms.early_stopping("val/loss", best="keep")
     return {
         "torch": torch,
@@ -166,6 +201,23 @@ def names() -> dict[str, Any]:
         "pl": pl,
         "Event": Event,
         "cross_entropy": cross_entropy,
+        "mse_loss": mse_loss,
+        "entropy": binary_cross_entropy_with_logits,
+        "of": lambda module, x, y, loss=cross_entropy: pl.fit(module, [(x, y)], **{**settings, "loss": loss}),
+        "regressor": nn.Linear(5, 1),
+        "pairing": Pairing(5, 2),
+        "images": nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(18, 2)),
+        "words": nn.Sequential(nn.Embedding(3, 4), nn.Flatten(), nn.Linear(20, 2)),
+        "normed": nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2)),
+        "ragged": [(torch.ones(size), 0) for size in (3, 4)],
+        "squeezed": lambda outputs, targets: mse_loss(outputs.squeeze(1), targets),
+        "tokens": lambda outputs, targets: cross_entropy(outputs.flatten(0, -2), targets.flatten()),
+        "of_first": lambda outputs, targets: cross_entropy(outputs[0], targets),
+        "targets": y[:, None].float(),
+        "single": lambda outputs: outputs.sum(1),
+        "gap": lambda outputs, batch: outputs[:, 0] - batch[1],
+        "torchs_gradient": lambda state: state.params["0.weight"].grad.norm(),
+        "norm": lambda state: (state.grads["0.weight"].norm(), state)[1],
         "DataLoader": DataLoader,
         "TensorDataset": TensorDataset,
         "X": x,
@@ -219,7 +271,7 @@ def test_what_is_written_by_habit_is_answered_with_what_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wrong, words, right = row.split(" | ")
-    with pytest.raises((pl.PureLoopError, AttributeError)) as caught:
+    with pytest.raises((pl.PureLoopError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)) as caught:
         run(wrong, known)
     message = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert words in message, message

@@ -51,6 +51,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "an algorithm": lambda: pl.algorithms.early_stopping("val_loss"),
     "a callback": lambda: pl.callbacks.CheckpointSaver("runs", keep_last=0),
     "a file": lambda: pl.load("nowhere.safetensors"),
+    "an attribute": lambda: pl.run(fit(algorithms=[pl.algorithm("batch_end")(lambda state: state.epoch)])),
     "a loss": lambda: pl.run(fit(loss=lambda outputs, targets: None)),
 }
 

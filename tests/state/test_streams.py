@@ -45,7 +45,7 @@ def test_a_stream_is_no_state_and_no_list(name: str) -> None:
     for field in ("timestamp", "params", "state", "module", "anything"):
         of_state = f"state.{field}" if hasattr(pl.State, field) else "state = pl.run(stream)"
         says = (repr(field), "pl.run(stream)", of_state)
-        refused(lambda field=field: getattr(stream, field), pl.StreamAttributeError, *says)
+        refused(lambda field=field: getattr(stream, field), pl.MissingAttributeError, *says)
         assert not hasattr(stream, field)
     refused(lambda: len(stream), pl.ArgumentTypeError, "a stream has no length")
     refused(lambda: stream[0], pl.ArgumentTypeError, "stream[0]", "list(stream)")
