@@ -107,7 +107,7 @@ class ForkedError(PureLoopError, RuntimeError):
 
 
 class LossError(PureLoopError, ValueError):
-    """A loss is not a scalar tensor, nor a dict of scalars with the key ``total``."""
+    """A loss is not a scalar tensor, nor a dict of scalars with ``total``, or broadcasts outputs and targets."""
 
 
 class OrderError(PureLoopError, ValueError):

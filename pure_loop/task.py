@@ -7,13 +7,16 @@ By default a batch is ``(inputs, targets)``, the forward is ``model(inputs)`` an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pure_loop._internal.arguments import accepts, check_flag, name_of
+from pure_loop._internal.hints import squeezed
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.reprs import call, changed_fields
 from pure_loop._internal.weights import Implied, implied_by
@@ -61,8 +64,9 @@ def _first_of(batch: Batch) -> str:
     return "batch[0]" if isinstance(batch, tuple | list) and batch else "batch"
 
 
-# Without those of a bound, a threshold or a distribution.
-_ELEMENTWISE = frozenset({"mseloss", "l1loss", "smoothl1loss", "huberloss"})
+# Those that compare outputs with targets, element by element: torch broadcasts, with a warning.
+_ELEMENTWISE = (functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss)
+_ELEMENTWISE_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _TORCH_LOSSES = frozenset({"torch.nn.functional", "torch.nn.modules.loss"})
 
 
@@ -382,7 +386,10 @@ class OnTargets:
 
     @elementwise.default
     def _of_elements(self) -> bool:
-        return self.is_torchs and name_of(self.loss).lower().replace("_", "") in _ELEMENTWISE
+        function: object = self.loss
+        while isinstance(function, functools.partial):
+            function = function.func
+        return type(function) in _ELEMENTWISE_MODULES or any(function is known for known in _ELEMENTWISE)
 
     @implied.default
     def _implied(self) -> Implied | None:
@@ -394,14 +401,21 @@ class OnTargets:
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Any:
         targets = _inputs_and_targets(batch)[1]
-        tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-        if self.elementwise and tensors and outputs.shape != targets.shape:  # which torch would broadcast
-            raise LossError(
-                f"{name_of(self.loss)} compares elements, and has outputs of shape {tuple(outputs.shape)} and targets "
-                f"of shape {tuple(targets.shape)}: give both one shape, outputs.squeeze(1) in the loss or "
-                "targets[:, None] in the dataset; to broadcast on purpose, write loss=lambda outputs, targets: ..."
-            )
+        if self.elementwise and isinstance(outputs, Tensor) and isinstance(targets, Tensor):
+            self._refuse_to_broadcast(outputs, targets)
         return self.loss(outputs, targets)
+
+    def _refuse_to_broadcast(self, outputs: Tensor, targets: Tensor) -> None:
+        if outputs.shape == targets.shape:
+            return
+        advice = "write loss=lambda outputs, targets: ... to broadcast on purpose"
+        for name, longer, shorter in (("outputs", outputs, targets), ("targets", targets, outputs)):
+            if longer.shape == (*shorter.shape, 1):
+                advice = squeezed(name)
+        raise LossError(
+            f"{name_of(self.loss)} compares elements, and has outputs of shape {tuple(outputs.shape)} and targets of "
+            f"shape {tuple(targets.shape)}: {advice}."
+        )
 
 
 def has_loss_method(model: nn.Module) -> bool:

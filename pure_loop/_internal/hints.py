@@ -6,7 +6,7 @@ And what to write where torch raises an error of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _LOOP = 'for event, state in pl.fit(model, dataloader, loss=..., optimizer=..., max_duration="3ep"): ...'
 _STOPPING = 'write algorithms=[pl.algorithms.early_stopping("val/loss")]'
@@ -492,119 +492,184 @@ STATE_PLACES: tuple[tuple[str, str], ...] = (
 )
 
 
-# Messages of torch, as patterns, and what to write; {0} is the first group of the pattern.
-_SHAPES = "give both one shape: outputs.squeeze(1) in the loss, or targets[:, None] in the dataset"
-_OUTPUTS = (
-    "the outputs are a {0}, and this loss takes a tensor: write loss=lambda outputs, targets: cross_entropy("
-    "outputs[...], targets), with the index or the key of the tensor"
-)
-_OF_TORCH: tuple[tuple[str, str], ...] = (
-    (r"(?:loss|entropy)\w*\(\): argument 'input' .*must be Tensor, not (\w+)", _OUTPUTS),
-    (r"^'(tuple|list|dict)' object has no attribute 'size'", _OUTPUTS),
+def squeezed(name: str) -> str:
+    """What to write where outputs or targets of a loss have a last dimension of 1 too many."""
+    pair = ", ".join(f"{each}.squeeze(-1)" if each == name else each for each in ("outputs", "targets"))
+    return f"the {name} have a dimension too many: write loss=lambda outputs, targets: function({pair})"
+
+
+# What a message of torch's says, as a pattern of it and the notes of the error, and what to write; {0} is the pattern's
+# first group. By the note of where it was raised: the message alone may have another cause there.
+_SEVERAL = "loss=lambda outputs, targets: function(outputs[...], targets), with the index or the key of the tensor"
+_BY_KEY = "task=pl.Task(forward=lambda model, batch: model(batch[0][...]), loss=lambda outputs, batch: ...)"
+_STARRED = _BY_KEY.replace("batch[0][...]", "*batch[0]")
+_FLOAT = r"(?:torch\.cuda\.Float|float)"
+_IN_FORWARD: tuple[tuple[str, str], ...] = (
+    (r"must be Tensor, not NoneType", "the forward of a module before it gave None: is a `return` missing?"),
     (
-        r"argument '\w+' .*must be Tensor, not numpy",
+        r"must be Tensor, not numpy",
         "batches hold tensors: write torch.from_numpy(array), or a DataLoader of samples, which makes tensors of them",
     ),
     (
-        r"argument 'target' .*must be Tensor, not",
-        "targets are tensors of numbers: of texts, write classes.index(text) in the dataset",
+        r"must be Tensor, not (?:list|tuple|str)\b.*of inputs \((?:\d+ texts|str)",
+        "a model computes with numbers: give what a tokenizer makes of the texts",
     ),
     (
-        r"argument '\w+' .*must be Tensor, not tuple",
-        "a module before it gives several tensors, as an LSTM gives output, (h, c): pass on the one that is meant",
+        r"must be Tensor, not (tuple|list)",
+        f"a layer takes one tensor, and got a {{0}}: of several inputs write {_STARRED}, of an LSTM's output, (h, c) "
+        "pass on the output, and of numbers make a tensor in the dataset",
+    ),
+    (r"must be Tensor, not dict", f"inputs in a dict are read by their keys: write {_BY_KEY}"),
+    (
+        rf"got (?!Float)\w+ and Float|Input type \((?!{_FLOAT}|torch\.\w+T)[\w. ]+\) and \w+ type \({_FLOAT}",
+        "inputs have the dtype of the parameters, float32: write inputs.float() in the dataset, and for images of "
+        "bytes image.float() / 255",
     ),
     (
-        r"argument '\w+' .*must be Tensor, not dict",
-        "inputs in a dict are read by their key: write task=pl.Task(forward=lambda model, batch: model(batch[...]), "
-        "loss=lambda outputs, batch: ...)",
+        rf"got Float and |Input type \({_FLOAT}\w*\) and \w+ type \((?!{_FLOAT})(?!torch\.FloatT)",
+        "the parameters have another dtype than the inputs, float32: leave them in float32, model.float(), and write "
+        'precision="amp_bf16" to compute in bfloat16',
     ),
-    (
-        r"argument '\w+' .*must be Tensor, not (\w+)",
-        "a layer got a {0}: make tensors in the dataset, torch.tensor(numbers), and of texts what a tokenizer gives",
-    ),
-    (
-        r"mat1 and mat2 must have the same dtype|Input type \(.*\) and (?:weight|bias) type|expected m1 and m2 to have"
-        r"|expected scalar type (?:Float|Double|Half|BFloat16)",
-        "inputs have the dtype of the parameters: write inputs.float() in the dataset, and inputs.float() / 255 for "
-        "images of bytes",
-    ),
-    (
-        r"Target -?\d+ is out of bounds",
-        "classes count from 0, and the last layer has an output for each of them; a target that doesn't count is -100",
-    ),
-    (
-        r"[Ee]xpected (?:target dtype|scalar type Long|floating point type for target with class prob)",
-        "for cross_entropy, classes are int64 (targets.long()) and probabilities float32 (targets.float()), in the "
-        "shape of the outputs; numbers to predict take torch.nn.functional.mse_loss",
-    ),
-    (
-        r"multi-target not supported",
-        "the targets have a dimension too many: targets.squeeze(1), or targets.argmax(1) where they are one-hot",
-    ),
-    (r"[Tt]arget size \(.*(?:must be the same as|different to the) input size", _SHAPES),
-    (r"result type Float can't be cast to the desired output type", "this loss takes targets.float()"),
-    (
-        r"only batches of spatial targets|Expected target size \[",
-        "cross_entropy takes outputs of shape (batch, classes, ...): write nn.Flatten() before the last layer, or, "
-        "where the classes are the last dimension, cross_entropy(outputs.flatten(0, -2), targets.flatten())",
-    ),
-    (
-        r"index out of range in self",
-        "an Embedding(n, ...) has rows for the indices 0 to n - 1: make n the size of the vocabulary, len(tokenizer)",
-    ),
-    (r"argument #1 'indices' to have", "an Embedding takes integers: inputs.long()"),
     (
         r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x",
         "the last dimension of the inputs is {0}, and this layer takes {1}: write one that takes {0}, or nn.Flatten() "
         "before it",
     ),
     (
-        r"expected input.* to have (\d+) channels, but got (\d+) channels",
-        "images have the shape (batch, channels={0}, height, width): where the channels are last, write "
-        "images.permute(0, 3, 1, 2) in the dataset, and where there are none, images[:, None]",
+        r"expected input\[1, \d+, \d+, \d+\] to have \d+ channels.*of inputs \(tensor \(\d+, \d+, \d+\)",
+        "these images have no dimension for channels: write image[None] in the dataset, inputs[:, None] in the forward",
     ),
     (
-        r"Expected more than 1 value per channel",
+        r"expected input\[\d+, \d+, \d+, (\d+)\] to have \1 channels",
+        "the channels of these images are last, and come before height and width: write image.permute(2, 0, 1) in the "
+        "dataset, inputs.permute(0, 3, 1, 2) in the forward",
+    ),
+    (
+        r"to have (\d+) channels, but got (\d+) channels",
+        "this layer takes {0} channels, and the inputs have {1}: write a layer of {1}, or, where 1 channel stands for "
+        "several, inputs.expand(-1, {0}, -1, -1) in the forward",
+    ),
+    (
+        r"^Expected more than 1 value per channel",
         "a batch norm needs several samples: DataLoader(..., drop_last=True), or a larger microbatch_size",
     ),
     (
-        r"forward\(\) (?:missing \d+ required|takes \d+ positional)",
-        "a model is called with the first part of a batch alone: for more, write task=pl.Task(forward=lambda model, "
-        "batch: model(batch[0], batch[1]), loss=lambda outputs, batch: cross_entropy(outputs, batch[2]))",
+        r"forward\(\) missing .*raised in the model, [^\n]*of inputs \([(\[]",
+        f"a model is called with the first part of a batch: for several inputs in it write {_STARRED}",
     ),
+    (
+        r"forward\(\) missing \d+ required positional.*raised in the model, ",
+        "a model is called with the first part of a batch: for more inputs write task=pl.Task(forward=lambda model, "
+        "batch: model(batch[0], batch[1]), loss=lambda outputs, batch: function(outputs, batch[2]))",
+    ),
+    (
+        r"^index out of range in self.*, Embedding\(",
+        "an Embedding(n, ...) has rows for the indices 0 to n - 1: n is the size of the vocabulary, len(tokenizer), "
+        "and for positions the longest sequence",
+    ),
+    (r"argument #1 'indices' to have", "an Embedding takes integers: inputs.long()"),
+    (
+        r"^Expected all tensors to be on the same device|Input type \(torch\.\w*Tensor|type \(torch\.FloatTensor",
+        "a forward makes tensors on the device of its inputs, torch.zeros(..., device=x.device), and a module keeps a "
+        "tensor as a buffer, register_buffer(name, tensor)",
+    ),
+)
+_IN_LOSS: tuple[tuple[str, str], ...] = (
+    (r"argument 'input' .*must be Tensor, not NoneType", "the forward gave None: is a `return` missing?"),
+    (
+        r"argument 'input' .*must be Tensor, not (\w+)|^'(?:tuple|list|dict)' object has no attribute 'size'",
+        f"the outputs are several tensors, and this loss takes one: write {_SEVERAL}",
+    ),
+    (
+        r"argument 'target' .*must be Tensor, not (\w+)",
+        "targets are tensors, and these are a {0}: make tensors in the dataset, of a text the number of its class, "
+        "classes.index(text)",
+    ),
+    (
+        r"^Target -?\d+ is out of bounds",
+        "classes count from 0, and the last layer has an output for each of them; a target that doesn't count is -100",
+    ),
+    (
+        r"xpected (?:target dtype|scalar type Long|floating point type for target with class prob)",
+        "for cross_entropy, classes are int64 (targets.long()) and probabilities float32 (targets.float()), in the "
+        "shape of the outputs; numbers to predict take torch.nn.functional.mse_loss",
+    ),
+    (r"expected scalar type Float", "write .float() for the targets, and for the weight= of the loss if it has one"),
+    (
+        r"multi-target not supported",
+        "the targets have a dimension too many: targets.squeeze(1), or targets.argmax(1) where they are one-hot",
+    ),
+    (r"[Tt]arget size \(.*outputs tensor \((.*), 1\) \S+ and targets tensor \(\1,?\)", squeezed("outputs")),
+    (r"[Tt]arget size \(.*outputs tensor \((.*?),?\) \S+ and targets tensor \(\1, 1\)", squeezed("targets")),
+    (r"can't be cast to the desired output type", "this loss takes targets.float()"),
+    (
+        r"^only batches of spatial targets|^Expected target size \[",
+        "cross_entropy takes outputs of shape (batch, classes, ...): write nn.Flatten() before the last layer, or, "
+        "where the classes are the last dimension, cross_entropy(outputs.flatten(0, -2), targets.flatten())",
+    ),
+    (
+        r"^Expected input batch_size",
+        "there are more or fewer outputs than targets: a forward keeps the samples apart, x.flatten(1) and not "
+        "x.view(-1, ...)",
+    ),
+    (
+        r"^Expected all tensors to be on the same device",
+        "a tensor of the loss, such as its weight=, is on another device: weight.to(device)",
+    ),
+)
+_IN_DATA: tuple[tuple[str, str], ...] = (
+    (
+        r"stack expects each tensor to be equal size|resize storage that is not resizable",
+        "the samples of a batch have several shapes: resize, crop or pad them in the dataset, or pad them in "
+        "DataLoader(..., collate_fn=...), with torch.nn.utils.rnn.pad_sequence",
+    ),
+    (r"default_collate: .*found <class 'NoneType'>", "a sample has None: is a `return` missing in the dataset?"),
+    (
+        r"default_collate: .*found <class '(.*?)'>",
+        "a sample has a {0}: make tensors in the dataset, torch.from_numpy(numpy.array(image)) of an image",
+    ),
+    (r"can't be cast to the desired output type", "write image = image.float() / 255 in place of image /= 255"),
+)
+_IN_BACKWARD: tuple[tuple[str, str], ...] = (
     (
         r"modified by an inplace operation",
         "a layer has overwritten what a gradient needs: write ReLU(inplace=False), and x = x + 1 in place of x += 1",
     ),
+    (r"^Found dtype \w+ but expected Float", "the targets have another dtype than the outputs: targets.float()"),
+)
+_IN_HANDLERS: tuple[tuple[str, str], ...] = (
     (
-        r"stack expects each tensor to be equal size|resize storage that is not resizable",
-        "samples of a batch have several shapes: resize, crop or pad them in the dataset, or keep them in a list with "
-        "DataLoader(..., collate_fn=list)",
+        r"mixed torch.Tensor and DTensor",
+        "with parallel='shard' params, grads and opt_state are DTensors: pl.distributed.shard_like(whole, "
+        "state.params[name]) makes one of a whole tensor",
     ),
     (
-        r"default_collate: batch must contain .*found <class '(.*)'>",
-        "a sample has a {0}: make tensors in the dataset, torch.from_numpy(numpy.asarray(image)) of an image",
-    ),
-    (
-        r"Expected all tensors to be on the same device",
-        "a forward makes tensors on the device of its inputs, torch.zeros(..., device=x.device), and a module keeps a "
-        "tensor as a buffer, register_buffer(name, tensor)",
-    ),
-    (
-        r"^'NoneType' object has no attribute '(?:norm|data|clone|abs|pow|sum|mean|item|add_|mul_|zero_|detach|shape)'",
+        r"^'NoneType' object has no attribute '(?:norm|data|clone|abs|pow|add_|mul_|zero_|detach)'",
         "fields of a State are None before the event that sets them, and gradients are in state.grads, not in .grad",
     ),
 )
+_OF_TORCH = {
+    "raised by the loss ": _IN_LOSS,
+    "raised in the forward ": _IN_FORWARD,
+    "raised in the backward ": _IN_BACKWARD,
+    "raised by algorithm ": _IN_HANDLERS,
+    "raised by callback ": _IN_HANDLERS,
+    "": _IN_DATA,
+}
 
 
-def advice_of_torch(message: str) -> str | None:
+def advice_of_torch(message: str, notes: Iterable[str]) -> str | None:
     """What to write where torch raises an error with this message; None where nothing is known of it.
 
-    >>> advice_of_torch("result type Float can't be cast to the desired output type Long")
-    'this loss takes targets.float()'
+    The notes of the error say where it was raised, and of what.
+
+    >>> advice_of_torch("Found dtype Double but expected Float", ["raised in the backward of batch 0"])
+    'the targets have another dtype than the outputs: targets.float()'
     """
-    for pattern, text in _OF_TORCH:
-        match = re.search(pattern, message)
+    text = "\n".join([message, *notes])
+    rows = next(rows for place, rows in _OF_TORCH.items() if place in text)
+    for pattern, advice in rows:
+        match = re.search(pattern, text, re.DOTALL)
         if match is not None:
-            return text.format(*match.groups())
+            return advice.format(*match.groups())
     return None

@@ -150,13 +150,15 @@ def _said(
         if item in kwargs
     ]
     value = {*by_place[: len(args)], *kwargs}
-    for unknown in [item for item in kwargs if item not in parameters]:
-        text, stands_for = _advice(name, unknown, kwargs[unknown], parameters, call)
-        sentences.append(f"{name} has no argument {unknown!r}{text}")
+    named = {item: parameter for item, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+    for unknown in [item for item in kwargs if item not in named]:
+        text, stands_for = _advice(name, unknown, kwargs[unknown], named, call)
+        if stands_for or named.keys() == parameters.keys():  # what is passed on may have any other name
+            sentences.append(f"{name} has no argument {unknown!r}{text}")
         value.add(stands_for)
     lacking = [
         parameter.name
-        for parameter in parameters.values()
+        for parameter in named.values()
         if parameter.default is parameter.empty and parameter.name not in value
     ]
     if lacking:

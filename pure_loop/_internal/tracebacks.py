@@ -50,9 +50,7 @@ def hide_own(error: BaseException) -> None:
     that ends with ``raise``, which adds no entry: the frame of the block is hidden, too. An error of torch's that is
     known has a note that says what to write.
     """
-    advice = None if isinstance(error, PureLoopError) else advice_of_torch(str(error))
-    if advice is not None and advice not in getattr(error, "__notes__", ()):
-        error.add_note(advice)
+    _advise(error)
     entries = list(entries_of(error.__traceback__))
     if not entries or os.environ.get("PURE_LOOP_TRACEBACKS") == "full":
         return
@@ -66,6 +64,19 @@ def hide_own(error: BaseException) -> None:
         if not between and not is_own(frame.f_code.co_filename):
             remaining = TracebackType(remaining, frame, entry.tb_lasti, entry.tb_lineno)
     error.__traceback__ = remaining
+
+
+def _advise(error: BaseException) -> None:
+    if not isinstance(error, Exception) or isinstance(error, PureLoopError):
+        return
+    try:
+        message = str(error)
+    except Exception:  # of the user's class, whose error is the one to show
+        return
+    notes = getattr(error, "__notes__", [])
+    advice = advice_of_torch(message, notes)
+    if advice is not None and advice not in notes:
+        error.add_note(advice)
 
 
 class OwnHidden(AbstractContextManager[None]):

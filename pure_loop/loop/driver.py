@@ -274,10 +274,5 @@ def _record_failure(
     """
     if isinstance(error, Exception) and not (isinstance(error, PureLoopError) and author in str(error)):
         error.add_note(f"raised by {author} at {event.name}, batch {state.timestamp.batch}")
-    if "mixed torch.Tensor and DTensor" in str(error):
-        error.add_note(
-            "with parallel='shard' params, grads and opt_state are DTensors: "
-            "pl.distributed.shard_like(whole, state.params[name]) makes one of a whole tensor"
-        )
     recording = [partial(observer.observe, event, state) for observer in observers if observer.records]
     call_all(recording, error, f"while recording {event.name}: ")

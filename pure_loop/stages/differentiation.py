@@ -110,8 +110,9 @@ def update_part(
         return state.model.apply(loss, FrozenDict({**state.params, **params}), state.buffers, training=True)
 
     trained = FrozenDict((name, state.params[name]) for name in names)
-    with noting(lambda: f"raised by update_part, of the loss of part {part!r}"):
-        (value, buffers), grads = mean(value_and_grad(of_part, trained))
+    with noting(lambda: f"raised by update_part in the loss of part {part!r}"):
+        result = value_and_grad(of_part, trained)
+    (value, buffers), grads = mean(result)
     memory = memories[part] if part in memories else optimizer.init(trained)
     timestamp = time_of_step(optimizer, state.timestamp, state.lr_scale)
     params, memory = optimizer.update(grads, memory, trained, timestamp)

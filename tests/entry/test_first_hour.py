@@ -5,12 +5,14 @@ A row is `wrong | words of the error | right`. Its code sees the names of `names
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits as entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
@@ -111,35 +113,67 @@ pl.load("a.pl") | pl.load(path, model=module) | (pl.save(state, "a.pl"), pl.load
 evaluated(metrics=[pl.metrics.mean(single, "m")]) | (outputs, batch) | evaluated(metrics=[pl.metrics.mean(gap, "m")])
 pl.stages.update_part(anew, "2", loss_of, SGD) | of part '2' | pl.stages.update_part(anew, "0", loss_of, SGD)
 pl.testing.check_algorithm(label_smoothing, problem="mlp") | problems=? | pl.testing.PROBLEMS["mlp"]
-of(model, X, Y[:, None].float(), mse_loss) | shape (8, 2) and | of(regressor, X, targets, mse_loss)
-of(regressor, X, Y.float(), mse_loss) | outputs.squeeze(1) | of(regressor, X, Y.float(), squeezed)
-of(regressor, X, Y, entropy) | targets[:, None] | of(regressor, X, targets, entropy)
-of(regressor, X, Y[:, None], entropy) | targets.float() | of(regressor, X, targets, entropy)
-of(pairing, X, Y) | cross_entropy(outputs[...], targets) | of(pairing, X, Y, of_first)
-of(model, X.double(), Y) | inputs.float() | of(model, X, Y)
-of(model, X.byte(), Y) | inputs.float() / 255 | of(model, X.byte().float() / 255, Y)
-of(images, torch.ones(8, 1, 4, 4).double(), Y) | inputs.float() | of(images, torch.ones(8, 1, 4, 4), Y)
+of(model, X, Y, mse_loss) | shape (8, 2) and targets of shape (8,): write loss= | of(model, X, Y, entropy_of_class_1)
+of(regressor, X, Y.float(), mse_loss) | outputs.squeeze(-1), targets | of(regressor, X, Y.float(), squeezed)
+of(regressor, X, Y.float(), partial(mse_loss)) | outputs.squeeze(-1) | of(regressor, X, Y.float(), squeezed)
+of(regressor, X, Y, entropy) | outputs.squeeze(-1), targets | of(regressor, X, Y.float(), squeezed)
+of(regressor, X, Y[:, None], entropy) | targets.float() | of(regressor, X, Y[:, None].float(), entropy)
+of(regressor, X, Y[:, None, None], nn.L1Loss()) | targets.squeeze(-1)) | of(regressor, X, Y[:, None], nn.L1Loss())
+of(pairing, X, Y) | function(outputs[...], targets) | of(pairing, X, Y, lambda outputs, y: cross_entropy(outputs[0], y))
+of(silent, X, Y) | is a `return` missing | of(model, X, Y)
+of(nn.Sequential(silent, model), X, Y) | is a `return` missing | of(model, X, Y)
+of(model, X.double(), Y) | inputs.float() | of(model, X.double().float(), Y)
+of(model, X.byte(), Y) | image.float() / 255 | of(model, X.byte().float() / 255, Y)
+of(images, GREY.double(), Y) | inputs.float() | of(images, GREY.double().float(), Y)
+of(nn.Linear(5, 2).bfloat16(), X, Y) | model.float() | of(nn.Linear(5, 2).bfloat16().float(), X, Y)
+of(nn.Conv2d(1, 2, 4).double(), GREY, Y) | model.float() | of(images, GREY, Y)
 of(images, torch.ones(8, 4, 4, 1), Y) | permute(0, 3, 1, 2) | of(images, torch.ones(8, 4, 4, 1).permute(0, 3, 1, 2), Y)
+of(images, torch.ones(8, 4, 4), Y) | inputs[:, None] | of(images, torch.ones(8, 4, 4)[:, None], Y)
+of(colours, GREY, Y) | expand(-1, 3, -1, -1) | of(colours, GREY.expand(-1, 3, -1, -1), Y)
 of(model, X.numpy(), Y.numpy()) | torch.from_numpy(array) | of(model, torch.from_numpy(X.numpy()), Y)
 of(model, ["a"] * 8, Y) | a tokenizer | of(model, X, Y)
-of(model, {"x": X}, Y) | read by their key | of(model, X, Y)
-of(nn.Sequential(nn.LSTM(5, 5), model), X, Y) | (h, c) | of(model, X, Y)
-of(model, X, ("cat", "dog") * 4) | classes.index(text) | of(model, X, Y)
-of(images, torch.ones(8, 4, 4), Y) | images[:, None] | of(images, torch.ones(8, 4, 4)[:, None], Y)
-of(model, X, Y + 2) | count from 0 | of(model, X, Y)
+of(product, (X, X), Y) | model(*batch[0]) | by(product, ((X, X), Y), lambda m, b: m(*b[0]))
+of(product, X, Y) | model(batch[0], batch[1]) | by(product, (X, X, Y), lambda m, b: m(b[0], b[1]))
+of(model, {"x": X}, Y) | model(batch[0][...]) | by(model, ({"x": X}, Y), lambda m, b: m(b[0]["x"]))
+of(nn.Sequential(nn.LSTM(5, 5), model), X, Y) | (h, c) pass on | of(nn.Sequential(nn.LSTM(5, 5), first, model), X, Y)
+of(model, X, ("a", "b") * 4) | classes.index(text) | of(model, X, torch.tensor(["ab".index(a) for a in "ab" * 4]))
+of(model, X, Y + 2) | count from 0 | of(nn.Linear(5, 4), X, Y + 2)
 of(model, X, Y.int()) | targets.long() | of(model, X, Y.int().long())
 of(model, X, Y[:, None]) | targets.squeeze(1) | of(model, X, Y[:, None].squeeze(1))
+of(model, X, Y, weighted(torch.ones(2).double())) | .float() for | of(model, X, Y, weighted(torch.ones(2)))
 of(model, X.expand(3, 8, 5), Y.expand(3, 8)) | flatten(0, -2) | of(model, X.expand(3, 8, 5), Y.expand(3, 8), tokens)
-of(model, X[:, :3], Y) | takes 3, or nn.Flatten() | of(model, X, Y)
-of(words, X.long() * 0 + 9, Y) | indices 0 to n - 1 | of(words, X.long() * 0, Y)
-of(words, X, Y) | inputs.long() | of(words, X.long() * 0, Y)
-of(normed, X[:1], Y[:1]) | drop_last=True | of(normed, X, Y)
-of(nn.Bilinear(5, 5, 2), X, Y) | model(batch[0], batch[1]) | of(model, X, Y)
-of(nn.Sequential(model, nn.Sigmoid(), nn.ReLU(True)), X, Y) | ReLU(inplace=False) | of(model, X, Y)
-pl.fit(model, DataLoader(ragged, 2), **SETTINGS) | collate_fn=list | pl.fit(model, DataLoader(dataset, 2), **SETTINGS)
+of(nn.Sequential(model, nn.Flatten(0), nn.Unflatten(0, (4, 4))), X, Y) | x.flatten(1) | of(model, X.flatten(1), Y)
+of(model, X[:, :3], Y) | write one that takes 3 | of(nn.Linear(3, 2), X[:, :3], Y)
+of(words, NINES, Y) | indices 0 to n - 1 | of(nn.Sequential(nn.Embedding(10, 4), *words[1:]), NINES, Y)
+of(words, X, Y) | inputs.long() | of(words, X.abs().clamp(0, 2).long(), Y)
+of(normed, X[:1], Y[:1]) | drop_last=True | pl.fit(normed, DataLoader(dataset, 5, drop_last=True), **SETTINGS)
+of(nn.Sequential(*overwriting, nn.ReLU(True)), X, Y) | inplace=False | of(nn.Sequential(*overwriting, nn.ReLU()), X, Y)
+pl.fit(model, DataLoader(ragged, 2), **SETTINGS) | pad_sequence | pl.fit(model, padded(ragged), **SETTINGS)
 pl.fit(model, DataLoader([entropy]), **SETTINGS) | has a function: make | pl.fit(model, DataLoader(dataset), **SETTINGS)
+pl.fit(model, DataLoader([None]), **SETTINGS) | is a `return` missing | pl.fit(model, DataLoader(dataset), **SETTINGS)
+pl.fit(model, (X.byte().div_(2.0) for _ in "a"), **SETTINGS) | image.float() / 255 | of(model, X.float() / 255, Y)
+pl.ablate(model, data, SMOOTH, step="1ba", loss=1) | steps=? | pl.ablate(model, data, SMOOTH, steps="1ba", **TRAIN)
 fit(algorithms=[at_batch_end(torchs_gradient)]) | state.grads | fit(algorithms=[pl.algorithm("after_backward")(norm)])
 """
+
+
+class Pairing(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return super().forward(inputs), inputs
+
+
+class Silent(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        super().forward(inputs)
+
+
+class First(nn.Module):
+    def forward(self, several: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return several[0]
+
+
+def of_last(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return cross_entropy(outputs, batch[-1])
 
 
 class OfComposer:
@@ -190,10 +224,6 @@ def names() -> dict[str, Any]:
     def evaluated(**changes: Any) -> pl.Stream:
         return fit(evaluators={"val": pl.Evaluator(data, **changes)})
 
-    class Pairing(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> Any:
-            return super().forward(inputs), inputs
-
     ema, stopping = pl.algorithms.ema("1ba"), pl.algorithms.early_stopping("val/loss", best="keep")
     return {
         "torch": torch,
@@ -202,18 +232,30 @@ def names() -> dict[str, Any]:
         "Event": Event,
         "cross_entropy": cross_entropy,
         "mse_loss": mse_loss,
-        "entropy": binary_cross_entropy_with_logits,
+        "entropy": entropy,
         "of": lambda module, x, y, loss=cross_entropy: pl.fit(module, [(x, y)], **{**settings, "loss": loss}),
+        "by": lambda module, batch, forward: pl.fit(
+            module, [batch], task=pl.Task(forward=forward, loss=of_last), optimizer=sgd, max_duration="1ep"
+        ),
+        "partial": functools.partial,
         "regressor": nn.Linear(5, 1),
         "pairing": Pairing(5, 2),
+        "silent": Silent(5, 2),
+        "first": First(),
         "images": nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(18, 2)),
+        "colours": nn.Sequential(nn.Conv2d(3, 2, 2), nn.Flatten(), nn.Linear(18, 2)),
         "words": nn.Sequential(nn.Embedding(3, 4), nn.Flatten(), nn.Linear(20, 2)),
         "normed": nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2)),
         "ragged": [(torch.ones(size), 0) for size in (3, 4)],
-        "squeezed": lambda outputs, targets: mse_loss(outputs.squeeze(1), targets),
+        "weighted": nn.CrossEntropyLoss,
+        "product": nn.Bilinear(5, 5, 2),
+        "GREY": torch.ones(8, 1, 4, 4),
+        "NINES": torch.full((8, 5), 9),
+        "overwriting": (model, nn.Sigmoid()),
+        "padded": lambda data: DataLoader([(nn.functional.pad(x, (0, 5 - len(x))), y) for x, y in data], 2),
+        "squeezed": lambda outputs, targets: mse_loss(outputs.squeeze(-1), targets),
         "tokens": lambda outputs, targets: cross_entropy(outputs.flatten(0, -2), targets.flatten()),
-        "of_first": lambda outputs, targets: cross_entropy(outputs[0], targets),
-        "targets": y[:, None].float(),
+        "entropy_of_class_1": lambda outputs, targets: entropy(outputs[:, 1], targets.float()),
         "single": lambda outputs: outputs.sum(1),
         "gap": lambda outputs, batch: outputs[:, 0] - batch[1],
         "torchs_gradient": lambda state: state.params["0.weight"].grad.norm(),
@@ -233,6 +275,8 @@ def names() -> dict[str, Any]:
         "NO_LOSS": {name: value for name, value in settings.items() if name != "loss"},
         "dicts": [{"x": x, "y": y}],
         "TASK": pl.Task(forward=lambda module, b: module(b["x"]), loss=lambda out, b: cross_entropy(out, b["y"])),
+        "SMOOTH": [pl.algorithms.label_smoothing(0.1)],
+        "TRAIN": {"metric": "train/loss", **settings},
         "label_smoothing": pl.algorithms.label_smoothing(0.1),
         "OfComposer": OfComposer,
         "OfLightning": OfLightning,

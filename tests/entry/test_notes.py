@@ -55,6 +55,9 @@ OF = "raised in the {} of batch 1, microbatch 0, which is (tensor {})"
 IN = "raised in the forward of microbatch 0, which is (tensor (4, 3) float32, tensor (4,) int64)"
 MODULE = "raised in '0', Linear(4, 8), of inputs (tensor (4, 3) float32)"
 LOSS = "cross_entropy(outputs, targets), of outputs tensor (2, 3) float32"
+WIDTH = (
+    "the last dimension of the inputs is 3, and this layer takes 4: write one that takes 3, or nn.Flatten() before it"
+)
 NOTES: list[tuple[Any, list[str]]] = [
     (lambda: mine(Event.BATCH_START, broken), ["raised by algorithm 'mine' at BATCH_START, batch 0"]),
     (lambda: mine(Event.BATCH_END, lambda s: s, init=broken), ["raised by init of algorithm 'mine'"]),
@@ -66,6 +69,7 @@ NOTES: list[tuple[Any, list[str]]] = [
         [
             "raised in '0', Linear(4, 8), of inputs (tensor (2, 3) float32)",
             OF.format("forward", "(2, 3) float32, tensor (2,) int64"),
+            WIDTH,
         ],
     ),
     (
@@ -73,6 +77,7 @@ NOTES: list[tuple[Any, list[str]]] = [
         [
             f"raised by the loss {LOSS} and targets tensor (2, 7) float32",
             OF.format("loss", "(2, 4) float32, tensor (2, 7) float32"),
+            "the targets have a dimension too many: targets.squeeze(1), or targets.argmax(1) where they are one-hot",
         ],
     ),
     (
@@ -80,6 +85,8 @@ NOTES: list[tuple[Any, list[str]]] = [
         [
             f"raised by the loss {LOSS.replace('(2', '(4')} and targets tensor (4,) float32",
             "raised in evaluator 'val', batch 1",
+            "for cross_entropy, classes are int64 (targets.long()) and probabilities float32 (targets.float()), in the "
+            "shape of the outputs; numbers to predict take torch.nn.functional.mse_loss",
         ],
     ),
     (
@@ -89,7 +96,7 @@ NOTES: list[tuple[Any, list[str]]] = [
             OF.format("forward", "(1, 1) int64, tensor (1,) int64").replace("batch 1", "batch 0"),
         ],
     ),
-    (lambda: pl.predict(mlp(), [(X, Y), (X[:, :3], Y)]), [MODULE, IN, "raised in prediction, batch 1"]),
+    (lambda: pl.predict(mlp(), [(X, Y), (X[:, :3], Y)]), [MODULE, IN, "raised in prediction, batch 1", WIDTH]),
 ]
 
 
@@ -97,8 +104,43 @@ def test_a_note_says_whose_code_raised_it() -> None:
     for make, notes in NOTES:
         with pytest.raises((KeyError, RuntimeError, TypeError, IndexError)) as caught:
             pl.run(make())
-        advice = advice_of_torch(str(caught.value))
-        assert getattr(caught.value, "__notes__", []) == [*notes, *([] if advice is None else [advice])]
+        assert getattr(caught.value, "__notes__", []) == notes
+
+
+OTHER_CAUSES = """
+loss of batch 0 | 'NoneType' object has no attribute 'norm' | None
+forward of batch 0 | 'NoneType' object has no attribute 'norm' | None
+forward of batch 0 | result type Float can't be cast to the desired output type Byte | None
+forward of batch 0 | 'tuple' object has no attribute 'size' | None
+forward of batch 0 | stack expects each tensor to be equal size, but got [3] at entry 0 and [4] at entry 1 | None
+forward of batch 0, raised in '0', Attention | Attention.forward() missing 1 required positional argument: 'key' | None
+forward of batch 0 | Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should | inputs.float()
+forward of batch 0 | Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) | model.float()
+forward of batch 0 | Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) | device=x.device
+forward of batch 0 | Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be | device=x.device
+forward of batch 0 | Expected all tensors to be on the same device, but got mat1 is on cpu | register_buffer
+loss of batch 0 | Expected all tensors to be on the same device, but got weight is on cpu | weight.to(device)
+backward of batch 0 | Found dtype Double but expected Float | targets.float()
+"""
+
+
+@pytest.mark.parametrize("row", OTHER_CAUSES.strip().splitlines())
+def test_one_message_of_torch_has_the_advice_for_where_it_was_raised(row: str) -> None:
+    place, message, words = row.split(" | ")
+    advice = advice_of_torch(message, [f"raised {'by the' if place.startswith('loss') else 'in the'} {place}"])
+    assert advice is None if words == "None" else words in str(advice)
+
+
+def test_an_error_that_has_no_text_stays_itself() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError("no text")
+
+    def mute(state: pl.State) -> pl.State:
+        raise MuteError
+
+    with pytest.raises(MuteError):
+        pl.run(mine(Event.BATCH_START, mute))
 
 
 def test_what_a_trace_stumbles_over_has_the_notes_of_the_eager_error() -> None:
