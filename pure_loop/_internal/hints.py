@@ -575,7 +575,17 @@ _IN_FORWARD: tuple[tuple[str, str], ...] = (
     ),
 )
 _IN_LOSS: tuple[tuple[str, str], ...] = (
+    (
+        r"(?:must be Tensor, not (?:tuple|list|dict)|object has no attribute 'size').*"
+        r"raised by the loss \w+\(outputs, batch\), of outputs tensor",
+        "the loss of a Task is called with the batch: write loss=lambda outputs, batch: function(outputs, batch[1])",
+    ),
     (r"argument 'input' .*must be Tensor, not NoneType", "the forward gave None: is a `return` missing?"),
+    (r"not implemented for 'Long'", "a loss is called as loss(outputs, targets): are they swapped in it?"),
+    (
+        r"^all elements of input should be between 0 and 1",
+        "these outputs are no probabilities: write torch.nn.functional.binary_cross_entropy_with_logits",
+    ),
     (
         r"argument 'input' .*must be Tensor, not (\w+)|^'(?:tuple|list|dict)' object has no attribute 'size'",
         f"the outputs are several tensors, and this loss takes one: write {_SEVERAL}",
@@ -632,6 +642,10 @@ _IN_DATA: tuple[tuple[str, str], ...] = (
 )
 _IN_BACKWARD: tuple[tuple[str, str], ...] = (
     (
+        r"^Trying to backward through the graph a second time",
+        "the loop runs the backward: no .backward() in a loss, a forward or the body of the loop",
+    ),
+    (
         r"modified by an inplace operation",
         "a layer has overwritten what a gradient needs: write ReLU(inplace=False), and x = x + 1 in place of x += 1",
     ),
@@ -644,8 +658,8 @@ _IN_HANDLERS: tuple[tuple[str, str], ...] = (
         "state.params[name]) makes one of a whole tensor",
     ),
     (
-        r"^'NoneType' object has no attribute '(?:norm|data|clone|abs|pow|add_|mul_|zero_|detach)'",
-        "fields of a State are None before the event that sets them, and gradients are in state.grads, not in .grad",
+        r"^(?:'NoneType' object |unsupported operand type.*'NoneType')",
+        "a field of a State is None before the event that sets it, and gradients are in state.grads, not in .grad",
     ),
 )
 _OF_TORCH = {

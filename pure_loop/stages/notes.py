@@ -44,10 +44,13 @@ def note_stage(error: Exception, stage: str, state: Any, index: int) -> None:
     error.add_note(f"raised in the {stage} of {where}, which is {describe(state.microbatch)}")
 
 
-def note_module(error: Exception) -> None:
-    """Note of an error of a forward in which module of the model it was raised, and on which inputs."""
+def note_module(error: Exception, *, inner: bool = False) -> None:
+    """Note of an error in which module of the model it was raised, and on which inputs.
+
+    ``inner``: not if in none of its submodules, as the outermost module of a loss may be the loss.
+    """
     place = None if isinstance(error, PureLoopError) else RaisedIn.of(error)
-    if place is None:
+    if place is None or (inner and not place.path):
         return
     inputs = ""
     if place.inputs is not None:
@@ -59,7 +62,7 @@ def note_module(error: Exception) -> None:
 
 def note_loss(error: Exception, loss: str, state: Any) -> None:
     """Note of an error of a loss in which module it was raised, if in one, which loss it is, and of what."""
-    note_module(error)
+    note_module(error, inner=True)
     if isinstance(error, PureLoopError):
         return
     batch = state.microbatch

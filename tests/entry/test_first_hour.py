@@ -122,6 +122,10 @@ of(regressor, X, Y[:, None, None], nn.L1Loss()) | targets.squeeze(-1)) | of(regr
 of(pairing, X, Y) | function(outputs[...], targets) | of(pairing, X, Y, lambda outputs, y: cross_entropy(outputs[0], y))
 of(silent, X, Y) | is a `return` missing | of(model, X, Y)
 of(nn.Sequential(silent, model), X, Y) | is a `return` missing | of(model, X, Y)
+fit(loss=None, task=pl.Task(loss=cross_entropy)) | with the batch: write loss= | fit(loss=cross_entropy)
+of(model, X, Y, lambda outputs, targets: cross_entropy(targets, outputs)) | swapped | of(model, X, Y)
+of(regressor, X * 9, Y[:, None].float(), nn.BCELoss()) | with_logits | of(regressor, X, Y[:, None].float(), entropy)
+of(model, X, Y, backward_in) | no .backward() in a loss | of(model, X, Y)
 of(model, X.double(), Y) | inputs.float() | of(model, X.double().float(), Y)
 of(model, X.byte(), Y) | image.float() / 255 | of(model, X.byte().float() / 255, Y)
 of(images, GREY.double(), Y) | inputs.float() | of(images, GREY.double().float(), Y)
@@ -250,6 +254,7 @@ def names() -> dict[str, Any]:
         "weighted": nn.CrossEntropyLoss,
         "product": nn.Bilinear(5, 5, 2),
         "GREY": torch.ones(8, 1, 4, 4),
+        "backward_in": lambda outputs, y: ((loss := cross_entropy(outputs, y)).backward(), loss)[1],
         "NINES": torch.full((8, 5), 9),
         "overwriting": (model, nn.Sigmoid()),
         "padded": lambda data: DataLoader([(nn.functional.pad(x, (0, 5 - len(x))), y) for x, y in data], 2),

@@ -107,8 +107,11 @@ def test_a_note_says_whose_code_raised_it() -> None:
         assert getattr(caught.value, "__notes__", []) == notes
 
 
+WHERE = {"loss": "by the", "forward": "in the", "backward": "in the"}
 OTHER_CAUSES = """
 loss of batch 0 | 'NoneType' object has no attribute 'norm' | None
+algorithm 'a' | unsupported operand type(s) for *: 'NoneType' and 'int' | before the event that sets it
+callback A | 'NoneType' object is not subscriptable | before the event that sets it
 forward of batch 0 | 'NoneType' object has no attribute 'norm' | None
 forward of batch 0 | result type Float can't be cast to the desired output type Byte | None
 forward of batch 0 | 'tuple' object has no attribute 'size' | None
@@ -127,7 +130,7 @@ backward of batch 0 | Found dtype Double but expected Float | targets.float()
 @pytest.mark.parametrize("row", OTHER_CAUSES.strip().splitlines())
 def test_one_message_of_torch_has_the_advice_for_where_it_was_raised(row: str) -> None:
     place, message, words = row.split(" | ")
-    advice = advice_of_torch(message, [f"raised {'by the' if place.startswith('loss') else 'in the'} {place}"])
+    advice = advice_of_torch(message, [f"raised {WHERE.get(place.split()[0], 'by')} {place}"])
     assert advice is None if words == "None" else words in str(advice)
 
 
