@@ -136,7 +136,7 @@ def anew(rank, kind, event, **options):
 
 def puts_in(rank, kind, **options):
     """Whole parameters in the place of gradients."""
-    data = [(x, torch.ones(4, 1)) for x in inputs(4, 3)]
+    data = [(x, torch.ones(4, 2)) for x in inputs(4, 3)]
     puts = pl.algorithm(Event.AFTER_BACKWARD, name="puts")(lambda state: state.replace(grads=state.params))
     return an_epoch(linear(3, 2), data, algorithms=puts, parallel=kind, **options)
 
