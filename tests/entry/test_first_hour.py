@@ -38,7 +38,7 @@ state.metrics["val_loss"] | write ['val']['loss'] | state.metrics['val']['loss']
 state.metrics["val_acc"] | write ['val']['accuracy'] | state.metrics['val']['accuracy']
 state.metrics["loss"] | write ['val']['loss'] | state.metrics['val']['loss']
 state.metrics["train"] | train_metrics=[pl.metrics.accuracy()] | fit(train_metrics=[pl.metrics.accuracy()])
-stopped.algorithm_state["mine"] | init=lambda state: ... | stopped.algorithm_state["early_stopping"]
+stopped.algorithm_state["mine"] | 'early_stopping'. An algorithm's | stopped.algorithm_state["early_stopping"]
 anew.metrics["val"] | metrics is empty. state.metrics["val"]["loss"] comes with | fit(evaluators={"val": data})
 anew.algorithm_state["mine"] | algorithm_state is empty. An algorithm's memory | anew.remember("mine", 1)
 state.model(X) | state.module(training=False) | state.module(training=False)(X)
