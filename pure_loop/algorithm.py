@@ -23,6 +23,7 @@ from pure_loop._internal.arguments import accepts
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import call
 from pure_loop._internal.suggestions import advice_on, teaching
+from pure_loop._internal.tracebacks import OWN_HIDDEN
 from pure_loop.cadence import Cadence, CadenceLike, Predicate, as_predicate
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event, EventName, as_event, events_between
@@ -56,6 +57,11 @@ def _takes_stages(function: HandlerFunction, where: str) -> bool:
         raise ArgumentTypeError(
             f"{where} takes {len(required)} arguments; a handler is a function of (state), or of (state, stages) "
             "where it calls the loop's own stages."
+        )
+    if required and required[0].name == "self":
+        raise ArgumentTypeError(
+            f"{where} is a method that is bound to no object: write a function of (state), or bind it, "
+            "pl.algorithm(Event.BATCH_END)(instance.method)."
         )
     if len(required) == 2 and required[0].name == "event":
         raise ArgumentTypeError(
@@ -245,7 +251,8 @@ def algorithm(
 
     def decorate(function: HandlerFunction) -> Algorithm:
         label = name if name is not None else getattr(function, "__name__", type(function).__name__)
-        return Algorithm(label, {events: function}, init, when=when)
+        with OWN_HIDDEN:
+            return Algorithm(label, {events: function}, init, when=when)
 
     return decorate
 

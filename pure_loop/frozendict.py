@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import cell, number, table
-from pure_loop._internal.suggestions import Elsewhere, nearest
+from pure_loop._internal.suggestions import Elsewhere, not_there
 from pure_loop.errors import DonatedStateError, FrozenDictError, MissingNameError
 
 __all__ = ["FrozenDict", "Overwritten", "OverwrittenValue"]
@@ -49,8 +49,10 @@ class FrozenDict(dict[K, V]):
     # Of parameters that are leaves of autograd, which are a mapping as any other to code that goes through both:
     # `origin`: the parameters that have the same memory. `frozen`: the names of those that need no gradient. `holder`:
     # between a forward and its backward, the module instance that the graph goes through (pure_loop/model/model.py).
-    __slots__ = ("__weakref__", "frozen", "holder", "lent", "origin", "readers")
+    # `field`: the field of a State that the mapping is, which its error about a name explains; not set: another one.
+    __slots__ = ("__weakref__", "field", "frozen", "holder", "lent", "origin", "readers")
 
+    field: str
     frozen: frozenset[str]
     holder: Any
     lent: Any
@@ -76,7 +78,7 @@ class FrozenDict(dict[K, V]):
         clear = pop = popitem = setdefault = _refuse
 
     def __missing__(self, key: object) -> NoReturn:
-        raise MissingNameError(_not_there(key, self))
+        raise MissingNameError(not_there(key, self, getattr(self, "field", "")))
 
     def update(self, *others: Any, **items: Any) -> None:
         # torch.func.functional_call writes back what it read; the same objects change nothing.
@@ -131,35 +133,8 @@ def _rows(mapping: FrozenDict[Any, Any], path: str = "") -> Iterator[tuple[str, 
 for _name in ("val", "valid", "validation", "train", "test", "eval", "loss", "accuracy", "weight", "bias"):
     setattr(FrozenDict, _name, Elsewhere(_name, f"an item is read by its name, [{_name!r}]"))
 
-_SHOWN = 8
 _MOST = 20
 _MOST_ROWS = 100
-_LONGEST = 80
-_ABOUT_FIELDS = (
-    "state.algorithm_state has the memory of an algorithm that says how it begins, "
-    "pl.Algorithm(name, handlers, init=lambda state: ...), or from its first state.remember(name, memory) on; "
-    "state.metrics has what evaluators measured, by their labels, from the first evaluation on: "
-    'fit(..., evaluators={"val": dataloader}), and a single dataloader is called "eval". At the BATCH_END or EPOCH_END '
-    "after which an evaluator is due, its old metrics are left out until its EVAL_END: read the new ones at "
-    "BATCH_CHECKPOINT or EPOCH_CHECKPOINT"
-)
-
-
-def _not_there(key: object, mapping: FrozenDict[Any, Any]) -> str:
-    """What to write for a name that a mapping of a State lacks."""
-    names = [str(name)[:_LONGEST] for name in mapping]  # those of a file may have any length
-    if not names:
-        return f"{key!r} is not here: this mapping of a State is empty. {_ABOUT_FIELDS}."
-    near = nearest(key, names) if isinstance(key, str) else None
-    meant = f" (did you mean {near!r}?)" if near is not None else ""
-    listed = ", ".join(map(repr, names[:_SHOWN])) + (f", ... {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    labels = all(isinstance(value, FrozenDict) for value in mapping.values())
-    label, _, name = key.rpartition("/") if isinstance(key, str) else ("", "", "")
-    if labels and label in mapping:
-        return f"{key!r} is not here; write [{label!r}][{name!r}]."
-    return f"{key!r} is not here{meant}; there are {listed}." + (
-        f" {_ABOUT_FIELDS}." if labels and near is None else ""
-    )
 
 
 def _flatten(value: FrozenDict[str, Any]) -> tuple[Sequence[object], object, Sequence[str]]:

@@ -46,14 +46,15 @@ BatchKey: TypeAlias = int | str | Lens
 """An index, a key or the name of an attribute of a batch, or a :class:`Lens`."""
 
 
-def part_of(batch: Any, key: BatchKey, where: str, argument: str) -> Any:
+def part_of(batch: Any, key: BatchKey, where: str, *arguments: str) -> Any:
     """The part of a batch at ``key``.
 
     Args:
         batch: a sequence, a mapping, an object with attributes, or anything that a lens reads. A batch that is a tensor
             is its own part 0.
         key: where the part is.
-        where, argument: the function and its argument that name the key, for the error.
+        where: the function that names the key, for the error.
+        arguments: the function's argument of the key, and others that an error is to name, too.
 
     Raises:
         DataError: the batch has no such part.
@@ -73,10 +74,28 @@ def part_of(batch: Any, key: BatchKey, where: str, argument: str) -> Any:
         if isinstance(key, str) and _has_attribute(batch, key):
             return getattr(batch, key)
         kind = f"mapping with keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        written = ", ".join(f'{argument}="{_meant(batch, argument)}"' for argument in arguments)
         raise DataError(
             f"{where}: a batch is a {kind} and has no batch[{key!r}]. Say where the part is, as an index, a key or "
-            f'the name of an attribute, {where}({argument}="labels"), or as two functions, pl.Lens(get, put).'
+            f"the name of an attribute, {where}({written}), or as two functions, pl.Lens(get, put)."
         ) from None
+
+
+# What inputs and targets are often called.
+_CALLED = {
+    "input_key": ("image", "images", "img", "x", "input", "inputs", "pixel_values", "data", "features"),
+    "target_key": ("labels", "label", "y", "target", "targets", "class", "classes", "mask", "masks"),
+}
+
+
+def _meant(batch: Any, argument: str) -> str:
+    """The key of a batch under which its inputs, or targets, probably are."""
+    keys = [key for key in batch if isinstance(key, str)] if isinstance(batch, Mapping) else []
+    names = _CALLED[argument]
+    by_name = [key for key in keys if key.lower() in names]
+    if by_name or len(keys) < 2:
+        return next(iter(by_name), names[0])
+    return keys[0] if argument == "input_key" else keys[-1]
 
 
 def _has_attribute(batch: Any, name: str) -> bool:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_flag, check_integer, check_number
+from pure_loop._internal.hints import STATE_KINDS
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.records import Record, copier
 from pure_loop._internal.reprs import cell, count, number, paragraph, table
-from pure_loop._internal.suggestions import Elsewhere, state_hint, state_hints
+from pure_loop._internal.suggestions import Elsewhere, state_hint, state_hints, teaching
 from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -214,6 +215,8 @@ class State(Record):
     def __attrs_post_init__(self) -> None:
         for field, mapping in _reordered(self).items():
             object.__setattr__(self, field, mapping)
+        for field in _EXPLAINED:
+            getattr(self, field).field = field
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -317,7 +320,7 @@ class State(Record):
             Raises:
                 ArgumentError: a name that is no field of the State.
                 ArgumentTypeError: something else than a mapping for params, buffers, grads, metrics or algorithm_state,
-                    or than a set of names for frozen.
+                    than a set of names for frozen, a ModelDef for model, a Timestamp for timestamp, or an int for seed.
             """
             values: dict[str, object] = {}
             for name, value in changes.items():
@@ -326,11 +329,13 @@ class State(Record):
                 elif name == "frozen":
                     values[name] = _names_of(value)
                 elif name in _names[self.__class__]:
+                    if name in STATE_KINDS:
+                        _refuse_kind(name, value)
                     values[name] = value
                 else:
                     raise ArgumentError(_no_field(type(self), name))
             state = with_fields(self, **values)
-            if "model" in changes and isinstance(state.model, ModelDef):  # what is none is refused where it is trained
+            if "model" in changes:
                 state = sort_by_model(state, self.model)
             elif not _KNOWN_BY_NAME.isdisjoint(changes):
                 state = _in_order(state)
@@ -388,6 +393,7 @@ class State(Record):
         listed = [f"{name}: {why}" for name, why in reasons if isinstance(why, str) and why]
         return "; ".join(listed) or "an algorithm set state.stop"
 
+    @teaching
     def module(self, *, training: bool = True) -> nn.Module:
         """A plain ``nn.Module`` with copies of the parameters and buffers; yours to use and to change.
 
@@ -409,6 +415,7 @@ class State(Record):
         check_flag("training", training, where="state.module", example="state.module(training=False) for eval mode")
         return self.model.module(self.params, self.buffers, training=training)
 
+    @teaching
     def with_module(self: S, module: nn.Module) -> S:
         """A State that trains ``module`` instead: how model surgery is done, at INIT.
 
@@ -647,14 +654,29 @@ _teach(State)
 
 def _as_mapping(name: str, value: object) -> object:
     if isinstance(value, Mapping) or (value is None and name == "grads"):
-        return _frozen_if_mapping(value)
+        mapping = _frozen_if_mapping(value)
+        if name in _EXPLAINED and type(mapping) is FrozenDict:
+            mapping.field = name
+        return mapping
     raise ArgumentTypeError(
         f"{name} is a mapping of names, and state.replace was given {type(value).__name__}: "
         f"state.replace({name}={{**state.{name}, name: value}})."
     )
 
 
+# In a compiled step an object that is no int stands for a seed.
+_NO_SEED = (bool, float, str, Tensor, type(None))
+
+
+def _refuse_kind(name: str, value: object) -> None:
+    kind = ModelDef if name == "model" else Timestamp
+    if isinstance(value, _NO_SEED) if name == "seed" else not isinstance(value, kind):
+        raise ArgumentTypeError(STATE_KINDS[name].format(type(value).__name__))
+
+
 _KNOWN_BY_NAME = frozenset({"params", "buffers", "grads"})
+# The error about a name that their mapping lacks depends on the field.
+_EXPLAINED = ("metrics", "algorithm_state")
 
 
 def _reordered(state: Any) -> dict[str, FrozenDict[str, Any]]:
@@ -806,6 +828,8 @@ def _register(cls: type) -> None:
             object.__setattr__(state, attribute, value)
         attributes = (attribute for attribute, public in _fields[cls] if public not in _STATIC)
         for attribute, child in zip(attributes, children, strict=True):
+            if attribute in _EXPLAINED and type(child) is FrozenDict:
+                child.field = attribute
             object.__setattr__(state, attribute, child)
         return state
 

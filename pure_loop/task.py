@@ -15,7 +15,7 @@ import attrs
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pure_loop._internal.arguments import accepts, check_flag, name_of
+from pure_loop._internal.arguments import accepts, check_flag, check_function, name_of
 from pure_loop._internal.hints import squeezed
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.reprs import call, changed_fields
@@ -25,6 +25,7 @@ from pure_loop.data.group import parts_of
 from pure_loop.data.samples import num_samples, num_tokens, split
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError, LossError
 from pure_loop.random.authors import is_users
+from pure_loop.ranges import checked
 
 __all__ = ["OnTargets", "Task", "check_loss_function", "has_loss_method", "make_task"]
 
@@ -74,6 +75,17 @@ def default_forward(model: nn.Module, batch: Batch) -> Any:
     return model(_inputs_and_targets(batch)[0])
 
 
+_TAKEN = {
+    "forward": "model, batch",
+    "loss": "outputs, batch",
+    "validate": "model, batch",
+    "split": "batch, size",
+    "loss_total": "parts",
+    "predictions": "outputs",
+}
+
+
+@checked
 @attrs.frozen(kw_only=True, repr=False)
 class Task:
     """How a model is trained on a batch. Every function is pure; each has a default.
@@ -97,6 +109,9 @@ class Task:
         predictions: ``outputs -> predictions``: what metrics are given as outputs, and what :func:`predict` gives;
             default: the outputs.
         targets: ``batch -> targets``: metrics are given ``(batch, targets)`` as batch; default: the batch.
+
+    Raises:
+        ArgumentTypeError: a function that can't be called with these arguments.
 
     >>> import torch
     >>> task = Task(forward=lambda model, batch: model(batch["x"]),
@@ -153,13 +168,9 @@ class Task:
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Task):
-            if not field.init:
-                continue
-            value = getattr(self, field.name)
-            if not callable(value) and not (value is None and field.default is None):
-                raise ArgumentTypeError(
-                    f"pl.Task({field.name}={value!r}): give a function; pl.Task's help says of what."
-                )
+            value = getattr(self, field.name) if field.init else None
+            if value is not None or (field.init and field.default is not None):
+                check_function(field.name, value, _TAKEN.get(field.name, "batch"), where="pl.Task")
 
     @loss_may_use_rng.default
     def _loss_may_use_rng(self) -> bool:

@@ -241,6 +241,27 @@ def accepts(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
+def check_function(name: str, value: object, arguments: str, *, where: str) -> None:
+    """Refuse what can't be called with these positional arguments.
+
+    Args:
+        name, value, where: as in :func:`check_integer`.
+        arguments: their names, ``"model, batch"``.
+
+    Raises:
+        ArgumentTypeError: it is no function, or one of more or fewer arguments.
+
+    >>> check_function("forward", lambda model, batch: model(batch), "model, batch", where="pl.Task")
+    """
+    wanted = f"a function, such as {f'lambda {arguments}'.rstrip()}: ..."
+    if not callable(value):
+        raise refusal(name, value, wanted, where)
+    if not accepts(value, len(arguments.split())):
+        raise ArgumentTypeError(
+            f"{where}: {name} must be {wanted}, got {name_of(value)}, which can't be called with these arguments."
+        )
+
+
 def name_of(function: object) -> str:
     """What to call a function in a message.
 

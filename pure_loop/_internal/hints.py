@@ -213,6 +213,10 @@ EXAMPLES = {
     "loss": "loss=torch.nn.functional.cross_entropy",
     "optimizer": "optimizer=pl.optim.adamw(lr=3e-4)",
     "max_duration": 'max_duration="3ep"',
+    "training": "training=False",
+    "update_part.loss": "loss=lambda module: ...",
+    "optimizers": '{"decay": pl.optim.adamw(weight_decay=0.1), "rest": pl.optim.adamw()}',
+    "label": 'label=lambda name, tensor: "decay" if tensor.ndim > 1 else "rest"',
 }
 
 # Other libraries' names, by the argument that stands for them here, and what to write; {} is the number given.
@@ -443,10 +447,14 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("restore_best_weights restore_best", "best", 'best="keep", and pl.algorithms.restored(state)'),
     ("min_lr eta_min", "min_scale", "min_scale=0.01, a factor of the learning rate"),
     ("window_size", "window", "window={}"),
+    ("train mode is_training eval evaluation inference", "training", "state.module(training=False), for eval mode"),
 )
 
-# An argument that other libraries have at this place.
-PASSED_TWICE = {"lr": "; fit gives an optimizer the parameters: pl.optim.adamw(lr=3e-4)"}
+# An argument that other libraries have at this place, or after it.
+PASSED_TWICE = {
+    "lr": "; fit gives an optimizer the parameters: pl.optim.adamw(lr=3e-4)",
+    "cls": "; fit gives an optimizer the parameters: pl.optim.from_torch(torch.optim.RAdam, lr=1e-3)",
+}
 
 
 # Where the values are that other libraries have under these names.
@@ -490,6 +498,28 @@ STATE_PLACES: tuple[tuple[str, str], ...] = (
     ("callbacks loggers dataloader train_dataloader evaluators", "it is an argument of fit, and not in the State"),
     ("rank world_size", "ranks are pl.distributed.rank() and pl.distributed.world_size()"),
 )
+
+# What is wrong with a value for such a field of a State; {} is its class.
+_TIMESTAMP = (
+    "a timestamp is a pl.Timestamp, and state.replace was given {}: write state.timestamp.next_epoch(), or "
+    "state.timestamp.replace(batch=100)."
+)
+STATE_KINDS = {
+    "model": "model is its structure, and state.replace was given {}: of a module write state.with_module(module).",
+    "timestamp": _TIMESTAMP,
+    "previous_timestamp": _TIMESTAMP,
+    "seed": "seed is a whole number, and state.replace was given {}: write state.replace(seed=0).",
+}
+# What to write for a name that a mapping of a State lacks, by the field that it is.
+STATE_MAPPINGS = {
+    "metrics": 'state.metrics["val"]["loss"] comes with fit(..., evaluators={"val": dataloader}). At the BATCH_END or '
+    "EPOCH_END before an evaluation its old metrics are left out: read the new ones at BATCH_CHECKPOINT or "
+    "EPOCH_CHECKPOINT",
+    "train": 'state.metrics["train"]["accuracy"] comes with fit(..., train_metrics=[pl.metrics.accuracy()]); the loss '
+    "of a batch is state.loss at BATCH_END",
+    "algorithm_state": "An algorithm's memory begins with pl.Algorithm(name, handlers, init=lambda state: ...), or "
+    "with its first state.remember(name, memory)",
+}
 
 
 def squeezed(name: str) -> str:

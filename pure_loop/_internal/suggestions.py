@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from pure_loop._internal.arguments import is_number
-from pure_loop._internal.hints import ARGUMENTS, EXAMPLES, PASSED_TWICE, STATE_PLACES, hint, letters_of
+from pure_loop._internal.hints import ARGUMENTS, EXAMPLES, PASSED_TWICE, STATE_MAPPINGS, STATE_PLACES, hint, letters_of
 from pure_loop._internal.tracebacks import OWN_HIDDEN
 from pure_loop.errors import ArgumentTypeError, MissingAttributeError
 
@@ -81,13 +81,14 @@ def arguments_of_call(
 
 
 # Members of these packages are written with the package's name; those of others are pl.NAME.
-_NAMED_PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "optim", "schedules", "testing")
+_NAMED_PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "optim", "schedules", "stages", "testing")
 
 
 def _place(function: Callable[..., object]) -> str:
     """What is written before the function's name."""
-    if "." in function.__qualname__:
-        return "logger." if function.__name__.startswith("log_") else "."
+    owner, _, name = function.__qualname__.rpartition(".")
+    if owner:
+        return "logger." if name.startswith("log_") else "state." if owner == "State" else "."
     package, _, rest = function.__module__.partition(".")
     if package != "pure_loop":
         return ""
@@ -139,10 +140,10 @@ def _said(
     ]
     call = f"{place}{name}({', '.join(map(_example, by_place))}, ...)"
     if len(args) > len(by_place):
-        return [
-            f"{name} takes {_how_many(by_place)}, and was given {len(args)}"
-            + (f": write the names of the others, {following}." if (following := _named_next(parameters)) else ".")
-        ]
+        following = _named_next(parameters)
+        others = f"the names of the others, {following}" if by_place else f"{place}{name}({following})"
+        instead = f": write {others}." if following else f"{PASSED_TWICE.get(by_place[-1] if by_place else '', '')}."
+        return [f"{name} takes {_how_many(by_place)}, and was given {len(args)}{instead}"]
     sentences = [
         f"{name} was given {item} twice, at its place and by its name: leave one of them out"
         f"{PASSED_TWICE.get(item, '')}."
@@ -165,7 +166,7 @@ def _said(
         needed = [*by_place, *(item for item in lacking if item not in by_place)]
         sentences.append(
             f"{name} {'also ' if sentences else ''}needs {' and '.join(lacking)}: "
-            f"{place}{name}({', '.join(map(_example, needed))}{', ...' if name == 'fit' else ''})."
+            f"{place}{name}({', '.join(_example(item, name) for item in needed)}{', ...' if name == 'fit' else ''})."
         )
     return sentences
 
@@ -183,8 +184,8 @@ def _named_next(parameters: Mapping[str, inspect.Parameter]) -> str:
     return ", ".join(map(_example, keywords[:3]))
 
 
-def _example(name: str) -> str:
-    return EXAMPLES.get(name, f"{name}=...")
+def _example(name: str, function: str = "") -> str:
+    return EXAMPLES.get(f"{function}.{name}") or EXAMPLES.get(name, f"{name}=...")
 
 
 def _advice(
@@ -218,6 +219,41 @@ def state_hint(name: str, fields: Iterable[str], counted: Iterable[str]) -> str:
         near = nearest(name, fields)
         place = None if near is None else f"did you mean {near!r}?"
     return "" if place is None else f" ({place})"
+
+
+_SHOWN = 8
+_LONGEST = 80
+
+
+def not_there(key: object, mapping: Mapping[Any, Any], field: str) -> str:
+    """What to write for a name that a mapping of a State lacks; ``field`` is its metrics or algorithm_state, or ""."""
+    names = [str(name)[:_LONGEST] for name in mapping]  # those of a file may have any length
+    place = _place_inside(key, mapping, whole=field == "metrics") if isinstance(key, str) else ""
+    if place:
+        return f"{key!r} is not here; write {place}."
+    near = nearest(key, names) if isinstance(key, str) else None
+    meant = f" (did you mean {near!r}?)" if near is not None else ""
+    listed = ", ".join(map(repr, names[:_SHOWN])) + (f", ... {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    empty = f"state.{field}" if field else "this mapping of a State"
+    there = f"{meant}; there are {listed}." if names else f": {empty} is empty."
+    if near is not None or not field:
+        return f"{key!r} is not here{there}"
+    about = "train" if field == "metrics" and str(key).startswith("train") else field
+    return f"{key!r} is not here{there} {STATE_MAPPINGS[about]}."
+
+
+def _place_inside(key: str, mapping: Mapping[Any, Any], *, whole: bool) -> str:
+    """How an item of a mapping inside is read that the name says: "val/loss", "val_loss"; "" if there is none.
+
+    With ``whole`` the name of an item says it, too: "loss".
+    """
+    inner = {str(label): values for label, values in mapping.items() if type(values) is type(mapping)}
+    for label, values in inner.items():
+        name = key.removeprefix(f"{label}/").removeprefix(f"{label}_")
+        names = [name, *(item for item in map(str, values) if name and item.startswith(name))]  # "acc" is "accuracy"
+        if name != key and (key[len(label)] == "/" or name in values or len(names) > 1):
+            return f"[{label!r}][{name if name in values else names[-1]!r}]"
+    return next((f"[{label!r}][{key!r}]" for label, values in inner.items() if whole and key in values), "")
 
 
 class Elsewhere:

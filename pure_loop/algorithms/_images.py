@@ -26,13 +26,13 @@ Normalization: TypeAlias = float | Sequence[float] | None
 """What images were normalized with: a number, or one for each channel."""
 
 
-def image_of(batch: Batch, key: BatchKey, where: str, *, dims: int | None = 4) -> Tensor:
-    """The inputs of a batch.
+def image_of(batch: Batch, key: BatchKey, where: str, *others: str, dims: int | None = 4) -> Tensor:
+    """The inputs of a batch; ``others`` are arguments that an error names besides ``input_key``.
 
     Raises:
         DataError: they are no tensor, or no images, (n, channels, height, width).
     """
-    inputs = part_of(batch, key, where, "input_key")
+    inputs = part_of(batch, key, where, "input_key", *others)
     if not isinstance(inputs, Tensor):
         raise DataError(
             f"{where}: the inputs are {type(inputs).__name__}, not a tensor. Say where in a batch they are: "

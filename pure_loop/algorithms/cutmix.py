@@ -110,7 +110,7 @@ def cutmix(
     """
 
     def inputs_of(batch: Batch) -> Tensor:
-        return image_of(batch, input_key, "cutmix")
+        return image_of(batch, input_key, "cutmix", "target_key")
 
     def cut(state: State, images: Tensor, targets: Batch, partner: Tensor, areas: Tensor) -> tuple[Tensor, Batch]:
         height, width = images.shape[-2:]

@@ -113,7 +113,7 @@ def mixup(
     """
 
     def inputs_of(batch: Batch) -> Tensor:
-        inputs = image_of(batch, input_key, "mixup", dims=None)
+        inputs = image_of(batch, input_key, "mixup", "target_key", dims=None)
         if not inputs.is_floating_point():
             raise DataError(
                 f"mixup: the inputs have dtype {inputs.dtype}, which has no mean. Give images as floats; the tokens of "

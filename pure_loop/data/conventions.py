@@ -32,12 +32,12 @@ _MEAN_OVER_LABELS = re.compile(
 )
 
 
-def _labels(batch: Mapping[str, Any]) -> Tensor:
+def _labels(batch: Batch) -> Tensor:
     """
     Raises:
-        DataError: a batch without them, or with others than tensors.
+        DataError: a batch without them, or with others than tensors, or one that is no mapping.
     """
-    labels = batch.get("labels")
+    labels = _mapping(batch).get("labels")
     if isinstance(labels, Tensor):
         return labels
     near = nearest("labels", filter(lambda key: isinstance(key, str), batch))
@@ -52,18 +52,23 @@ def _labels(batch: Mapping[str, Any]) -> Tensor:
     )
 
 
+def _mapping(batch: Batch) -> Mapping[str, Any]:
+    if isinstance(batch, Mapping):
+        return batch
+    raise DataError(
+        f"pl.Task.from_transformers: the model is called with a mapping, and a batch is {describe(batch)}. Give "
+        "batches such as {'input_ids': ..., 'attention_mask': ..., 'labels': ...}; (inputs, targets) of another "
+        "model take loss=, without this task."
+    )
+
+
 def call_with_batch(model: Any, batch: Batch) -> Outputs:
     """``model(**batch)``.
 
     Raises:
         DataError: a batch that is no mapping.
     """
-    if not isinstance(batch, Mapping):
-        raise DataError(
-            f"pl.Task.from_transformers: the model is called with a mapping, and a batch is {describe(batch)}. Give "
-            "batches such as {'input_ids': ..., 'attention_mask': ..., 'labels': ...}."
-        )
-    return model(**batch)
+    return model(**_mapping(batch))
 
 
 def own_loss(outputs: Outputs, batch: Batch) -> Tensor:

@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
+from pure_loop._internal.arguments import check_function
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.reprs import call
 from pure_loop._internal.suggestions import advice_on
@@ -20,10 +21,20 @@ from pure_loop._internal.weights import is_number
 from pure_loop.data.batch import is_array
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random.authors import is_users
+from pure_loop.ranges import checked
 
 __all__ = ["Metric"]
 
 
+_TAKEN = {
+    "init": "",
+    "update": "accumulator, outputs, batch",
+    "compute": "accumulator",
+    "merge": "accumulator, accumulator",
+}
+
+
+@checked
 @attrs.frozen(repr=False)
 class Metric:
     """A metric of ``(outputs, batch)``, accumulated over batches.
@@ -37,6 +48,10 @@ class Metric:
             weight 0 are left out. A weight that only a device knows is a tensor; if it is 0, so is the loss. It is None
             if the loss is one of torch's with ``reduction="sum"``.
         merge: ``(accumulator, accumulator) -> accumulator``, of two parts of the data; several ranks need it.
+
+    Raises:
+        ArgumentTypeError: a function that can't be called with these arguments; by the stream: an ``update`` that
+            returns None.
 
     >>> import torch
     >>> worst = Metric("worst", lambda: torch.tensor(-torch.inf),
@@ -56,6 +71,11 @@ class Metric:
     shows_defaults: ClassVar[bool] = False
     _factory: str = attrs.field(default="", init=False, eq=False)
     _settings: Mapping[str, object] = attrs.field(factory=dict, init=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        for field, arguments in _TAKEN.items():
+            if getattr(self, field) is not None or field != "merge":
+                check_function(field, getattr(self, field), arguments, where=f"pl.Metric({self.name!r})")
 
     def on(
         self, *, outputs: Callable[[Outputs], Outputs] | None = None, targets: Callable[[Batch], PyTree] | None = None
@@ -201,6 +221,11 @@ def updated(
             old = before[metric.name] if metric.name in before else metric.init()
             value = measured if metric.of_loss else outputs
             result[metric.name] = old if nothing and metric.of_loss else metric.update(old, value, batch)
+            if old is not None and result[metric.name] is None:
+                raise ArgumentTypeError(
+                    f"the metric {metric.name!r} ({metric!r}) has an update that returned None: it returns the next "
+                    "accumulator; is a `return` missing?"
+                )
     return result
 
 

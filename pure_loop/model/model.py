@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import name_of
 from pure_loop._internal.records import set_class
 from pure_loop._internal.tree_ops import full_tensor, meet
-from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, MissingAttributeError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, Slot, places_of, put_slots, slot_of
 from pure_loop.model.instance import Instance
@@ -475,11 +475,23 @@ class ModelDef:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self.skeleton, {name: type(param) for name, param in self.declared.items()}, self.altered)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise MissingAttributeError(f"state.model has no attribute {name!r}: {_NO_MODULE}", name=name)
+
+        def __call__(self, *_: object, **__: object) -> NoReturn:
+            raise ArgumentTypeError(f"state.model can't be called: {_NO_MODULE}")
+
     def __repr__(self) -> str:
         name = type(self.skeleton).__name__
         return f"ModelDef({name}: {len(self.parameter_names)} parameters, {len(self.buffer_names)} buffers)"
 
 
+_NO_MODULE = (
+    "it is the structure of the model, without its numbers. Write state.module(training=False), which is a module with "
+    "them in eval mode, or state.module() in train mode."
+)
 _SHARED = tuple(
     name
     for name in ModelDef.__slots__

@@ -30,6 +30,7 @@ from torch import Tensor
 from pure_loop._internal.arguments import check_number, is_scheduler, refuse_no_schedule
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.reprs import shape_and_dtype
+from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tree_ops import clone_all, is_sharded
 from pure_loop._internal.weights import has_numbers
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
@@ -77,6 +78,7 @@ _OTHERS = ("shared", "group", "attributes")
 _KEYS = ("class", "memory", "started", *_OTHERS, "removed")
 
 
+@teaching
 def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     """A pure optimizer that does what ``cls(params, **options)`` does.
 

@@ -9,6 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from pure_loop._internal.arguments import check_function
+from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim._in_torch import part_in_torch
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["partition"]
 
 
+@teaching
 def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor], str]) -> Optimizer:
     """One optimizer that hands each parameter to the one of ``optimizers`` that ``label`` names for it.
 
@@ -35,6 +38,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
     optimizer; the others are in ``parts``.
 
     Raises:
+        ArgumentTypeError: no optimizers by label, or a label that is no function of two arguments.
         ArgumentError: (a ValueError) by ``init`` and ``update``, for a label that isn't there.
 
     >>> import torch
@@ -56,11 +60,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
                 f"partition: {key!r} must be an optimizer, got {part!r}; write "
                 f"partition({{{key!r}: adamw(lr=1e-3)}}, ...)"
             )
-    if not callable(label):
-        raise ArgumentTypeError(
-            f"partition: label must be a function, such as label=lambda name, tensor: {next(iter(optimizers))!r}, "
-            f"got {label!r}"
-        )
+    check_function("label", label, "name, tensor", where="partition")
     rule = _Partition(FrozenDict(optimizers), label)
     return Optimizer(
         name="partition",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.frozendict import FrozenDict
@@ -23,6 +24,7 @@ __all__ = ["evaluation_params", "load_state_dict", "to_state_dict"]
 S = TypeVar("S", bound=State)
 
 
+@teaching
 @torch.no_grad()
 def to_state_dict(state: State, optimizer: Optimizer, *, part: str | None = None) -> dict[str, Any]:
     """The optimizer state as the class of torch has it, with which a loop by hand continues.
@@ -55,7 +57,7 @@ def to_state_dict(state: State, optimizer: Optimizer, *, part: str | None = None
     >>> by_hand.param_groups[0]["lr"], by_hand.state[module.weight]["step"]
     (0.1, tensor(3.))
     """
-    served, params, opt_state = _served(state, optimizer)
+    served, params, opt_state = _served(state, optimizer, "to_state_dict(state, optimizer)")
     if state.opt_state is None:
         raise ResumeError("this State has no optimizer state yet: take one that fit has yielded after FIT_START.")
     refuse_other_memory(served, opt_state, params)
@@ -84,6 +86,7 @@ def to_state_dict(state: State, optimizer: Optimizer, *, part: str | None = None
     return {"state": _copied(saved), "param_groups": _copied(param_groups)}
 
 
+@teaching
 @torch.no_grad()
 def load_state_dict(state: S, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> S:
     """A State with the optimizer state of a torch optimizer, from which ``fit`` continues a loop by hand.
@@ -115,7 +118,7 @@ def load_state_dict(state: S, optimizer: Optimizer, state_dict: Mapping[str, Any
     >>> state.opt_state["momentum_buffer"]["bias"]
     tensor([4.])
     """
-    served, params, _ = _served(state, optimizer)
+    served, params, _ = _served(state, optimizer, "load_state_dict(state, optimizer, state_dict)")
     if are_sharded(params):
         raise ArgumentError("load_state_dict: the parameters are sharded: load before fit shards them.")
     opt_state = _loaded(served, params, list(state.params), state_dict)
@@ -123,6 +126,7 @@ def load_state_dict(state: S, optimizer: Optimizer, state_dict: Mapping[str, Any
     return state.replace(opt_state=opt_state)
 
 
+@teaching
 def evaluation_params(state: S, optimizer: Optimizer) -> FrozenDict[str, Tensor]:
     """The parameters that an optimizer with modes evaluates with, such as the averages of schedule-free ones.
 
@@ -138,7 +142,7 @@ def evaluation_params(state: S, optimizer: Optimizer) -> FrozenDict[str, Tensor]
         ArgumentError: (a ValueError) the optimizer has no modes.
         ResumeError: (a ValueError) another optimizer made the optimizer state, or there is none yet.
     """
-    served, params, opt_state = _served(state, optimizer)
+    served, params, opt_state = _served(state, optimizer, "evaluation_params(state, optimizer)")
     evaluated = getattr(served.in_torch, "evaluated", None)
     if opt_state is None:
         raise ResumeError("this State has no optimizer state yet: take one that fit has yielded after FIT_START.")
@@ -151,9 +155,9 @@ def evaluation_params(state: S, optimizer: Optimizer) -> FrozenDict[str, Tensor]
     return FrozenDict({**state.params, **result})
 
 
-def _served(state: Any, optimizer: Any) -> tuple[Optimizer, Params, Any]:
+def _served(state: Any, optimizer: Any, call: str) -> tuple[Optimizer, Params, Any]:
     """The optimizer as ``fit`` runs it, the parameters that are trained, and the optimizer state."""
-    refuse_no_state(state, "to_state_dict(state, optimizer)", "pl.State.create(module)")
+    refuse_no_state(state, call, "pl.State.create(module)")
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"the optimizer that fit is given is needed, such as pl.optim.adamw(), got {optimizer!r}"

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import gradient_of
+from pure_loop._internal.suggestions import teaching
 from pure_loop.data.batch import describe
 from pure_loop.errors import ArgumentError, ArgumentTypeError, LossError, ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.optim.optimizer import Optimizer, time_of_step
 from pure_loop.stages.loss import detached
 from pure_loop.stages.notes import noting
-from pure_loop.state import State
+from pure_loop.state import State, refuse_no_state
 
 T = TypeVar("T")
 
 
+@teaching
 def value_and_grad(
     function: Callable[[FrozenDict[str, Tensor]], T], params: FrozenDict[str, Tensor]
 ) -> tuple[T, FrozenDict[str, Any]]:
@@ -53,6 +55,7 @@ def value_and_grad(
     return detached(result), FrozenDict(zip(leaves, results, strict=True))
 
 
+@teaching
 def update_part(
     state: State,
     part: str,
@@ -76,7 +79,7 @@ def update_part(
         The State with new parameters and optimizer state of the part, the buffers after the forward, and the ``loss``.
 
     Raises:
-        ArgumentTypeError: the loss is no function, or the optimizer none of this library.
+        ArgumentTypeError: no State, the loss is no function, or the optimizer none of this library.
         ArgumentError: no parameter of the part is trained, or ``opt_state`` is that of one optimizer.
         LossError: the loss is not a scalar tensor that depends on the part.
 
@@ -87,6 +90,7 @@ def update_part(
     >>> [name for name in state.params if not torch.equal(state.params[name], after.params[name])]
     ['critic.weight']
     """
+    refuse_no_state(state, "update_part(state, part, loss, optimizer)", "pl.State.create(module)")
     if not callable(loss) or not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"update_part: loss is of type {type(loss).__name__}, optimizer of type {type(optimizer).__name__}: write "
@@ -107,7 +111,14 @@ def update_part(
         )
 
     def of_part(params: FrozenDict[str, Tensor]) -> tuple[Tensor, FrozenDict[str, Tensor]]:
-        return state.model.apply(loss, FrozenDict({**state.params, **params}), state.buffers, training=True)
+        every = FrozenDict({**state.params, **params})
+        value, buffers = state.model.apply(loss, every, state.buffers, training=True)
+        if isinstance(value, Tensor) and not value.requires_grad:
+            raise LossError(
+                f"update_part: the loss does not depend on the parameters of part {part!r}: compute it with the module "
+                "that the function is given, without detach() of what the part gives and without torch.no_grad()."
+            )
+        return value, buffers
 
     trained = FrozenDict((name, state.params[name]) for name in names)
     with noting(lambda: f"raised by update_part in the loss of part {part!r}"):

@@ -34,6 +34,37 @@ state.global_step | state.timestamp.batch | state.timestamp.batch
 state.loss = 0 | state.replace(loss=...) | state.replace(loss=torch.tensor(0.0))
 state.params["0.weight"] = X | state.replace(...) | state.replace(params=dict(state.params))
 state["loss"] | write state.loss | state.loss
+state.metrics["val_loss"] | write ['val']['loss'] | state.metrics['val']['loss']
+state.metrics["val_acc"] | write ['val']['accuracy'] | state.metrics['val']['accuracy']
+state.metrics["loss"] | write ['val']['loss'] | state.metrics['val']['loss']
+state.metrics["train"] | train_metrics=[pl.metrics.accuracy()] | fit(train_metrics=[pl.metrics.accuracy()])
+stopped.algorithm_state["mine"] | 'early_stopping'. An algorithm's | stopped.algorithm_state["early_stopping"]
+anew.metrics["val"] | metrics is empty. state.metrics["val"]["loss"] comes with | fit(evaluators={"val": data})
+anew.algorithm_state["mine"] | algorithm_state is empty. An algorithm's memory | anew.remember("mine", 1)
+state.model(X) | state.module(training=False) | state.module(training=False)(X)
+state.model.eval() | state.module(training=False) | state.module(training=False)
+state.module(X) | state.module(training=False) | state.module(training=False)(X)
+state.module(False) | state.module(training=False) | state.module(training=False)
+state.module(train=False) | state.module(training=False) | state.module(training=False)
+pl.fit(state.replace(model=regressor), data) | state.with_module(module) | state.with_module(nn.Linear(5, 2))
+state.replace(timestamp=state.timestamp.next_epoch) | next_epoch() | state.timestamp.next_epoch()
+state.replace(timestamp="5ba") | state.timestamp.replace( | state.replace(timestamp=state.timestamp.replace(batch=5))
+state.replace(seed="x") | state.replace(seed=0) | state.replace(seed=0)
+pl.Task(cross_entropy) | pl.Task(forward=..., loss= | pl.Task(loss=of_last)
+pl.Task(forward=lambda batch: 1) | lambda model, batch: ... | pl.Task(forward=lambda model, batch: 1)
+pl.Task(weight=lambda: 1) | lambda batch: ... | pl.Task(weight=lambda batch: 1)
+pl.Metric("m", X, add, float) | lambda: ..., got | pl.Metric("m", lambda: X, add, float)
+pl.Metric("m", dict, lambda a, o: a, len) | lambda accumulator, outputs, batch: ... | pl.Metric("m", dict, add, len)
+measured(forgotten) | is a `return` missing | measured(add)
+pl.optim.partition([SGD, SGD]) | label=lambda name, tensor: | pl.optim.partition({"a": SGD}, lambda name, tensor: "a")
+pl.optim.partition({"a": SGD}, len) | lambda name, tensor: ... | pl.optim.partition({"a": SGD}, lambda n, t: "a")
+pl.optim.from_torch(RADAM, model.parameters()) | gives an optimizer the parameters | pl.optim.from_torch(RADAM, lr=1e-3)
+pl.optim.load_state_dict(model, SGD, DICT) | load_state_dict(state, opt | pl.optim.load_state_dict(anew, SGD, DICT)
+pl.stages.update_part(model, "0", loss_of, SGD) | State.create(module) | pl.stages.update_part(anew, "0", loss_of, SGD)
+fit(algorithms=[at_batch_end(Own.method)]) | instance.method | fit(algorithms=[at_batch_end(Own().method)])
+of_transformers(data) | model is called with a mapping | fit()
+mixing(mixup()) | (input_key="x", target_key="y") | mixing(mixup(input_key="x", target_key="y"))
+mixing(label_smoothing) | (target_key="y") | mixing(pl.algorithms.label_smoothing(0.1, target_key="y"))
 pl.optim.rmsprop(lr=0.1) | from_torch(torch.optim.RMSprop | pl.optim.from_torch(torch.optim.RMSprop, lr=1e-2)
 pl.optim.Adam(lr=0.1) | adam(lr=3e-4) | pl.optim.adam(lr=3e-4)
 pl.optim.adamw(learning_rate=0.1) | write lr=0.1 | pl.optim.adamw(lr=0.1)
@@ -111,7 +142,7 @@ pl.metrics.Accuracy() | accuracy( | pl.metrics.accuracy()
 pl.save(model, "a.pl") | write save(state, path) | pl.save(state, "a.pl")
 pl.load("a.pl") | pl.load(path, model=module) | (pl.save(state, "a.pl"), pl.load("a.pl", model=model))
 evaluated(metrics=[pl.metrics.mean(single, "m")]) | (outputs, batch) | evaluated(metrics=[pl.metrics.mean(gap, "m")])
-pl.stages.update_part(anew, "2", loss_of, SGD) | of part '2' | pl.stages.update_part(anew, "0", loss_of, SGD)
+pl.stages.update_part(anew, "2", loss_of, SGD) | parameters of part '2' | pl.stages.update_part(anew, "0", loss_of, SGD)
 pl.testing.check_algorithm(label_smoothing, problem="mlp") | problems=? | pl.testing.PROBLEMS["mlp"]
 of(model, X, Y, mse_loss) | shape (8, 2) and targets of shape (8,): write loss= | of(model, X, Y, entropy_of_class_1)
 of(regressor, X, Y.float(), mse_loss) | outputs.squeeze(-1), targets | of(regressor, X, Y.float(), squeezed)
@@ -180,6 +211,11 @@ def of_last(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
     return cross_entropy(outputs, batch[-1])
 
 
+class Own:
+    def method(self, state: pl.State) -> pl.State:
+        return state
+
+
 class OfComposer:
     def match(self, event: object, state: object) -> bool:
         return True
@@ -220,6 +256,7 @@ def names() -> dict[str, Any]:
     data = [(x, y)]
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2))
     sgd = pl.optim.sgd(lr=0.1)
+    task = pl.Task(forward=lambda module, b: module(b["x"]), loss=lambda out, b: cross_entropy(out, b["y"]))
     settings: dict[str, Any] = {"loss": cross_entropy, "optimizer": sgd, "max_duration": "1ep"}
 
     def fit(**changes: Any) -> pl.Stream:
@@ -279,7 +316,7 @@ def names() -> dict[str, Any]:
         "NOWHERE": Nowhere(),
         "NO_LOSS": {name: value for name, value in settings.items() if name != "loss"},
         "dicts": [{"x": x, "y": y}],
-        "TASK": pl.Task(forward=lambda module, b: module(b["x"]), loss=lambda out, b: cross_entropy(out, b["y"])),
+        "TASK": task,
         "SMOOTH": [pl.algorithms.label_smoothing(0.1)],
         "TRAIN": {"metric": "train/loss", **settings},
         "label_smoothing": pl.algorithms.label_smoothing(0.1),
@@ -287,6 +324,20 @@ def names() -> dict[str, Any]:
         "OfLightning": OfLightning,
         "same": lambda state: state,
         "at_batch_end": pl.algorithm("batch_end"),
+        "Own": Own,
+        "of_last": of_last,
+        "add": lambda accumulator, outputs, batch: accumulator,
+        "forgotten": lambda accumulator, outputs, batch: accumulator.append(1),
+        "measured": lambda update: evaluated(metrics=[pl.Metric("m", list, update, len)]),
+        "mixup": pl.algorithms.mixup,
+        "RADAM": torch.optim.RAdam,
+        "DICT": torch.optim.SGD(model.parameters(), lr=0.1).state_dict(),
+        "of_transformers": lambda data: pl.fit(
+            model, data, task=pl.Task.from_transformers(), optimizer=sgd, max_duration="1ep"
+        ),
+        "mixing": lambda algorithm: pl.fit(
+            model, [{"x": x, "y": y}], task=task, optimizer=sgd, max_duration="1ep", algorithms=[algorithm]
+        ),
         "right": right,
         "texts": texts,
         "forgetful": forgetful,

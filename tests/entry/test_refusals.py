@@ -153,7 +153,7 @@ LOSSES_AND_EVALUATORS = [
     given(VALUES, "loss= is given, and task= has a loss, too", task=pl.Task(loss=lambda o, b: 0)),
     given(VALUES, "loss= and task= are both a Task", loss=pl.Task(), task=pl.Task()),
     given(TYPES, "pl.Task(forward=..., loss=...)", task=3),
-    TYPE(lambda: pl.Task(forward=3), "pl.Task(forward=3)", "give a function"),
+    TYPE(lambda: pl.Task(forward=3), "forward must be a function, such as lambda model, batch: ...", "got 3"),
     TYPE(lambda: pl.Evaluator(DATA, loss=nn.MSELoss), "Evaluator: loss is the class MSELoss"),
     given(TYPES, "needs a label", '{"val": ...', evaluators=[NO_LOSS]),
     given(TYPES, "write a mapping of labels", "{'val': ...}", evaluators=[("val", NO_LOSS)]),

@@ -76,7 +76,12 @@ MINE: list[tuple[Event, Any, type[Exception], str]] = [
     (END, sets(seed=9), STRUCTURE, "changed seed, and may not: derive seeds of your own: pl.random.derive"),
     (END, sets(position=INIT), STRUCTURE, "changed previous_timestamp or position, and may not: only the loop"),
     (END, sets(event=INIT), STRUCTURE, "returned a State of INIT: it returned a State that it had kept"),
-    (INIT, lambda s: s.replace(model=problem.mlp()), STRUCTURE, "model to a Sequential, and may not"),
+    (
+        INIT,
+        lambda s: s.replace(model=problem.mlp()),
+        pl.ArgumentTypeError,
+        "given Sequential: of a module write state.w",
+    ),
     (END, lambda s: s.with_module(nn.Linear(4, 3)), STRUCTURE, "model surgery is done at INIT, with state.with_module"),
     (START, sets(batch=None), STRUCTURE, "changed batch to None, and may not: the step needs it"),
     (FORWARD, sets(microbatch=None), STRUCTURE, "changed microbatch to None"),
