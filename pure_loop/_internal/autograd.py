@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from pure_loop._internal.torch_private import graph_task, is_transformed, run_backward
 from pure_loop.errors import ModelError
 
-
 # In the metadata of a node of a graph that adds to the gradient of a leaf: it is one of the loop's.
 _LEAF = "pure_loop.leaf"
 
@@ -194,8 +193,8 @@ def refuse_strangers(
                 )
             raise ModelError(
                 f"the loss depends on a parameter of shape {tuple(stranger.shape)} that the model was not called with, "
-                "so it would get no gradient: a loss, lambda, hook or plain list (write nn.ModuleList) that holds on to "
-                "a module uses that module's own weights. Use the module that the forward is given; for a penalty on weights use state.params in "
-                "an algorithm at AFTER_LOSS. If it belongs to another network that is not trained, freeze it with "
-                "requires_grad_(False)."
+                "so it would get no gradient: a loss, lambda, hook or plain list that holds on to a module uses that "
+                "module's own weights. Keep layers in nn.ModuleList, use the module that the forward is given, and for "
+                "a penalty on weights state.params in an algorithm at AFTER_LOSS. If it belongs to another network "
+                "that is not trained, freeze it with requires_grad_(False)."
             )

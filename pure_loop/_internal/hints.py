@@ -243,7 +243,7 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("data loader dataloader dataset", "evaluators", 'it second and without a name: {call}, or as {{"val": data}}'),
     (
         "val val_data val_loader val_dataloader val_dataloaders valid_loader validation_data eval_dataloader "
-        "eval_loader test_loader test_dataloader",
+        "eval_loader test_loader test_dataloader eval_dataset val_dataset validation_dataset test_dataset",
         "evaluators",
         'evaluators={{"val": dataloader}}',
     ),
@@ -291,6 +291,8 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("compile_config", "compile", "compile=True"),
     ("save_ignore_keys", "exclude", 'exclude=["opt_state"]'),
     ("metrics metric compute_metrics", "evaluators", 'evaluators={{"val": pl.Evaluator(dataloader, metrics=[...])}}'),
+    ("class_weight class_weights", "loss", "loss=torch.nn.CrossEntropyLoss(weight=tensor)"),
+    ("decay ema_decay", "smoothing", 'smoothing={}, or half_life="100ba"'),
     ("loss_fn loss_function criterion objective", "loss", "loss=torch.nn.functional.cross_entropy"),
     (
         "batch_size per_device_train_batch_size",
