@@ -165,9 +165,10 @@ def refuse_strangers(
                 "would lose them here: write use_reentrant=False, as PyTorch recommends."
             )
         stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
+        metadata: Any = {} if stranger is None else node.metadata  # of torch, which declares a method
         if id(stranger) in current:
-            node.metadata[_LEAF] = True  # for as long as a graph goes through it
-        elif stranger is not None and _LEAF in node.metadata:
+            metadata[_LEAF] = True  # for as long as a graph goes through it
+        elif _LEAF in metadata:
             raise ModelError(
                 "the loss depends on the forward of an earlier batch, of which no gradient is taken and whose graph "
                 "would stay in memory: something keeps a tensor of it, such as a hidden state in an attribute of the "
