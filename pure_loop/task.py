@@ -411,7 +411,13 @@ class OnTargets:
         return (self.loss,)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Any:
-        targets = _inputs_and_targets(batch)[1]
+        inputs, targets = _inputs_and_targets(batch)
+        if isinstance(inputs, Tensor) and inputs.ndim == 1 and isinstance(targets, Tensor) and not targets.ndim:
+            raise DataError(
+                f"a batch is {describe(batch)}: if that is one sample, its {len(inputs)} numbers would count as "
+                "samples. Write DataLoader(dataset, batch_size=32), also of a list of samples, which makes batches of "
+                "them; for one target of a whole batch write task=pl.Task(loss=lambda outputs, batch: ...)."
+            )
         if self.elementwise and isinstance(outputs, Tensor) and isinstance(targets, Tensor):
             self._refuse_to_broadcast(outputs, targets)
         return self.loss(outputs, targets)

@@ -18,6 +18,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection
+from numbers import Number
 from typing import Any, TypeGuard, TypeVar
 
 from pure_loop._text import without_secrets
@@ -82,6 +83,7 @@ def check_integer(
     if is_integer(value) and (least is None or value >= least):
         return value
     wanted = wanted or "a whole number" + ("" if least is None else f" of at least {least}")
+    example = converted(name, value, int, lambda number: least is None or number >= least) or example
     raise refusal(name, value, wanted, where, example, typed=not is_integer(value))
 
 
@@ -126,7 +128,27 @@ def check_number(
         if least <= number and above < number < below:
             return number
     wanted = wanted or f"a {'finite ' * (below == math.inf)}number{_bounds(least, above, below)}"
+    example = converted(name, value, float, lambda number: least <= number and above < number < below) or example
     raise refusal(name, value, wanted, where, example, typed=not is_number(value))
+
+
+def converted(
+    name: str, value: object, kind: type[int] | type[float], fits: Callable[[float], bool] = math.isfinite
+) -> str:
+    """What to write for a number of another library or in a text, where it ``fits``; "" for anything else.
+
+    >>> converted("peak", "1e-3", float), converted("peak", "cosine", float), converted("interval", 2.5, int)
+    ('peak=0.001', '', '')
+    """
+    if isinstance(value, bool | int | float) or not isinstance(value, str | Number):
+        return ""
+    try:
+        number = kind(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return ""
+    if not fits(number):
+        return ""
+    return f"{name}={number!r}" if isinstance(value, str) else f"{name}={kind.__name__}({value!r})"
 
 
 def _bounds(least: float, above: float, below: float) -> str:

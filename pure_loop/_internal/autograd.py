@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from pure_loop._internal.torch_private import graph_task, is_transformed, run_backward
 from pure_loop.errors import ModelError
+
+# In the metadata of a node of a graph that adds to the gradient of a leaf: it is one of the loop's.
+_LEAF = "pure_loop.leaf"
 
 
 def gradient_of(loss: Tensor, inputs: Sequence[Tensor], seed: Tensor | float = 1.0) -> tuple[Tensor, ...]:
@@ -132,19 +135,26 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def refuse_strangers(loss: Tensor, parameters: Iterable[Tensor] | None = (), leaves: Iterable[Tensor] = ()) -> None:
+def refuse_strangers(
+    loss: Tensor,
+    parameters: Iterable[Tensor] | None = (),
+    leaves: Collection[Tensor] = (),
+    attribute_with: Callable[[Tensor], str | None] = lambda _: None,
+) -> None:
     """Refuse a loss with a graph that goes where gradients would be lost without an error.
 
     Args:
         loss: what is about to be differentiated.
         parameters: those that are no strangers; None: no parameter is one.
-        leaves: what it is differentiated by. Others with their memory are those of another forward.
+        leaves: what it is differentiated by. Others with their memory are those of another forward, and others that
+            were leaves in an earlier call are those of an earlier batch.
+        attribute_with: which attribute of the model leads to a parameter that is not registered in it; or None.
 
     Raises:
-        ModelError: it depends on a parameter that the model was not called with, or on a second forward, or goes
-            through a reentrant checkpoint.
+        ModelError: it depends on a parameter that the model was not called with, on a second forward, or on that of
+            an earlier batch, or goes through a reentrant checkpoint.
     """
-    family = None if parameters is None else set(map(id, parameters))
+    family, current = None if parameters is None else set(map(id, parameters)), set(map(id, leaves))
     # On the meta device there is no memory.
     own = {leaf.data_ptr(): id(leaf) for leaf in leaves if _is_plain(leaf) and leaf.numel() and not leaf.is_meta}
     for node in graph_of(loss):
@@ -155,6 +165,15 @@ def refuse_strangers(loss: Tensor, parameters: Iterable[Tensor] | None = (), lea
                 "would lose them here: write use_reentrant=False, as PyTorch recommends."
             )
         stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
+        metadata: Any = {} if stranger is None else node.metadata  # of torch, which declares a method
+        if id(stranger) in current:
+            metadata[_LEAF] = True  # for as long as a graph goes through it
+        elif _LEAF in metadata:
+            raise ModelError(
+                "the loss depends on the forward of an earlier batch, of which no gradient is taken and whose graph "
+                "would stay in memory: something keeps a tensor of it, such as a hidden state in an attribute of the "
+                "model. Keep it without its graph: self.hidden = hidden.detach(), of each tensor in a tuple."
+            )
         # Of a parameter too, which is of another class: its address is read through a tensor of torch's own.
         place = None if stranger is None else stranger.detach()
         if own and place is not None and _is_plain(place) and own.get(place.data_ptr(), id(stranger)) != id(stranger):
@@ -165,10 +184,18 @@ def refuse_strangers(loss: Tensor, parameters: Iterable[Tensor] | None = (), lea
                 "the second one gives."
             )
         if isinstance(stranger, nn.Parameter) and family is not None and id(stranger) not in family:
+            attribute = attribute_with(stranger)
+            if attribute is not None:
+                raise ModelError(
+                    f"the loss depends on a parameter of shape {tuple(stranger.shape)} that {attribute} leads to and "
+                    "torch doesn't register, so it would not be trained: keep layers in nn.ModuleList([...]) or "
+                    "nn.ModuleDict({...}) in place of a list or dict, and parameters in nn.ParameterList([...]). If it "
+                    "belongs to another network that is not trained, freeze it with requires_grad_(False)."
+                )
             raise ModelError(
                 f"the loss depends on a parameter of shape {tuple(stranger.shape)} that the model was not called with, "
-                "so it would get no gradient: a loss, lambda or hook that holds on to a module uses that module's own "
-                "weights. Use the module that the forward is given; for a penalty on weights use state.params in "
-                "an algorithm at AFTER_LOSS. If it belongs to another network that is not trained, freeze it with "
-                "requires_grad_(False)."
+                "so it would get no gradient: a loss, lambda, hook or plain list that holds on to a module uses that "
+                "module's own weights. Keep layers in nn.ModuleList, use the module that the forward is given, and for "
+                "a penalty on weights state.params in an algorithm at AFTER_LOSS. If it belongs to another network "
+                "that is not trained, freeze it with requires_grad_(False)."
             )

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 
 _LOOP = 'for event, state in pl.fit(model, dataloader, loss=..., optimizer=..., max_duration="3ep"): ...'
 _STOPPING = 'write algorithms=[pl.algorithms.early_stopping("val/loss")]'
+# Of regression, where outputs have shape (n,) or, from a layer with one output, (n, 1).
+_MEAN = "write mean(lambda outputs, batch: (outputs.reshape_as(batch[1]) - batch[1]).{}(), '{}')"
 
 # A key holds several names, separated by spaces.
 _HINTS: Mapping[str, Mapping[str, str]] = {
@@ -114,7 +116,8 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
     },
     "pure_loop.metrics": {
         "acc": "write accuracy()",
-        "Accuracy MulticlassAccuracy MaskedAccuracy": "write accuracy(ignore_index=-100)",
+        "Accuracy MulticlassAccuracy": "write accuracy()",
+        "MaskedAccuracy": "write accuracy(ignore_index=-100)",
         "BinaryAccuracy": "write confusion_matrix(threshold=0.0), or mean(function, 'accuracy')",
         "F1 F1Score BinaryF1Score MulticlassF1Score": "write f1(), or f1(average='binary', threshold=0.0)",
         "MIoU MeanIoU JaccardIndex IoU": "write mean_iou()",
@@ -127,9 +130,9 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "Perplexity LanguagePerplexity ppl": "write perplexity()",
         "TopKAccuracy": "write top_k(5)",
         "CalibrationError ECE LanguageECE": "write expected_calibration_error()",
-        "MeanMetric Mean MSE MAE MeanSquaredError MeanAbsoluteError": (
-            "write mean(lambda outputs, batch: (outputs - batch[1]).square(), 'mse')"
-        ),
+        "MeanMetric Mean": "write mean(function, 'name'), of a function of (outputs, batch)",
+        "MSE MeanSquaredError L2": _MEAN.format("square", "mse"),
+        "MAE MeanAbsoluteError L1": _MEAN.format("abs", "mae"),
         "AUROC AveragePrecision Precision Recall ROC MetricCollection torchmetrics": (
             "write from_torchmetrics(metric), of any metric of torchmetrics"
         ),
@@ -244,7 +247,7 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("data loader dataloader dataset", "evaluators", 'it second and without a name: {call}, or as {{"val": data}}'),
     (
         "val val_data val_loader val_dataloader val_dataloaders valid_loader validation_data eval_dataloader "
-        "eval_loader test_loader test_dataloader",
+        "eval_loader test_loader test_dataloader eval_dataset val_dataset validation_dataset test_dataset",
         "evaluators",
         'evaluators={{"val": dataloader}}',
     ),
@@ -292,6 +295,8 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("compile_config", "compile", "compile=True"),
     ("save_ignore_keys", "exclude", 'exclude=["opt_state"]'),
     ("metrics metric compute_metrics", "evaluators", 'evaluators={{"val": pl.Evaluator(dataloader, metrics=[...])}}'),
+    ("class_weight class_weights", "loss", "loss=torch.nn.CrossEntropyLoss(weight=tensor)"),
+    ("decay ema_decay", "smoothing", 'smoothing={}, or half_life="100ba"'),
     ("loss_fn loss_function criterion objective", "loss", "loss=torch.nn.functional.cross_entropy"),
     (
         "batch_size per_device_train_batch_size",

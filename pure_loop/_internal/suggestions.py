@@ -62,7 +62,8 @@ def refuse_misfit(
         if "model_or_state" in parameters and args and isinstance(args[0], Iterator):
             sentences = [
                 "the arguments of fit are needed, and not the stream that pl.fit(...) returns: write model, "
-                "train_dataloader and its other arguments in its place."
+                "train_dataloader and its other arguments in its place"
+                f"{'; pl.run(stream) runs it' if name == 'fit' else ''}."
             ]
         raise ArgumentTypeError(" ".join(sentences)) from None
 

@@ -267,7 +267,8 @@ def soft_targets(
     if classes < 2:
         raise ArgumentError(
             f"{where}: outputs of shape {tuple(outputs.shape)} score {classes} class; (n, C, ...) is needed, "
-            "with C of two or more."
+            "with C of two or more: two classes take two outputs and cross_entropy. For one output a sample, mixup and "
+            'cutmix take interpolate="loss", and label_smoothing does not apply.'
         )
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     spread: float | Tensor = smoothing / classes

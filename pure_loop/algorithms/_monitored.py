@@ -109,7 +109,9 @@ class Monitored:
                 f"{self.where}: metric={self.name!r}: the label of its evaluator contains a slash, which separates a "
                 "label from a metric: give the evaluator a label without one."
             )
-        advice = " Metrics of training are those of fit(train_metrics=)." if self.label == "train" not in names else ""
+        advice = "" if names else f' It is measured by an evaluator: fit(evaluators={{"{self.label}": dataloader}}).'
+        if self.label == "train" not in names:
+            advice = " Metrics of training are those of fit(train_metrics=)."
         raise ArgumentError(f"{self.where}: there is no metric {self.name!r}{self._instead(there)}{advice}")
 
     def value(self, state: State) -> float:

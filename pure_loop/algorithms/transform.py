@@ -91,7 +91,8 @@ def transform(
             if len(shapes) > 1 or not all(isinstance(sample, Tensor) for sample in changed):
                 raise DataError(
                     f"transform: the function returned {', '.join(map(str, sorted(shapes, key=str)))}, which are no "
-                    "samples of one batch: return tensors of one shape."
+                    "samples of one batch: return tensors of one shape. A function of a whole batch, (inputs, "
+                    "targets), takes whole_batch=True."
                 )
             changed = torch.stack(changed)
         return state.replace(batch=with_part(state.batch, input_key, changed))

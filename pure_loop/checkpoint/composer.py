@@ -234,6 +234,11 @@ def _loaded(path: object) -> tuple[str, Mapping[str, Any]]:
             raise CheckpointError(
                 f"{where.path} can't be read: it is damaged, or no file of torch.save: {shortened(reason)}."
             ) from error
+        if named[1].startswith("pure_loop."):
+            raise CheckpointError(
+                f"{where.path} isn't opened: it has a pickled State, which fit takes as it is. Of a trusted origin "
+                f"alone: torch.load({where.path!r}, weights_only=False). Keep it by pl.save(state, path)."
+            ) from error
         raise CheckpointError(
             f"{where.path} isn't opened: it needs {one_line(named[1])[:200]}, which could run any code. For a file of "
             f"a trusted origin alone: pl.from_composer(torch.load({where.path!r}, map_location='cpu', "

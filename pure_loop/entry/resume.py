@@ -140,7 +140,9 @@ def loading(
         try:
             refuse(state)
         except ResumeError as error:
-            raise ResumeError(f"{path}: {error}") from error
+            loaded = f"pl.load({path!r}, model=model, exclude=['opt_state'])"
+            text = str(error).replace("state.replace(opt_state=None)", loaded)
+            raise ResumeError(f"{path}: {text}") from error
 
     if checkpoint.document is not None and beginning is not None:
         refuse_loaded(checkpoint.fitted(beginning.model))

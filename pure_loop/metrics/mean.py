@@ -10,7 +10,7 @@ from torch import Tensor
 from pure_loop._internal.arguments import accepts
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.weights import wide_dtype
-from pure_loop.errors import ArgumentTypeError
+from pure_loop.errors import ArgumentTypeError, DataError
 from pure_loop.metrics._base import Metric, Ratio, add, quotient
 from pure_loop.ranges import Name, checked
 
@@ -28,6 +28,8 @@ def mean(function: Callable[[Outputs, Batch], Tensor], name: Annotated[str, Name
     Raises:
         ArgumentTypeError: (a TypeError) where the function doesn't take two arguments, or gives one number for the
             whole batch.
+        DataError: (a ValueError, in evaluation) it gives a number for each pair of samples, shape (n, n), of outputs of
+            shape (n, 1).
 
     >>> import torch
     >>> error = mean(lambda outputs, batch: (outputs - batch[1]).abs(), "mae")
@@ -49,6 +51,17 @@ def mean(function: Callable[[Outputs, Batch], Tensor], name: Annotated[str, Name
                 f"metric {name!r}: its function gave {what}, and what it gives is one number a sample, of shape (n,): "
                 "leave out its .mean(), which would count a smaller last batch as much as the others."
             )
+        _refuse_pairs(name, values, outputs)
         return accumulator[0] + values.sum(dtype=wide_dtype(values)), accumulator[1] + values.numel()
 
     return Metric(name, lambda: (0.0, 0), update, quotient, merge=add)
+
+
+def _refuse_pairs(name: str, values: Tensor, outputs: Outputs) -> None:
+    """Refuse what a difference of shapes (n, 1) and (n,) gives."""
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else ()
+    if len(shape) == 2 and shape[0] > shape[1] == 1 and values.shape == (shape[0], shape[0]):
+        raise DataError(
+            f"metric {name!r}: its function gave a number for each pair of samples, shape {tuple(values.shape)}, as "
+            f"outputs of shape {shape} and targets of shape ({shape[0]},) do: write outputs.squeeze(-1) in it."
+        )

@@ -161,7 +161,8 @@ def _hint(argument: object) -> str:
     if is_path(argument):
         return "; of a file, fit(model, ..., load_path=path) resumes, and pl.load(path, model=model) is the State"
     if isinstance(argument, Iterable) and not isinstance(argument, Mapping):
-        return "; the model comes first, then the data: fit(model, train_dataloader, ...)"
+        of_stream = "; a stream that fit returned is run by pl.run(stream)" if isinstance(argument, Iterator) else ""
+        return f"; the model comes first, then the data: fit(model, train_dataloader, ...){of_stream}"
     return ""
 
 

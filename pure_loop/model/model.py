@@ -32,7 +32,7 @@ from pure_loop.model.parameters import (
     declared_like,
     is_declared,
 )
-from pure_loop.model.structure import copied, referred_to, refers_to, refuse_uncopyable
+from pure_loop.model.structure import attribute_with, copied, referred_to, refers_to, refuse_uncopyable
 from pure_loop.model.tree import (
     class_of,
     may_use_rng,
@@ -425,6 +425,10 @@ class ModelDef:
     def referred_to(self) -> list[Any]:
         """The user's objects that its instances refer to, and that are not copied."""
         return referred_to(self.skeleton)
+
+    def attribute_with(self, parameter: Tensor) -> str | None:
+        """The attribute of the module, such as ``model.layers``, that leads to a tensor outside of the module tree."""
+        return attribute_with(self.skeleton, parameter)
 
     def places_of_buffers(self, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
         """(name, dict, key) for every place of a buffer in a copy of the module: several where one is tied."""

@@ -128,6 +128,21 @@ def refers_to(value: Any, module: nn.Module) -> bool:
     return walk.touches(value, globally=True)
 
 
+def attribute_with(module: nn.Module, value: Any) -> str | None:
+    """The path of an attribute of a module in the tree that leads to an object which torch doesn't register; or None.
+
+    >>> net, layer = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)
+    >>> net[0].layers = [layer]
+    >>> attribute_with(net, layer.weight), attribute_with(net, net[0].weight)
+    ('model.0.layers', None)
+    """
+    for prefix, submodule in module.named_modules():
+        for name, held in vars(submodule).items():
+            if name not in _INTERNAL and any(item is value for item in found_from(held)):
+                return ".".join(filter(None, ("model", prefix, name)))
+    return None
+
+
 def refuse_uncopyable(module: nn.Module) -> None:
     """
     Raises:

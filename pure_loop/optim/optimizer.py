@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.arguments import check_number, is_number, is_scheduler, name_of, refuse_no_schedule
+from pure_loop._internal.arguments import check_number, converted, is_number, is_scheduler, name_of, refuse_no_schedule
 from pure_loop._internal.reprs import call
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
@@ -173,9 +173,11 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
         refuse_no_schedule(f"{where}: lr", lr)
         return lr  # type: ignore[return-value]
     if not is_number(lr):
+        number = "lr=3e-4" if isinstance(lr, str) else converted("lr", lr, float) or "lr=3e-4"
         text = repr(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
         raise ArgumentTypeError(
-            f"{where}: lr must be a number, got {text} of type {type(lr).__name__}; write {where}(lr=3e-4), or a "
+            f"{where}: lr must be a number, got {text} of type {type(lr).__name__}; write "
+            f"{where}({number}), or a "
             f'function of the timestamp: {where}(lr=pl.schedules.cosine("3ep", peak=3e-4))'
         )
     from pure_loop.schedules import constant  # not before it is needed: importing pure_loop is to be quick

@@ -162,12 +162,15 @@ class Stages(UpdateStage):
             raise detached_loss(state)
         # An algorithm takes a gradient of its own at an event without gradients.
         grads = None if state._grads is NOT_READY else state._grads
-        if counts and state.timestamp.batch == 0:  # more than class and dtype, and the whole graph
+        # More than class and dtype, and the whole graph. A second batch shows whether it goes through the first; with
+        # compile=True that is the third, because the first one is traced.
+        if counts and state.timestamp.batch < 3:
             check_loss(raw_loss(state), state, "AFTER_LOSS", self.task)
             parameters = self.engine.parameters()
             if parameters is not None and model.declared:
                 parameters = (*parameters, *leaves.values())  # which may be of a subclass of nn.Parameter
-            refuse_strangers(loss, parameters, leaves.values() if type(leaves) is FrozenDict else ())
+            own = leaves.values() if type(leaves) is FrozenDict else ()
+            refuse_strangers(loss, parameters, own, model.attribute_with)
         seed = weight if state.loss_scale is None else state.loss_scale.scale * weight
         # The mean over nothing (a microbatch of padding) is NaN, and so would be 0 times its gradient. If only the
         # device knows whether the weight is 0, the gradient is made 0 there.

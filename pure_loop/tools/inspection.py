@@ -27,6 +27,7 @@ from pure_loop.loop.batch import LoopStages
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random.seeds import derive, seeded_all
+from pure_loop.stages.notes import noting
 from pure_loop.stages.search import search
 from pure_loop.stages.settings import found_size
 from pure_loop.stages.update import in_order
@@ -242,7 +243,9 @@ def inspect(state: State, data: Batch = None, *, gradients: bool = True, **setti
         refuse_other_optimizer(state, read_optimizer(settings["optimizer"]))
     replay = _Replay(state, batch, settings)
     indices = None if state.batch is None or data is None else indices_of_batch(data, state, settings)
-    origin = search(replay.state, replay.stages)
+    given = "second argument, which is one batch and not the data" if state.batch is None else "batch of the State"
+    with noting(lambda: f"raised by inspect, of its {given}"):
+        origin = search(replay.state, replay.stages)
     measured = list(enumerate(replay.samples(gradients=gradients)))
     measured.sort(key=lambda item: item[1].order(finite=origin is None))
     samples = [

@@ -39,7 +39,8 @@ def test_integers_and_numbers_within_their_bounds(value: Any, least: int, low: f
 
 
 SAYS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
-    ("integer", ("n", "0"), {}, "n='0' of type str: give a whole number."),
+    ("integer", ("n", "0"), {}, "n='0' of type str: give a whole number, such as n=0."),
+    ("integer", ("n", "0"), {"least": 1}, "n='0' of type str: give a whole number of at least 1."),
     (
         "integer",
         ("n", True),

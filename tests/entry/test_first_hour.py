@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -188,6 +189,28 @@ pl.fit(model, DataLoader([entropy]), **SETTINGS) | has a function: make | pl.fit
 pl.fit(model, DataLoader([None]), **SETTINGS) | is a `return` missing | pl.fit(model, DataLoader(dataset), **SETTINGS)
 pl.fit(model, (X.byte().div_(2.0) for _ in "a"), **SETTINGS) | image.float() / 255 | of(model, X.float() / 255, Y)
 pl.ablate(model, data, SMOOTH, step="1ba", loss=1) | steps=? | pl.ablate(model, data, SMOOTH, steps="1ba", **TRAIN)
+of(listing, X, Y) | nn.ModuleList([...]) or nn.ModuleDict | of(nn.Sequential(*listing.layers), X, Y)
+of(nn.Sequential(listing), X, Y) | model.0.layers | of(nn.Sequential(nn.ModuleList(listing.layers)[0]), X, Y)
+pl.fit(recurrent, data * 2, **SETTINGS) | self.hidden = hidden.detach() | pl.fit(detaching, data * 2, **SETTINGS)
+evaluated(metrics=["mae"]) | .abs(), 'mae') | evaluated(metrics=[pl.metrics.mean(gap, "mae")])
+measured(pairs) | outputs.squeeze(-1) | measured(lambda outputs, batch: outputs.squeeze(-1) - batch[1])
+pl.fit(model, list(dataset), **SETTINGS) | (dataset, batch_size=32) | pl.fit(model, DataLoader(dataset), **SETTINGS)
+fit(algorithms=[unmeasured]) | fit(evaluators={"val": dataloader}) | evaluated(metrics=[pl.metrics.loss()])
+pl.algorithms.ema(decay=0.99) | write smoothing=0.99 | pl.algorithms.ema(smoothing=0.99)
+fit(eval_dataset=data) | evaluators={"val": dataloader} | fit(evaluators={"val": data})
+fit(class_weight=[1, 2]) | torch.nn.CrossEntropyLoss(weight=tensor) | fit(loss=weighted(torch.ones(2)))
+evaluated(metrics=["accuracy"]) | write pl.metrics.accuracy(). | evaluated(metrics=[pl.metrics.accuracy()])
+pl.schedules.cosine("1dur", peak="1e-3") | write peak=0.001 | pl.schedules.cosine("1dur", peak=0.001)
+fit(seed=NUMBERS[0]) | int(np.int64(3)) | fit(seed=int(NUMBERS[0]))
+pl.optim.sgd(lr=NUMBERS[1]) | sgd(lr=float(np.float32(0.5))) | pl.optim.sgd(lr=float(NUMBERS[1]))
+of(regressor, X, Y, summed, [mixup()]) | interpolate="loss" | of(regressor, X, Y, summed, [mixup(interpolate="loss")])
+fit(algorithms=[transform(tuple)]) | whole_batch=True | fit(algorithms=[transform(tuple, whole_batch=True)])
+fit(load_path=saved(state), optimizer=ADAMW) | exclude=['opt_state'] | afresh(optimizer=ADAMW)
+pl.fit(partway, [(X, Y)], **SETTINGS) | are fewer now | pl.fit(partway, data * 3, **SETTINGS)
+pl.inspect(state, data, loss=cross_entropy) | and not the data | pl.inspect(state, data[0], loss=cross_entropy)
+pl.fit(fit()) | pl.run(stream) | pl.run(fit())
+pl.fit(fit(), data, **SETTINGS) | pl.run(stream) | pl.run(fit())
+pl.from_composer(pickled(state), model) | fit takes as it is | fit()
 fit(algorithms=[at_batch_end(torchs_gradient)]) | state.grads | fit(algorithms=[pl.algorithm("after_backward")(norm)])
 """
 
@@ -205,6 +228,32 @@ class Silent(nn.Linear):
 class First(nn.Module):
     def forward(self, several: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return several[0]
+
+
+class Listing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = [nn.Linear(5, 5)], nn.Linear(5, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.layers[0](inputs))
+        return result
+
+
+class Recurrent(nn.Linear):
+    hidden: Any = 0.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.hidden = super().forward(inputs) + 0.5 * self.hidden
+        result: torch.Tensor = self.hidden
+        return result
+
+
+class Detaching(Recurrent):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result = super().forward(inputs)
+        self.hidden = result.detach()
+        return result
 
 
 def of_last(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -274,7 +323,9 @@ def names() -> dict[str, Any]:
         "cross_entropy": cross_entropy,
         "mse_loss": mse_loss,
         "entropy": entropy,
-        "of": lambda module, x, y, loss=cross_entropy: pl.fit(module, [(x, y)], **{**settings, "loss": loss}),
+        "of": lambda module, x, y, loss=cross_entropy, algorithms=(): pl.fit(
+            module, [(x, y)], **{**settings, "loss": loss, "algorithms": algorithms}
+        ),
         "by": lambda module, batch, forward: pl.fit(
             module, [batch], task=pl.Task(forward=forward, loss=of_last), optimizer=sgd, max_duration="1ep"
         ),
@@ -302,6 +353,27 @@ def names() -> dict[str, Any]:
         "gap": lambda outputs, batch: outputs[:, 0] - batch[1],
         "torchs_gradient": lambda state: state.params["0.weight"].grad.norm(),
         "norm": lambda state: (state.grads["0.weight"].norm(), state)[1],
+        "listing": Listing(),
+        "recurrent": Recurrent(5, 2),
+        "detaching": Detaching(5, 2),
+        "pairs": lambda outputs, batch: outputs - batch[1],
+        "summed": lambda outputs, targets: (outputs.squeeze(-1) - targets).square().sum(),
+        "measured": lambda function: pl.evaluate(
+            nn.Linear(5, 1), pl.Evaluator(data, metrics=[pl.metrics.mean(function, "mse")])
+        ),
+        "unmeasured": pl.algorithms.early_stopping("val/loss"),
+        "transform": pl.algorithms.transform,
+        "NUMBERS": (numpy.int64(3), numpy.float32(0.5)),
+        "ADAMW": pl.optim.adamw(lr=0.1),
+        "saved": lambda state: (pl.save(state, "b.pl"), "b.pl")[1],
+        "afresh": lambda **changes: pl.fit(
+            pl.load("b.pl", model=model, exclude=["opt_state"]), data, **{**settings, **changes}
+        ),
+        "pickled": lambda state: (torch.save(state, "b.pt"), "b.pt")[1],
+        "partway": next(
+            s for _, s in pl.fit(model, data * 3, watch={"batch_end"}, **settings) if s.timestamp.batch > 1
+        ),
+        "mixup": pl.algorithms.mixup,
         "DataLoader": DataLoader,
         "TensorDataset": TensorDataset,
         "X": x,

@@ -197,6 +197,7 @@ def test_arguments_of_other_libraries_stand_for_arguments_that_there_are() -> No
         pl.load,
         pl.progress,
         A.early_stopping,
+        A.ema,
         A.reduce_on_plateau,
     ]
     for module in (pl.schedules, pl.callbacks, pl.loggers):
