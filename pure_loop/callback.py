@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlia
 import attrs
 import torch
 
-from pure_loop._internal.arguments import check_file_name
+from pure_loop._internal.arguments import check_file_name, path_text
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.reprs import call
 from pure_loop._internal.suggestions import teaching
@@ -311,7 +311,7 @@ class LoggerGroup:
             ArgumentError, ArgumentTypeError: another name, which could lead out of a logger's folder.
         """
         check_file_name(name, "log_file")
-        call_all(functools.partial(logger.log_file, name, path) for logger in self.loggers)
+        call_all(functools.partial(logger.log_file, name, path_text(path)) for logger in self.loggers)
 
     @teaching
     def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:

@@ -45,6 +45,15 @@ def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """A path as text, with the home folder of its user in place of a leading ``~``, as in a shell; a URL as it is.
+
+    >>> path_text("runs/1"), path_text("s3://bucket/~/runs"), path_text("~/runs") == os.path.expanduser("~/runs")
+    ('runs/1', 's3://bucket/~/runs', True)
+    """
+    return os.path.expanduser(os.fspath(path))
+
+
 def as_float(number: float) -> float:
     """A number as a float; infinity for an int that is too large for one."""
     try:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import attrs
 
-from pure_loop._internal.arguments import is_path
+from pure_loop._internal.arguments import is_path, path_text
 from pure_loop.checkpoint.paths import LEFTOVER, PathLike, is_abandoned, join, leftover
 from pure_loop.errors import (
     ArgumentError,
@@ -117,7 +117,7 @@ def storage_of(path: PathLike) -> Storage:
     if not is_path(path):
         none = " pl.latest_path and pl.best_path return None where a folder has no checkpoint." if path is None else ""
         raise ArgumentTypeError(f"{path!r} is no path: write a text or a pathlib.Path.{none}")
-    text = os.fspath(path)
+    text = path_text(path)
     if not text:
         raise ArgumentError("the path is empty: write the name of a file or a folder.")
     try:
@@ -314,7 +314,7 @@ def try_folder(folder: PathLike) -> None:
         probe.remove()
     except CheckpointWriteError as error:
         code = error.errno or errno.EIO
-        path = os.fspath(folder)
+        path = path_text(folder)
         text = f"no file can be written to the folder: {os.strerror(code)}. Pass another one, or change its permissions"
         raise CheckpointWriteError(code, text, path) from error
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 from torch import Tensor
 
-from pure_loop._internal.arguments import check_file_name, check_flag
+from pure_loop._internal.arguments import check_file_name, check_flag, path_text
 from pure_loop._internal.closing import Closing, call_all
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.names import Fields, Pattern, counts_of
@@ -208,7 +208,7 @@ class Destination(AtIntervals):
     def log_file(self, name: str, path: str) -> None:
         check_file_name(name, f"{type(self).__name__}.log_file")
         if self._wants(name):
-            self._pending.append(Entry("file", name, path, self._latest, _now()))
+            self._pending.append(Entry("file", name, path_text(path), self._latest, _now()))
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         self._latest = Moment.of(state)

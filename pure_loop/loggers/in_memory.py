@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pure_loop._internal.arguments import check_file_name
+from pure_loop._internal.arguments import check_file_name, path_text
 from pure_loop._internal.lazy import require
 from pure_loop._internal.owned_files import naming
 from pure_loop._internal.recordable import recordable_metrics
@@ -104,7 +104,7 @@ class InMemoryLogger(Logger):
         self.texts.setdefault(name, []).append((state.timestamp, text))
 
     def log_file(self, name: str, path: str) -> None:
-        self.files[check_file_name(name, "InMemoryLogger.log_file")] = path
+        self.files[check_file_name(name, "InMemoryLogger.log_file")] = path_text(path)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """One metric: the batches finished when it was recorded, and its values. Waits for the device.
