@@ -235,14 +235,14 @@ def refusal(
     return ArgumentTypeError(text) if typed else ArgumentError(text)
 
 
-def accepts(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function takes ``count`` positional arguments; True where Python can't tell (some builtins).
+def accepts(function: Callable[..., Any], count: int, *keywords: str) -> bool:
+    """Whether a function takes so many positional arguments, and these; True where Python can't tell (some builtins).
 
     >>> accepts(lambda state: True, 1), accepts(lambda event, state: True, 1), accepts(print, 3)
     (True, False, True)
     """
     try:
-        inspect.signature(function).bind(*range(count))
+        inspect.signature(function).bind(*range(count), **dict.fromkeys(keywords))
     except ValueError:
         return True
     except TypeError:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pure_loop._internal.arguments import check_file_name, path_text
 from pure_loop._internal.lazy import require
 from pure_loop._internal.owned_files import naming
-from pure_loop._internal.recordable import recordable_metrics
+from pure_loop._internal.recordable import check_metrics, recordable_metrics
 from pure_loop._internal.reprs import cell, table
 from pure_loop._internal.suggestions import teaching
 from pure_loop.callback import Logger
@@ -87,7 +87,7 @@ class InMemoryLogger(Logger):
 
     @teaching
     def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
-        for name, value in metrics.items():
+        for name, value in check_metrics(metrics, state).items():
             # Without its graph, which would otherwise live as long as the logger.
             detached = value.detach() if isinstance(value, Tensor) else value
             self.metrics.setdefault(name, []).append((state.timestamp, detached))

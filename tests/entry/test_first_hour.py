@@ -64,6 +64,13 @@ pl.callbacks.EarlyStopping() | early_stopping("val/loss") | pl.algorithms.early_
 pl.callbacks.ModelCheckpoint("runs") | CheckpointSaver(folder) | pl.callbacks.CheckpointSaver("runs")
 fit(loggers=["tensorboard"]) | pl.loggers.TensorBoardLogger("runs/first") | fit(loggers=[pl.loggers.InMemoryLogger()])
 fit(loggers=["csv"]) | pl.loggers.CSVLogger("metrics.csv") | fit(loggers=[])
+own(log_metric=two) | mean log_metrics(self, metrics, state) | own(log_metrics=two)
+own(log=two) | give it log_metrics(self, metrics, state) | own(log_audio=two)
+own(log_metrics=single) | write log_metrics(self, metrics, state) | own(log_metrics=two)
+own(log_images=two) | state, *, masks=None | own(log_metrics=two)
+told(lambda log, s: log.log("a", 1)) | log_metrics({"loss": value}, state) | told(lambda log, s: log.log_metrics({}, s))
+logger.log_metrics("a", 1.0) | log_metrics({'a': value}, state) | logger.log_metrics({"a": 1.0}, state)
+told(lambda log, state: log.log_metrics({}, 3)) | and the State | told(lambda log, state: log.log_metrics({}, state))
 evaluated(metrics=["f1"]) | write pl.metrics.f1() | evaluated(metrics=[pl.metrics.f1()])
 evaluated(metrics=[pl.metrics.f1]) | call it: pl.metrics.f1(...) | evaluated(metrics=[pl.metrics.f1()])
 fit(train_metrics=["acc"]) | pl.metrics.accuracy( | fit(train_metrics=[pl.metrics.accuracy()])
@@ -224,6 +231,14 @@ def names() -> dict[str, Any]:
     def evaluated(**changes: Any) -> pl.Stream:
         return fit(evaluators={"val": pl.Evaluator(data, **changes)})
 
+    def own(**methods: Any) -> pl.Stream:
+        """With a logger of the user's own."""
+        return fit(loggers=[type("Own", (pl.Logger,), {name: staticmethod(each) for name, each in methods.items()})()])
+
+    def told(call: Any) -> pl.Stream:
+        """With a callback that calls a logger."""
+        return fit(callbacks=[type("Tells", (pl.Callback,), {"batch_end": lambda _, s, logger: call(logger, s)})()])
+
     ema, stopping = pl.algorithms.ema("1ba"), pl.algorithms.early_stopping("val/loss", best="keep")
     return {
         "torch": torch,
@@ -285,6 +300,9 @@ def names() -> dict[str, Any]:
         "right": right,
         "texts": texts,
         "forgetful": forgetful,
+        "own": own,
+        "two": lambda metrics, state: None,
+        "told": told,
         "logger": pl.loggers.InMemoryLogger(),
         "loss_of": lambda module: module[0].weight.sum(),
         "anew": pl.State.create(model),
