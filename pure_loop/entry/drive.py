@@ -23,6 +23,7 @@ from pure_loop.loop.driver import Script
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.observer import bind_callbacks, observers
+from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages
 from pure_loop.state import State
 
@@ -45,8 +46,10 @@ def drive(
 
     Args:
         script: a generator that yields ``(event, state)``, takes the State back, and returns the last one.
+        loggers: as in :func:`fit`. Recorded are ``state.loss`` and its parts at BATCH_END, as ``train/loss`` and
+            ``train/loss/<part>``, settings of algorithms that are schedules, and what callbacks record.
         stages: what handlers that take a second argument are given.
-        algorithms, callbacks, loggers, watch, deterministic: as in :func:`fit`. The memory of algorithms is there
+        algorithms, callbacks, watch, deterministic: as in :func:`fit`. The memory of algorithms is there
             from the first State on.
         strict: see to it, by value, that no State is changed in place: None: at the first event of each kind; True:
             always; False: never. The order is yours.
@@ -81,7 +84,8 @@ def drive(
         refuse_of_fit(together.parallel)
         alike = {"script": name_of(script), "algorithms": [algorithm_described(item) for item in settings.algorithms]}
         meeting = Meeting(together.parallel, alike)
-    observed, objects, _ = observers(settings.callbacks, settings.loggers, None, meeting.rank, meeting.ranks)
+    recorder = Recorder(algorithms=settings.algorithms)
+    observed, objects, _ = observers(settings.callbacks, settings.loggers, recorder, meeting.rank, meeting.ranks)
     run = Run(function="drive", callbacks=objects, ranks=meeting.ranks)
     bind_callbacks(run)
     handlers = bind(settings.algorithms)
