@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from pure_loop._internal.arguments import accepts, name_of
+from pure_loop._internal.reprs import brief
 from pure_loop._internal.suggestions import advice_on
 from pure_loop._internal.tree_ops import alone_on_rank
 from pure_loop.algorithm import Algorithm, Composition
@@ -161,8 +162,8 @@ def observers(
     for logger in logged:
         if not isinstance(logger, Logger):
             raise ArgumentTypeError(
-                f"loggers= holds {logger!r}, which is not a Logger: subclass pl.Logger, or give it in callbacks= if it "
-                "only observes."
+                f"loggers= holds {brief(logger)}, which is not a Logger: subclass pl.Logger, or give it in callbacks= "
+                "if it only observes."
             )
         if sum(item is logger for item in (*listed, *logged)) > 1:
             raise ArgumentError(f"{logger!r} is given twice, and would record everything twice: leave one out.")
@@ -229,7 +230,7 @@ def _listed(value: Any, argument: str) -> list[Any]:
     if _observes(value):
         value = [value]
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise ArgumentTypeError(f"{argument}={value!r}: give a list.")
+        raise ArgumentTypeError(f"{argument}={brief(value)}: give a list.")
     items = list(value)
     for item in items:
         if isinstance(item, Algorithm | Composition):

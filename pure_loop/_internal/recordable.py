@@ -26,7 +26,7 @@ def losses(loss: object) -> dict[str, Any]:
     return {} if loss is None else {"train/loss": loss}
 
 
-def check_metrics(metrics: Mapping[str, object], state: object) -> Mapping[str, object]:
+def check_metrics(metrics: object, state: object) -> Mapping[str, object]:
     """What ``log_metrics`` is given.
 
     Raises:

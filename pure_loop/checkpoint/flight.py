@@ -281,7 +281,7 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
         CheckpointNotFoundError: it has left nothing there.
         CheckpointError: what it has left is damaged; names the file and the line.
     """
-    place = path_text(folder)
+    place = path_text(folder, "rewind folder")
     try:
         names = os.listdir(place)
     except OSError as error:

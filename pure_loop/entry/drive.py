@@ -7,6 +7,7 @@ from typing import Literal
 
 from pure_loop._internal.arguments import name_of
 from pure_loop._internal.closing import closing
+from pure_loop._internal.reprs import brief
 from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run
@@ -69,7 +70,7 @@ def drive(
     """
     if not isinstance(script, Generator):
         raise ArgumentTypeError(
-            f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, "
+            f"script is {brief(script)} of type {type(script).__name__}, not a generator: call the function, "
             "drive(script(state))."
         )
     generator: object = script  # for type checkers a Stream is no Script
@@ -159,6 +160,6 @@ def _pair(yielded: object) -> tuple[Event, State]:
                 f"the script yielded the text {event!r}: write Event.{name}, state = yield Event.{name}, state."
             )
     raise ArgumentTypeError(
-        f"the script yielded {yielded!r}, and what it yields is an event and a State, which it takes back as the "
+        f"the script yielded {brief(yielded)}, and what it yields is an event and a State, which it takes back as the "
         "algorithms left it: state = yield Event.BATCH_START, state."
     )

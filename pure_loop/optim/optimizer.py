@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_number, is_number, is_scheduler, name_of, refuse_no_schedule
-from pure_loop._internal.reprs import call
+from pure_loop._internal.reprs import brief, call
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.random.authors import runs_users_code
@@ -173,7 +173,7 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
         refuse_no_schedule(f"{where}: lr", lr)
         return lr  # type: ignore[return-value]
     if not is_number(lr):
-        text = repr(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
+        text = brief(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
         raise ArgumentTypeError(
             f"{where}: lr must be a number, got {text} of type {type(lr).__name__}; write {where}(lr=3e-4), or a "
             f'function of the timestamp: {where}(lr=pl.schedules.cosine("3ep", peak=3e-4))'
