@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlia
 import attrs
 import torch
 
-from pure_loop._internal.arguments import check_file_name
+from pure_loop._internal.arguments import check_file_name, path_text
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.reprs import call
 from pure_loop._internal.suggestions import teaching
@@ -311,7 +311,7 @@ class LoggerGroup:
             ArgumentError, ArgumentTypeError: another name, which could lead out of a logger's folder.
         """
         check_file_name(name, "log_file")
-        call_all(functools.partial(logger.log_file, name, path) for logger in self.loggers)
+        call_all(functools.partial(logger.log_file, name, path_text(path)) for logger in self.loggers)
 
     @teaching
     def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
@@ -320,9 +320,9 @@ class LoggerGroup:
         Raises:
             ArgumentError: another callback has recorded one of the names at this batch.
         """
-        from pure_loop._internal.recordable import recordable_metrics  # only where a callback records
+        from pure_loop._internal.recordable import check_metrics, recordable_metrics  # only where a callback records
 
-        metrics = {self._checked(name): value for name, value in metrics.items()}
+        metrics = {self._checked(name): value for name, value in check_metrics(metrics, state).items()}
         numbers, tables = recordable_metrics(metrics)
         self._recorded.add([*numbers, *tables], self._author, state)
 
@@ -353,7 +353,9 @@ class LoggerGroup:
     def __getattr__(self, name: str) -> Callable[..., None]:
         """What some loggers can record and others can't, ``log_audio``: goes to those that have the method."""
         if not name.startswith("log_"):
-            raise AttributeError(f"LoggerGroup has no attribute {name!r}")
+            raise AttributeError(
+                f'a logger has no attribute {name!r}: write logger.log_metrics({{"loss": value}}, state)', name=name
+            )
         methods = [getattr(logger, name) for logger in self.loggers if hasattr(logger, name)]
         if not methods:
             known = [method for method in dir(Logger) if method.startswith("log_")]

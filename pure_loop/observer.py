@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from pure_loop._internal.arguments import accepts, name_of
+from pure_loop._internal.reprs import brief
 from pure_loop._internal.suggestions import advice_on
 from pure_loop._internal.tree_ops import alone_on_rank
 from pure_loop.algorithm import Algorithm, Composition
@@ -101,6 +102,40 @@ def _refuse_near_misses(callback: Callback) -> None:
             )
 
 
+def _refuse_unlike(logger: Logger) -> None:
+    """
+    Raises:
+        ArgumentTypeError: a method of a logger that can't be called as the loop calls it.
+        ArgumentError: one with almost the name of such a method, which would silently never be called; or none at all.
+    """
+    name = type(logger).__name__
+    known = {key: method for key, method in vars(Logger).items() if key.startswith("log_") or key == "flush"}
+    heads = {}
+    for key, method in known.items():
+        head = inspect.signature(method)
+        bare = [each.replace(annotation=each.empty) for each in head.parameters.values()]
+        heads[key] = f"{key}{head.replace(parameters=bare, return_annotation=head.empty)}"
+        options = [each.name for each in bare if each.kind is each.KEYWORD_ONLY]
+        its = getattr(logger, key)
+        if not accepts(its, len(bare) - len(options) - 1, *options):
+            raise ArgumentTypeError(f"logger {name} has a method {key}{inspect.signature(its)}: write {heads[key]}.")
+    methods = dict(inspect.getmembers(type(logger), inspect.isroutine))
+    methods |= {key: value for key, value in vars(logger).items() if callable(value)}
+    changed = {k for k, method in methods.items() if k[0] != "_" and method is not getattr(Logger, k, None)}
+    for key in sorted(changed - known.keys()):
+        import difflib  # only where a logger has methods of its own
+
+        near = difflib.get_close_matches(key, known.keys() - changed, n=1, cutoff=0.85)
+        if near:
+            raise ArgumentError(
+                f"logger {name} has a method {key!r}, which the loop doesn't call: did you mean {heads[near[0]]}? (A "
+                "helper's name may start with an underscore.)"
+            )
+    events = {event.value for event in Event}
+    if not any(hasattr(Logger, key) or key in events or key.startswith("log_") for key in changed):
+        raise ArgumentError(f"logger {name} would record nothing: give it {heads['log_metrics']}.")
+
+
 def _arguments(method: Callable[..., object]) -> frozenset[str]:
     """Their names; none where a method has no signature."""
     try:
@@ -127,11 +162,12 @@ def observers(
     for logger in logged:
         if not isinstance(logger, Logger):
             raise ArgumentTypeError(
-                f"loggers= holds {logger!r}, which is not a Logger: subclass pl.Logger, or give it in callbacks= if it "
-                "only observes."
+                f"loggers= holds {brief(logger)}, which is not a Logger: subclass pl.Logger, or give it in callbacks= "
+                "if it only observes."
             )
         if sum(item is logger for item in (*listed, *logged)) > 1:
             raise ArgumentError(f"{logger!r} is given twice, and would record everything twice: leave one out.")
+        _refuse_unlike(logger)
     for item in (*listed, *logged):
         if getattr(item, "needs_grad_norm", False) and not getattr(item, "all_ranks", False):
             raise ArgumentError(
@@ -194,7 +230,7 @@ def _listed(value: Any, argument: str) -> list[Any]:
     if _observes(value):
         value = [value]
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise ArgumentTypeError(f"{argument}={value!r}: give a list.")
+        raise ArgumentTypeError(f"{argument}={brief(value)}: give a list.")
     items = list(value)
     for item in items:
         if isinstance(item, Algorithm | Composition):

@@ -1,4 +1,4 @@
-"""The recorder: what ``fit`` records by itself where loggers are given.
+"""The recorder: what ``fit`` and ``drive`` record by themselves where loggers are given.
 
 Callbacks say what is recorded and loggers say where, so this is a callback like any other; it
 comes before the loggers, which therefore find its values at the event at which they print.
@@ -37,8 +37,7 @@ class Recorder(Callback):
     Settings that are schedules are recorded at BATCH_END, too: those of an algorithm as ``<algorithm>/<setting>``,
     those of the optimizer as ``train/<option>``.
 
-    ``fit`` with loggers has one already; give one yourself to :func:`pure_loop.entry.drive`, where a script of your own
-    should be recorded the same way.
+    ``fit``, ``evaluate`` and :func:`pure_loop.entry.drive` with loggers have one. That of a script has no optimizer.
 
     Args:
         optimizer: the optimizer of the run; None records no learning rate.
@@ -88,9 +87,9 @@ class Recorder(Callback):
         self._batch_size_recorded = "batch_size" in self._hyperparameters
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
-        if not self._batch_size_recorded:
+        samples = state.timestamp.sample - state.previous_timestamp.sample
+        if samples and not self._batch_size_recorded:  # a script may count none
             self._batch_size_recorded = True
-            samples = state.timestamp.sample - state.previous_timestamp.sample
             logger.log_hyperparameters({"batch_size": samples})
         values = losses(state.loss)
         size = found_size(state)
@@ -106,7 +105,8 @@ class Recorder(Callback):
             numbers, more = recordable(place, value)
             values |= numbers
             tables |= more
-        logger.log_metrics(values, state)
+        if values:  # a script may have no loss
+            logger.log_metrics(values, state)
         _log_tables(tables, state, logger)
 
     def eval_end(self, state: State, logger: LoggerGroup) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from pure_loop._internal.arguments import accepts, check_flag, check_function, name_of
 from pure_loop._internal.hints import squeezed
 from pure_loop._internal.pytree import Batch, Outputs
-from pure_loop._internal.reprs import call, changed_fields
+from pure_loop._internal.reprs import brief, call, changed_fields
 from pure_loop._internal.weights import Implied, implied_by
 from pure_loop.data.batch import describe
 from pure_loop.data.group import parts_of
@@ -319,7 +319,7 @@ class Task:
 def _no_task(value: object) -> str:
     name = getattr(value, "__qualname__", "")
     instead = f"call it: pl.{name}()" if name.startswith("Task") else "write pl.Task(forward=..., loss=...)"
-    return f"task={name or repr(value)} is no instance of pl.Task; {instead}."
+    return f"task={name or brief(value)} is no instance of pl.Task; {instead}."
 
 
 def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Task | None) -> Task:

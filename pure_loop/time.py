@@ -24,6 +24,7 @@ from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_integer, check_number, is_integer
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.records import Record, copier
+from pure_loop._internal.reprs import brief
 from pure_loop._internal.suggestions import Elsewhere
 from pure_loop.errors import ArgumentError, ArgumentTypeError, TimeFormatError
 from pure_loop.event import Event
@@ -208,7 +209,7 @@ def _whole(value: object) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise ArgumentTypeError(f"a time can't be {value!r} of type {type(value).__name__}; {_FORMS}") from None
+        raise ArgumentTypeError(f"a time can't be {brief(value)} of type {type(value).__name__}; {_FORMS}") from None
 
 
 def _from_number(value: object, unit: TimeUnit | str) -> tuple[int | float, TimeUnit]:
@@ -287,7 +288,7 @@ def read_time(value: Any, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Ti
         message = str(error).replace(_FORMS, _forms(units))
         if isinstance(value, str):
             message = message.replace(_guess(value, TimeUnit), _guess(value, units))
-        raise type(error)(f"{name}={value!r}: {message}") from None
+        raise type(error)(f"{name}={brief(value)}: {message}") from None
 
 
 def read_interval(value: object, name: str, units: Iterable[TimeUnit] = TimeUnit) -> Time:

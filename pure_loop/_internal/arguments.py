@@ -17,11 +17,10 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from numbers import Number
 from typing import Any, TypeGuard, TypeVar
 
-from pure_loop._text import without_secrets
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 T = TypeVar("T")
@@ -44,6 +43,28 @@ def is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
     (True, False, False)
     """
     return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
+
+
+def path_text(path: object, argument: str = "") -> str:
+    """A path as text, with the home folder of its user in place of a leading ``~``, as in a shell; a URL as it is.
+
+    Raises:
+        ArgumentTypeError: it is no path.
+
+    >>> path_text("runs/1"), path_text("s3://bucket/~/runs"), path_text("~/runs") == os.path.expanduser("~/runs")
+    ('runs/1', 's3://bucket/~/runs', True)
+    """
+    if is_path(path):
+        return os.path.expanduser(os.fspath(path))
+    from pure_loop._internal.reprs import brief, data  # only on the way to an error
+
+    what, hint = brief(path), ""
+    if isinstance(path, Mapping):
+        what, hint = data(path), " What torch.load returned is a module's: model.load_state_dict(weights)."
+    elif path is None and not argument:
+        hint = " pl.latest_path and pl.best_path return None where a folder has no checkpoint."
+    what = f"{argument}={what}" if argument else what
+    raise ArgumentTypeError(f"{what} is no path: write a text or a pathlib.Path.{hint}")
 
 
 def as_float(number: float) -> float:
@@ -239,7 +260,9 @@ def refusal(
         typed: whether it is the type that is wrong.
         verb: what to do with what is wanted.
     """
-    written = without_secrets(repr(value))
+    from pure_loop._internal.reprs import brief  # only on the way to an error
+
+    written = brief(value)
     got = f"{written} of type {type(value).__name__}" if typed else written
     if where:
         text = f"{where}: {name} must be {wanted}, got {got}{f'; write {example}' if example else ''}."
@@ -248,14 +271,14 @@ def refusal(
     return ArgumentTypeError(text) if typed else ArgumentError(text)
 
 
-def accepts(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function takes ``count`` positional arguments; True where Python can't tell (some builtins).
+def accepts(function: Callable[..., Any], count: int, *keywords: str) -> bool:
+    """Whether a function takes so many positional arguments, and these; True where Python can't tell (some builtins).
 
     >>> accepts(lambda state: True, 1), accepts(lambda event, state: True, 1), accepts(print, 3)
     (True, False, True)
     """
     try:
-        inspect.signature(function).bind(*range(count))
+        inspect.signature(function).bind(*range(count), **dict.fromkeys(keywords))
     except ValueError:
         return True
     except TypeError:

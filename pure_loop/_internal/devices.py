@@ -6,6 +6,7 @@ from contextvars import ContextVar
 
 import torch
 
+from pure_loop._internal.reprs import brief
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
 
@@ -17,7 +18,7 @@ def read_device(value: object) -> torch.device | None:
     if value is None:
         return None
     if not isinstance(value, str | torch.device):
-        raise ArgumentTypeError(f'device={value!r}: write "cpu", "cuda" or "cuda:0".')
+        raise ArgumentTypeError(f'device={brief(value)}: write "cpu", "cuda" or "cuda:0".')
     try:
         device = torch.device(value)
         torch.empty(0, device=device)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import string
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
 from typing import TypeAlias
 
-from pure_loop._internal.arguments import is_path
+from pure_loop._internal.arguments import path_text
 from pure_loop._text import one_line
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 
@@ -128,7 +127,7 @@ class Pattern:
         fields: the names of fields that are known.
 
     Attributes:
-        text: as it was written.
+        text: as it was written, but for a leading ``~``.
         fields: those that it has.
 
     Raises:
@@ -143,9 +142,7 @@ class Pattern:
     """
 
     def __init__(self, path: object, argument: str, fields: Collection[str] = FIELDS) -> None:
-        if not is_path(path):
-            raise ArgumentTypeError(f"{argument}={path!r} is no path: write a text or a pathlib.Path.")
-        self.text = os.fspath(path)
+        self.text = path_text(path, argument)
         self._argument = argument
         listed = ", ".join(fields)
         try:

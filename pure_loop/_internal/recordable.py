@@ -26,6 +26,22 @@ def losses(loss: object) -> dict[str, Any]:
     return {} if loss is None else {"train/loss": loss}
 
 
+def check_metrics(metrics: object, state: object) -> Mapping[str, object]:
+    """What ``log_metrics`` is given.
+
+    Raises:
+        ArgumentTypeError: it is no mapping, or what comes after it is no State.
+    """
+    if not isinstance(metrics, Mapping) or not hasattr(state, "timestamp"):
+        name = metrics if isinstance(metrics, str) else "loss"
+        kinds = f"{type(metrics).__name__} and {type(state).__name__}"
+        raise ArgumentTypeError(
+            f"log_metrics takes a mapping of values by name, and the State, which has the step; it was given {kinds}: "
+            f"write log_metrics({{{name!r}: value}}, state)."
+        )
+    return metrics
+
+
 # Elements of a vector of which each has a name of its own.
 MOST_NAMES = 100
 

@@ -75,6 +75,20 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 and " at 0x" not in text else data(value)
 
 
+def brief(value: object) -> str:
+    """A value in a message: its repr, if that is one short line; of long texts the beginning, of others what they are.
+
+    >>> brief("3 epochs"), brief(dict.fromkeys("ab", torch.zeros(99))), brief(nn.Sequential(nn.Flatten()))
+    ("'3 epochs'", 'dict of 2', 'Sequential')
+    """
+    text = without_secrets(repr(value))
+    if len(text) <= 200 and "\n" not in text and " at 0x" not in text:
+        return text
+    if isinstance(value, str | int):
+        return f"{text[:100]}..."
+    return data(value) if isinstance(value, Mapping) else shown(value)
+
+
 def _items(value: Collection[object], written: Callable[[object], str] = shown) -> str:
     if isinstance(value, dict):
         texts = [_unless_secret(str(key), item, written) for key, item in _first(value.items())]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal
 
 from torch import nn
 
+from pure_loop._internal.arguments import path_text
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithms._averages import averaged_if_begun
 from pure_loop.callback import Callback, LoggerGroup, Run
@@ -84,7 +84,7 @@ class ExportForInferenceCallback(Callback):
         overwrite: bool = False,
     ) -> None:
         self._place = Place(path, where="ExportForInferenceCallback", overwrite=overwrite)
-        self.path = os.fspath(path)
+        self.path = path_text(path)
         self._format = read_format(path, format, where="ExportForInferenceCallback")
         refuse_sample(self._format, sample, dynamic_batch=dynamic_batch, where="ExportForInferenceCallback")
         self._sample = sample

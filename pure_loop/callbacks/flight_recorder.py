@@ -14,6 +14,7 @@ from typing import Annotated
 
 from torch import Tensor
 
+from pure_loop._internal.arguments import path_text
 from pure_loop._internal.closing import Closing
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.owned_files import naming, refuse_other_run, release, reserve
@@ -92,7 +93,7 @@ class FlightRecorder(CheckpointSaver):
         keep_last: Annotated[int | None, AtLeast(1)] = None,
         overwrite: bool = False,
     ) -> None:
-        if "://" in os.fspath(folder):
+        if "://" in path_text(folder, "FlightRecorder folder"):
             raise ArgumentError(
                 f"FlightRecorder({os.fspath(folder)!r}): its journal is a local file; give a local folder."
             )

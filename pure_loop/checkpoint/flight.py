@@ -15,6 +15,7 @@ from statistics import median
 import attrs
 import torch
 
+from pure_loop._internal.arguments import path_text
 from pure_loop._internal.version import __version__
 from pure_loop.callback import Run
 from pure_loop.checkpoint.paths import leftover
@@ -280,7 +281,7 @@ def read_flight(folder: str | os.PathLike[str]) -> Flight:
         CheckpointNotFoundError: it has left nothing there.
         CheckpointError: what it has left is damaged; names the file and the line.
     """
-    place = os.fspath(folder)
+    place = path_text(folder, "rewind folder")
     try:
         names = os.listdir(place)
     except OSError as error:

@@ -11,6 +11,7 @@ import socket
 import time
 from typing import TypeAlias
 
+from pure_loop._internal.arguments import path_text
 from pure_loop._internal.names import COUNTS, OF_RUN, Fields, Pattern, counts_of
 from pure_loop.errors import ArgumentError
 from pure_loop.time import Timestamp
@@ -29,7 +30,7 @@ _numbers = itertools.count()
 
 def join(folder: PathLike, *names: str) -> str:
     """A path inside a folder, local or remote."""
-    text = os.fspath(folder)
+    text = path_text(folder)
     if "://" not in text:
         return os.path.join(text, *names)
     return text + "/".join(names) if text.endswith("://") else "/".join((text.rstrip("/"), *names))
@@ -37,7 +38,7 @@ def join(folder: PathLike, *names: str) -> str:
 
 def same_place(left: PathLike, right: PathLike) -> bool:
     """Whether two paths are of the same folder."""
-    a, b = (os.fspath(item).rstrip("/") for item in (left, right))
+    a, b = (path_text(item).rstrip("/") for item in (left, right))
     return a == b or ("://" not in a + b and os.path.realpath(a) == os.path.realpath(b))
 
 

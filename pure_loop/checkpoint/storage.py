@@ -17,11 +17,10 @@ from typing import Any, BinaryIO
 
 import attrs
 
-from pure_loop._internal.arguments import is_path
+from pure_loop._internal.arguments import path_text
 from pure_loop.checkpoint.paths import LEFTOVER, PathLike, is_abandoned, join, leftover
 from pure_loop.errors import (
     ArgumentError,
-    ArgumentTypeError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointWriteError,
@@ -114,10 +113,7 @@ def storage_of(path: PathLike) -> Storage:
         ArgumentError: it has a protocol that fsspec doesn't know.
         MissingExtraError: it has a protocol, and fsspec is not installed.
     """
-    if not is_path(path):
-        none = " pl.latest_path and pl.best_path return None where a folder has no checkpoint." if path is None else ""
-        raise ArgumentTypeError(f"{path!r} is no path: write a text or a pathlib.Path.{none}")
-    text = os.fspath(path)
+    text = path_text(path)
     if not text:
         raise ArgumentError("the path is empty: write the name of a file or a folder.")
     try:
@@ -151,11 +147,12 @@ def _not_found(where: Storage) -> CheckpointNotFoundError:
 
 def _instead(folder: str, name: str) -> str:
     """What the folder holds in place of a file, the names that are most like it first."""
+    where = "the working directory" if folder == os.curdir else folder
     try:
         beside = storage_of(folder)
         names = sorted(item for item in beside.names() if not item.startswith("."))
         if not names:
-            return f"; {folder} is empty" if beside.exists() else f"; there is no folder {folder} either"
+            return f"; {where} is empty" if beside.exists() else f"; there is no folder {folder} either"
     except (CheckpointError, OSError):  # it can't be listed, or is a file
         return ""
     import difflib
@@ -163,7 +160,7 @@ def _instead(folder: str, name: str) -> str:
     like = difflib.get_close_matches(name, names, n=_SHOWN)
     first = [*like, *(item for item in names if item not in like)][:_SHOWN]
     more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
-    return f"; {folder} holds {', '.join(first)}{more}, and pl.latest_path({folder!r}) finds its newest checkpoint"
+    return f"; {where} holds {', '.join(first)}{more}, and pl.latest_path({folder!r}) finds its newest checkpoint"
 
 
 _SHOWN = 5
@@ -314,7 +311,7 @@ def try_folder(folder: PathLike) -> None:
         probe.remove()
     except CheckpointWriteError as error:
         code = error.errno or errno.EIO
-        path = os.fspath(folder)
+        path = path_text(folder)
         text = f"no file can be written to the folder: {os.strerror(code)}. Pass another one, or change its permissions"
         raise CheckpointWriteError(code, text, path) from error
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pure_loop._internal.arguments import name_of
 from pure_loop._internal.closing import closing
+from pure_loop._internal.reprs import brief
 from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import Algorithm, AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run
@@ -23,6 +24,7 @@ from pure_loop.loop.driver import Script
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
 from pure_loop.observer import bind_callbacks, observers
+from pure_loop.recorder import Recorder
 from pure_loop.stages import Stages
 from pure_loop.state import State
 
@@ -45,8 +47,10 @@ def drive(
 
     Args:
         script: a generator that yields ``(event, state)``, takes the State back, and returns the last one.
+        loggers: as in :func:`fit`. Recorded are ``state.loss`` and its parts at BATCH_END, as ``train/loss`` and
+            ``train/loss/<part>``, settings of algorithms that are schedules, and what callbacks record.
         stages: what handlers that take a second argument are given.
-        algorithms, callbacks, loggers, watch, deterministic: as in :func:`fit`. The memory of algorithms is there
+        algorithms, callbacks, watch, deterministic: as in :func:`fit`. The memory of algorithms is there
             from the first State on.
         strict: see to it, by value, that no State is changed in place: None: at the first event of each kind; True:
             always; False: never. The order is yours.
@@ -66,7 +70,7 @@ def drive(
     """
     if not isinstance(script, Generator):
         raise ArgumentTypeError(
-            f"script is {script!r} of type {type(script).__name__}, not a generator: call the function, "
+            f"script is {brief(script)} of type {type(script).__name__}, not a generator: call the function, "
             "drive(script(state))."
         )
     generator: object = script  # for type checkers a Stream is no Script
@@ -81,7 +85,8 @@ def drive(
         refuse_of_fit(together.parallel)
         alike = {"script": name_of(script), "algorithms": [algorithm_described(item) for item in settings.algorithms]}
         meeting = Meeting(together.parallel, alike)
-    observed, objects, _ = observers(settings.callbacks, settings.loggers, None, meeting.rank, meeting.ranks)
+    recorder = Recorder(algorithms=settings.algorithms)
+    observed, objects, _ = observers(settings.callbacks, settings.loggers, recorder, meeting.rank, meeting.ranks)
     run = Run(function="drive", callbacks=objects, ranks=meeting.ranks)
     bind_callbacks(run)
     handlers = bind(settings.algorithms)
@@ -155,6 +160,6 @@ def _pair(yielded: object) -> tuple[Event, State]:
                 f"the script yielded the text {event!r}: write Event.{name}, state = yield Event.{name}, state."
             )
     raise ArgumentTypeError(
-        f"the script yielded {yielded!r}, and what it yields is an event and a State, which it takes back as the "
+        f"the script yielded {brief(yielded)}, and what it yields is an event and a State, which it takes back as the "
         "algorithms left it: state = yield Event.BATCH_START, state."
     )

@@ -30,6 +30,7 @@ from pure_loop._internal.arguments import (
     refusal,
 )
 from pure_loop._internal.names import check_run_name
+from pure_loop._internal.reprs import brief
 from pure_loop.algorithm import Algorithm, flatten
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger
@@ -101,7 +102,7 @@ def read_run_name(name: object) -> str | None:
     if name is None:
         return None
     if not isinstance(name, str):
-        raise ArgumentTypeError(f'run_name={name!r}: write a text, such as "baseline-1", or None for a new name.')
+        raise ArgumentTypeError(f'run_name={brief(name)}: write a text, such as "baseline-1", or None for a new name.')
     return check_run_name(name)
 
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 from torch import Tensor
 
-from pure_loop._internal.arguments import check_file_name, check_flag
+from pure_loop._internal.arguments import check_file_name, check_flag, path_text
 from pure_loop._internal.closing import Closing, call_all
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.names import Fields, Pattern, counts_of
 from pure_loop._internal.owned_files import refuse_other_run
-from pure_loop._internal.recordable import recordable_metrics
+from pure_loop._internal.recordable import check_metrics, recordable_metrics
 from pure_loop._internal.suggestions import teaching
 from pure_loop.cadence import Cadence, CadenceLike
 from pure_loop.callback import Logger, LoggerGroup, Run
@@ -183,7 +183,7 @@ class Destination(AtIntervals):
 
     @teaching
     def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
-        metrics, tables = recordable_metrics(metrics)
+        metrics, tables = recordable_metrics(check_metrics(metrics, state))
         self._latest, seconds = Moment.of(state), _now()
         for name, value in metrics.items():
             if self._wants(name):
@@ -208,7 +208,7 @@ class Destination(AtIntervals):
     def log_file(self, name: str, path: str) -> None:
         check_file_name(name, f"{type(self).__name__}.log_file")
         if self._wants(name):
-            self._pending.append(Entry("file", name, path, self._latest, _now()))
+            self._pending.append(Entry("file", name, path_text(path), self._latest, _now()))
 
     def fit_start(self, state: State, logger: LoggerGroup) -> None:
         self._latest = Moment.of(state)

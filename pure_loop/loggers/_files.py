@@ -16,11 +16,11 @@ from pathlib import Path
 from posixpath import normpath
 from typing import Any, BinaryIO, ClassVar
 
-from pure_loop._internal.arguments import is_path
+from pure_loop._internal.arguments import path_text
 from pure_loop._internal.names import Pattern, check_recorded_run_name, digest_of
 from pure_loop._internal.owned_files import naming, release, reserve
 from pure_loop.cadence import CadenceLike
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError
 from pure_loop.loggers._destination import Destination, Names
 
 
@@ -30,9 +30,7 @@ def read_path(path: str | os.PathLike[str], name: str) -> Path:
         ArgumentTypeError: it is no path.
         ArgumentError: it is empty, holds a NUL character, or is a URL.
     """
-    if not is_path(path):
-        raise ArgumentTypeError(f"{name}={path!r}: write a text or a pathlib.Path.")
-    text = os.fspath(path)
+    text = path_text(path, name)
     if not text or "\0" in text:
         raise ArgumentError(f"{name}={text!r} is no path that a file can have.")
     if "://" in text:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pure_loop._internal.arguments import check_file_name
+from pure_loop._internal.arguments import check_file_name, path_text
 from pure_loop._internal.lazy import require
 from pure_loop._internal.owned_files import naming
-from pure_loop._internal.recordable import recordable_metrics
+from pure_loop._internal.recordable import check_metrics, recordable_metrics
 from pure_loop._internal.reprs import cell, table
 from pure_loop._internal.suggestions import teaching
 from pure_loop.callback import Logger
@@ -87,7 +87,7 @@ class InMemoryLogger(Logger):
 
     @teaching
     def log_metrics(self, metrics: Mapping[str, object], state: State) -> None:
-        for name, value in metrics.items():
+        for name, value in check_metrics(metrics, state).items():
             # Without its graph, which would otherwise live as long as the logger.
             detached = value.detach() if isinstance(value, Tensor) else value
             self.metrics.setdefault(name, []).append((state.timestamp, detached))
@@ -104,7 +104,7 @@ class InMemoryLogger(Logger):
         self.texts.setdefault(name, []).append((state.timestamp, text))
 
     def log_file(self, name: str, path: str) -> None:
-        self.files[check_file_name(name, "InMemoryLogger.log_file")] = path
+        self.files[check_file_name(name, "InMemoryLogger.log_file")] = path_text(path)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """One metric: the batches finished when it was recorded, and its values. Waits for the device.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-from pure_loop._internal.arguments import check_file_name, check_flag, is_path
+from pure_loop._internal.arguments import check_file_name, check_flag, is_path, path_text
 from pure_loop._internal.logs import get_logger
 from pure_loop._internal.names import FIELDS, Fields, Pattern
 from pure_loop._internal.owned_files import refuse_other_run
@@ -93,7 +93,7 @@ class RemoteUploader(AtIntervals):
         self._overwrite = check_flag("overwrite", overwrite, where="RemoteUploader")
         self._fields: Fields = {**_OUTSIDE, "start": int(time.time())}
         storage_of(self._target)  # what can't be opened is refused now
-        self._files = [Path(file) for file in listed]
+        self._files = [Path(path_text(file)) for file in listed]
         self._retries, self._wait, self._timeout = retries, wait, timeout
         self._run: Run | None = None
         # Names and paths that are to be uploaded, the oldest first, guarded by the condition.
@@ -144,11 +144,12 @@ class RemoteUploader(AtIntervals):
             FileNotFoundError: there is none.
         """
         check_file_name(name, "RemoteUploader.log_file")
+        path = path_text(path)
         if not os.path.isfile(path):
             raise FileNotFoundError(f"RemoteUploader: there is no file {path} to upload as {name!r}.")
         with self._changed:
             self._waiting.pop(name, None)
-            self._waiting[name] = os.fspath(path)
+            self._waiting[name] = path
             self._failed.pop(name, None)
             if self._thread is None:
                 self._is_closing = self._gives_up = False

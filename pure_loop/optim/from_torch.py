@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pure_loop._internal.arguments import check_number, is_scheduler, refuse_no_schedule
 from pure_loop._internal.pytree import NAMESPACE
-from pure_loop._internal.reprs import shape_and_dtype
+from pure_loop._internal.reprs import brief, shape_and_dtype
 from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tree_ops import clone_all, is_sharded
 from pure_loop._internal.weights import has_numbers
@@ -112,7 +112,7 @@ def from_torch(cls: type[torch.optim.Optimizer], **options: Any) -> Optimizer:
     """
     if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
         raise ArgumentTypeError(
-            f"from_torch needs a subclass of torch.optim.Optimizer, got {cls!r}; "
+            f"from_torch needs a subclass of torch.optim.Optimizer, got {brief(cls)}; "
             "give the class and its options: from_torch(torch.optim.RAdam, lr=1e-3)"
         )
     name = cls.__name__

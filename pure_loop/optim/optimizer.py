@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_number, converted, is_number, is_scheduler, name_of, refuse_no_schedule
-from pure_loop._internal.reprs import call
+from pure_loop._internal.reprs import brief, call
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.random.authors import runs_users_code
@@ -174,7 +174,7 @@ def as_schedule(where: str, lr: LearningRate) -> RateFunction:
         return lr  # type: ignore[return-value]
     if not is_number(lr):
         number = "lr=3e-4" if isinstance(lr, str) else converted("lr", lr, float) or "lr=3e-4"
-        text = repr(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
+        text = brief(lr) if lr is None or isinstance(lr, str | bool | complex | Tensor) else "an object"
         raise ArgumentTypeError(
             f"{where}: lr must be a number, got {text} of type {type(lr).__name__}; write "
             f"{where}({number}), or a "

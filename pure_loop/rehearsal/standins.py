@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import attrs
 
-from pure_loop._internal.arguments import name_of
+from pure_loop._internal.arguments import name_of, path_text
 from pure_loop.cadence import Cadence
 from pure_loop.callback import Callback, Logger
 from pure_loop.checkpoint.storage import try_folder
@@ -93,7 +93,7 @@ def destinations(items: Sequence[object]) -> list[tuple[str, str, str]]:
             for name in _PLACES:
                 place = _arguments(item).get(name)
                 if place is not None:
-                    places.append((type(item).__name__, name, os.fspath(place)))
+                    places.append((type(item).__name__, name, path_text(place)))
     return places
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.autograd import gradient_of
+from pure_loop._internal.reprs import brief
 from pure_loop._internal.suggestions import teaching
 from pure_loop.data.batch import describe
 from pure_loop.errors import ArgumentError, ArgumentTypeError, LossError, ModelError
@@ -99,7 +100,9 @@ def update_part(
     names = [name for name in state.model.differentiated(state.frozen) if name.startswith(f"{part}.")]
     if not names:
         parts = sorted({name.partition(".")[0] for name in state.model.differentiated(state.frozen)})
-        raise ArgumentError(f"update_part: no parameter of {part!r} is trained; there are those of {', '.join(parts)}.")
+        raise ArgumentError(
+            f"update_part: no parameter of {brief(part)} is trained; there are those of {', '.join(parts)}."
+        )
     memories = FrozenDict() if state.opt_state is None else state.opt_state
     # The state of one optimizer may be a mapping, too, whose keys are names of its own.
     keys = list(memories) if isinstance(memories, Mapping) else None

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from pure_loop._internal.arguments import check_flag, check_integer, positive_or_none
+from pure_loop._internal.arguments import check_flag, check_integer, path_text, positive_or_none
 from pure_loop._internal.suggestions import teaching
 from pure_loop.callback import Logger
 from pure_loop.checkpoint.paths import PathLike
@@ -116,7 +116,7 @@ def profile(
     report = Profile.of(recorder, device, compiled=parts.fit.strategy.graphs is not None)
     if trace is not None:
         if recorder.torch_profiler is not None:
-            recorder.torch_profiler.export_chrome_trace(str(trace))
+            recorder.torch_profiler.export_chrome_trace(path_text(trace))
         else:
             with storage_of(trace).writing() as file:
                 file.write(chrome_trace(recorder.spans))

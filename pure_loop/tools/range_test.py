@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from pure_loop._internal.arguments import path_text
 from pure_loop._internal.lazy import require
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.errors import ArgumentError
@@ -147,7 +148,7 @@ class RangeTest:
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
         if path is not None:
-            axes.figure.savefig(path)
+            axes.figure.savefig(path_text(path))
         return axes
 
     def _or_none(self, name: str) -> float | None:

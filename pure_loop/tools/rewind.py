@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pure_loop._internal.arguments import check_integer
+from pure_loop._internal.arguments import check_integer, path_text
 from pure_loop._internal.closing import closing
 from pure_loop._internal.lazy import require
 from pure_loop._internal.pytree import Batch
@@ -143,7 +143,7 @@ class Rewound(Stream):
         axes.grid(alpha=0.3)
         axes.legend()
         if path is not None:
-            axes.figure.savefig(path)
+            axes.figure.savefig(path_text(path))
         return axes
 
 

@@ -56,7 +56,7 @@ pl.Task(forward=lambda batch: 1) | lambda model, batch: ... | pl.Task(forward=la
 pl.Task(weight=lambda: 1) | lambda batch: ... | pl.Task(weight=lambda batch: 1)
 pl.Metric("m", X, add, float) | lambda: ..., got | pl.Metric("m", lambda: X, add, float)
 pl.Metric("m", dict, lambda a, o: a, len) | lambda accumulator, outputs, batch: ... | pl.Metric("m", dict, add, len)
-measured(forgotten) | is a `return` missing | measured(add)
+metric_of(forgotten) | is a `return` missing | metric_of(add)
 pl.optim.partition([SGD, SGD]) | label=lambda name, tensor: | pl.optim.partition({"a": SGD}, lambda name, tensor: "a")
 pl.optim.partition({"a": SGD}, len) | lambda name, tensor: ... | pl.optim.partition({"a": SGD}, lambda n, t: "a")
 pl.optim.from_torch(RADAM, model.parameters()) | gives an optimizer the parameters | pl.optim.from_torch(RADAM, lr=1e-3)
@@ -96,6 +96,17 @@ pl.callbacks.EarlyStopping() | early_stopping("val/loss") | pl.algorithms.early_
 pl.callbacks.ModelCheckpoint("runs") | CheckpointSaver(folder) | pl.callbacks.CheckpointSaver("runs")
 fit(loggers=["tensorboard"]) | pl.loggers.TensorBoardLogger("runs/first") | fit(loggers=[pl.loggers.InMemoryLogger()])
 fit(loggers=["csv"]) | pl.loggers.CSVLogger("metrics.csv") | fit(loggers=[])
+own(log_metric=two) | mean log_metrics(self, metrics, state) | own(log_metrics=two)
+own(log=two) | give it log_metrics(self, metrics, state) | own(log_audio=two)
+own(log_metrics=single) | write log_metrics(self, metrics, state) | own(log_metrics=two)
+own(log_images=two) | state, *, masks=None | own(log_metrics=two)
+told(lambda log, s: log.log("a", 1)) | log_metrics({"loss": value}, state) | told(lambda log, s: log.log_metrics({}, s))
+logger.log_metrics("a", 1.0) | log_metrics({'a': value}, state) | logger.log_metrics({"a": 1.0}, state)
+told(lambda log, state: log.log_metrics({}, 3)) | and the State | told(lambda log, state: log.log_metrics({}, state))
+fit(load_path=model.state_dict()) | OrderedDict of 4 is no path | (model.load_state_dict(model.state_dict()), fit())[1]
+pl.load(model.state_dict(), model=model) | model.load_state_dict(weights) | model.load_state_dict(model.state_dict())
+pl.load("nowhere.pl", model=model) | directory is empty | (pl.save(state, "a.pl"), pl.load("a.pl", model=model))
+pl.optim.from_torch(torch.optim.RAdam(model.parameters())) | got RAdam | pl.optim.from_torch(torch.optim.RAdam, lr=0.1)
 evaluated(metrics=["f1"]) | write pl.metrics.f1() | evaluated(metrics=[pl.metrics.f1()])
 evaluated(metrics=[pl.metrics.f1]) | call it: pl.metrics.f1(...) | evaluated(metrics=[pl.metrics.f1()])
 fit(train_metrics=["acc"]) | pl.metrics.accuracy( | fit(train_metrics=[pl.metrics.accuracy()])
@@ -314,6 +325,14 @@ def names() -> dict[str, Any]:
     def evaluated(**changes: Any) -> pl.Stream:
         return fit(evaluators={"val": pl.Evaluator(data, **changes)})
 
+    def own(**methods: Any) -> pl.Stream:
+        """With a logger of the user's own."""
+        return fit(loggers=[type("Own", (pl.Logger,), {name: staticmethod(each) for name, each in methods.items()})()])
+
+    def told(call: Any) -> pl.Stream:
+        """With a callback that calls a logger."""
+        return fit(callbacks=[type("Tells", (pl.Callback,), {"batch_end": lambda _, s, logger: call(logger, s)})()])
+
     ema, stopping = pl.algorithms.ema("1ba"), pl.algorithms.early_stopping("val/loss", best="keep")
     return {
         "torch": torch,
@@ -400,8 +419,7 @@ def names() -> dict[str, Any]:
         "of_last": of_last,
         "add": lambda accumulator, outputs, batch: accumulator,
         "forgotten": lambda accumulator, outputs, batch: accumulator.append(1),
-        "measured": lambda update: evaluated(metrics=[pl.Metric("m", list, update, len)]),
-        "mixup": pl.algorithms.mixup,
+        "metric_of": lambda update: evaluated(metrics=[pl.Metric("m", list, update, len)]),
         "RADAM": torch.optim.RAdam,
         "DICT": torch.optim.SGD(model.parameters(), lr=0.1).state_dict(),
         "of_transformers": lambda data: pl.fit(
@@ -413,6 +431,9 @@ def names() -> dict[str, Any]:
         "right": right,
         "texts": texts,
         "forgetful": forgetful,
+        "own": own,
+        "two": lambda metrics, state: None,
+        "told": told,
         "logger": pl.loggers.InMemoryLogger(),
         "loss_of": lambda module: module[0].weight.sum(),
         "anew": pl.State.create(model),

@@ -224,7 +224,24 @@ def third(state: pl.State) -> bool:
     return state.timestamp.batch == 3
 
 
-def test_the_console_works_without_the_recorder_and_checks_that_losses_are_finite_when_it_reads_them() -> None:
+def test_a_script_is_recorded_as_fit_is() -> None:
+    def script(state: pl.State) -> Any:
+        for loss in (0.5, {"total": 3.0, "critic": 1.0}):
+            state = yield pl.Event.BATCH_END, state.count_batch(samples=4).replace(loss=loss)
+        state = yield pl.Event.EVAL_END, state.replace(metrics={"val": {"loss": 0.25}}, evaluator="val")
+        return (yield pl.Event.BATCH_END, state.count_batch(samples=4).replace(loss=None))
+
+    logger = InMemoryLogger()
+    pl.run(pl.drive(script(pl.State.create(mlp())), loggers=[logger]))
+    assert {name: logger.series(name) for name in logger.metrics} == {
+        "train/loss": ([1, 2], [0.5, 3.0]),
+        "train/loss/critic": ([2], [1.0]),
+        "val/loss": ([2], [0.25]),
+    }
+    assert logger.hyperparameters == {"batch_size": 4}
+
+
+def test_the_console_checks_that_losses_are_finite_when_it_reads_them() -> None:
     def script(state: pl.State) -> Any:
         state = yield pl.Event.FIT_START, state
         state = yield pl.Event.BATCH_END, state.replace(loss=torch.tensor(0.25), event=None)
