@@ -217,7 +217,7 @@ pl.optim.sgd(lr=NUMBERS[1]) | sgd(lr=float(np.float32(0.5))) | pl.optim.sgd(lr=f
 of(regressor, X, Y, summed, [mixup()]) | interpolate="loss" | of(regressor, X, Y, summed, [mixup(interpolate="loss")])
 fit(algorithms=[transform(tuple)]) | whole_batch=True | fit(algorithms=[transform(tuple, whole_batch=True)])
 fit(load_path=saved(state), optimizer=ADAMW) | exclude=['opt_state'] | afresh(optimizer=ADAMW)
-pl.fit(partway, [(X, Y)], **SETTINGS) | are fewer now | pl.fit(partway, data * 3, **SETTINGS)
+pl.fit(partway, [(X, Y)], **SETTINGS) | smaller or fewer now | pl.fit(partway, data * 3, **SETTINGS)
 pl.inspect(state, data, loss=cross_entropy) | and not the data | pl.inspect(state, data[0], loss=cross_entropy)
 pl.fit(fit()) | pl.run(stream) | pl.run(fit())
 pl.fit(fit(), data, **SETTINGS) | pl.run(stream) | pl.run(fit())
