@@ -106,7 +106,7 @@ def _refuse_unlike(logger: Logger) -> None:
     """
     Raises:
         ArgumentTypeError: a method of a logger that can't be called as the loop calls it.
-        ArgumentError: one with almost the name of such a method, which would silently never be called; or none at all.
+        ArgumentError: one with almost the name of such a method, which would silently never be called; or others alone.
     """
     name = type(logger).__name__
     known = {key: method for key, method in vars(Logger).items() if key.startswith("log_") or key == "flush"}
@@ -132,7 +132,7 @@ def _refuse_unlike(logger: Logger) -> None:
                 "helper's name may start with an underscore.)"
             )
     events = {event.value for event in Event}
-    if not any(hasattr(Logger, key) or key in events or key.startswith("log_") for key in changed):
+    if changed and not any(hasattr(Logger, key) or key in events or key.startswith("log_") for key in changed):
         raise ArgumentError(f"logger {name} would record nothing: give it {heads['log_metrics']}.")
 
 

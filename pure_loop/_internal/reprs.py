@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.arguments import name_of
 from pure_loop._text import HIDDEN, is_secret, without_secrets
 
 T = TypeVar("T")
@@ -70,7 +69,7 @@ def shown(value: object) -> str:
     if isinstance(value, nn.Module):
         return type(value).__name__
     if isinstance(value, type) or (callable(value) and not attrs.has(type(value))):
-        return name_of(value)
+        return str(getattr(value, "__name__", type(value).__name__))  # arguments.py needs this module
     text = without_secrets(repr(value))
     return text if len(text) <= 200 and " at 0x" not in text else data(value)
 
