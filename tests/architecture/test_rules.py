@@ -62,6 +62,7 @@ SETS_CLASS = {
 SLOTS = {
     ("frozendict.py", "FrozenDict"): {
         "__weakref__": "who owns a mapping is forgotten with it",
+        "field": "which field of a State it is, for the error about a name that is not there",
         "frozen": "of leaves of autograd: those that need no gradient",
         "holder": "of leaves of autograd: the module instance that a graph goes through",
         "lent": "whether code outside of the loop has read the mapping",

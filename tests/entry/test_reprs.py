@@ -196,6 +196,7 @@ def test_arguments_of_other_libraries_stand_for_arguments_that_there_are() -> No
         pl.optim.adamw,
         pl.load,
         pl.progress,
+        pl.State.module,
         A.early_stopping,
         A.ema,
         A.reduce_on_plateau,
