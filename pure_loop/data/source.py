@@ -169,9 +169,8 @@ class Source(ABC):
         first = "the first batch" if batches == 1 else f"the first {batches} batches"
         return ResumeError(
             f"the {self._stream} dataloader has {total} samples in {first} of epoch {epoch}, and "
-            f"the State has seen {samples} in as many: batches have another size or are fewer now, so that samples "
-            f"would be left out or come twice. {why} Resume with batches as they were, or from a State at the end of "
-            "an epoch."
+            f"the State has seen {samples} in as many: batches have another size or are fewer now, and samples would "
+            f"be left out or come twice. {why} Resume with batches as they were, or from a State at an epoch's end."
         )
 
     def close(self) -> None:  # noqa: B027  (most have nothing to stop)
