@@ -678,7 +678,8 @@ _IN_DATA: tuple[tuple[str, str], ...] = (
 _IN_BACKWARD: tuple[tuple[str, str], ...] = (
     (
         r"^Trying to backward through the graph a second time",
-        "the loop runs the backward: no .backward() in a loss, a forward or the body of the loop",
+        "the loop runs the backward: no .backward() in a loss, a forward or the body of the loop; and a tensor of an "
+        "earlier forward, such as a hidden state, is kept as hidden.detach()",
     ),
     (
         r"modified by an inplace operation",
