@@ -169,11 +169,7 @@ class Source(ABC):
         first = "the first batch" if batches == 1 else f"the first {batches} batches"
         return ResumeError(
             f"the {self._stream} dataloader has {total} samples in {first} of epoch {epoch}, and "
-<<<<<<< HEAD
             f"the State has seen {samples} in as many: batches are larger, smaller or fewer now, so that samples would "
-=======
-            f"the State has seen {samples} in as many: batches have another size or are fewer now, and samples would "
->>>>>>> w-docs
             f"be left out or come twice. {why} Resume with batches as they were, or from a State at an epoch's end."
         )
 
