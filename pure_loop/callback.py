@@ -262,7 +262,8 @@ class _Recorded:
             if self._authors.setdefault(name, author) is not author:
                 raise ArgumentError(
                     f"{author} records {name!r} at batch {batch}, where {self._authors[name]} has recorded it: a name "
-                    "has one value at a step. Record it under another name, or leave one of the two callbacks out."
+                    "has one value at a step. Record it under another name, or leave one of the two callbacks out. "
+                    "(The Recorder is that of fit and drive with loggers.)"
                 )
 
 

@@ -117,22 +117,24 @@ def _refuse_unlike(logger: Logger) -> None:
         heads[key] = f"{key}{head.replace(parameters=bare, return_annotation=head.empty)}"
         options = [each.name for each in bare if each.kind is each.KEYWORD_ONLY]
         its = getattr(logger, key)
-        if not accepts(its, len(bare) - len(options) - 1, *options):
-            raise ArgumentTypeError(f"logger {name} has a method {key}{inspect.signature(its)}: write {heads[key]}.")
-    methods = dict(inspect.getmembers(type(logger), inspect.isroutine))
-    methods |= {key: value for key, value in vars(logger).items() if callable(value)}
-    changed = {k for k, method in methods.items() if k[0] != "_" and method is not getattr(Logger, k, None)}
-    for key in sorted(changed - known.keys()):
-        import difflib  # only where a logger has methods of its own
+        if not callable(its) or not accepts(its, len(bare) - len(options) - 1, *options):
+            what = inspect.signature(its) if callable(its) else f" = {brief(its)}"
+            raise ArgumentTypeError(f"logger {name} has a method {key}{what}: write {heads[key]}.")
+    own = dict(inspect.getmembers(Logger, inspect.isfunction))
+    if any(getattr(getattr(logger, key), "__func__", None) is not own[key] for key in own if key[0] != "_"):
+        return
+    methods = dict(inspect.getmembers(type(logger), inspect.isroutine)) | vars(logger)
+    added = sorted(key for key in methods if key[0] != "_" and not hasattr(Logger, key) and callable(methods[key]))
+    for key in added:
+        import difflib  # only where a logger records nothing
 
-        near = difflib.get_close_matches(key, known.keys() - changed, n=1, cutoff=0.85)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if near:
             raise ArgumentError(
-                f"logger {name} has a method {key!r}, which the loop doesn't call: did you mean {heads[near[0]]}? (A "
-                "helper's name may start with an underscore.)"
+                f"logger {name} has a method {key!r}, which the loop doesn't call: did you mean {heads[near[0]]}?"
             )
     events = {event.value for event in Event}
-    if changed and not any(hasattr(Logger, key) or key in events or key.startswith("log_") for key in changed):
+    if added and not any(key in events or key.startswith("log_") for key in added):
         raise ArgumentError(f"logger {name} would record nothing: give it {heads['log_metrics']}.")
 
 
@@ -180,7 +182,8 @@ def observers(
     table: dict[Event, list[Observer]] = {}
     objects: list[Callback] = []
     named: list[str] = []
-    recorders = (recorder,) if recorder is not None and logged else ()
+    own = any(type(item) is type(recorder) for item in listed)  # of a script that was written when drive had none
+    recorders = (recorder,) if recorder is not None and logged and not own else ()
     for callback in (*listed, *recorders, *logged):
         if isinstance(callback, Callback):
             callback.rank = rank

@@ -19,6 +19,7 @@ from pure_loop._internal.arguments import accepts, check_flag, check_function, n
 from pure_loop._internal.hints import squeezed
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.reprs import brief, call, changed_fields
+from pure_loop._internal.torch_private import is_transformed
 from pure_loop._internal.weights import Implied, implied_by
 from pure_loop.data.batch import describe
 from pure_loop.data.group import parts_of
@@ -381,6 +382,11 @@ def check_loss_function(loss: Any, where: str = "") -> None:
         )
 
 
+def _is_one_sample(inputs: Any) -> bool:
+    plain = isinstance(inputs, Tensor) and not is_transformed(inputs)
+    return plain and inputs.ndim == 1 and inputs.is_floating_point()
+
+
 @attrs.frozen
 class OnTargets:
     """A loss of ``(outputs, targets)`` as one of ``(outputs, batch)``."""
@@ -412,7 +418,8 @@ class OnTargets:
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Any:
         inputs, targets = _inputs_and_targets(batch)
-        if isinstance(inputs, Tensor) and inputs.ndim == 1 and isinstance(targets, Tensor) and not targets.ndim:
+        # Of tokens, one sequence may be a batch; and in torch.func.vmap a batch is one sample.
+        if self.is_torchs and isinstance(targets, Tensor) and not targets.ndim and _is_one_sample(inputs):
             raise DataError(
                 f"a batch is {describe(batch)}: if that is one sample, its {len(inputs)} numbers would count as "
                 "samples. Write DataLoader(dataset, batch_size=32), also of a list of samples, which makes batches of "

@@ -60,7 +60,8 @@ def path_text(path: object, argument: str = "") -> str:
 
     what, hint = brief(path), ""
     if isinstance(path, Mapping):
-        what, hint = data(path), " What torch.load returned is a module's: model.load_state_dict(weights)."
+        what = data(path)
+        hint = "" if argument else " If torch.load returned it, it is a module's: model.load_state_dict(weights)."
     elif path is None and not argument:
         hint = " pl.latest_path and pl.best_path return None where a folder has no checkpoint."
     what = f"{argument}={what}" if argument else what
@@ -167,7 +168,7 @@ def converted(
         number = kind(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return ""
-    if not fits(number):
+    if not fits(number) or (kind is int and number != float(value)):  # type: ignore[arg-type]
         return ""
     return f"{name}={number!r}" if isinstance(value, str) else f"{name}={kind.__name__}({value!r})"
 
@@ -277,13 +278,15 @@ def accepts(function: Callable[..., Any], count: int, *keywords: str) -> bool:
     >>> accepts(lambda state: True, 1), accepts(lambda event, state: True, 1), accepts(print, 3)
     (True, False, True)
     """
-    try:
-        inspect.signature(function).bind(*range(count), **dict.fromkeys(keywords))
-    except ValueError:
+    for follow in (True, False):  # a decorator with functools.wraps may take other arguments than what it wraps
+        try:
+            inspect.signature(function, follow_wrapped=follow).bind(*range(count), **dict.fromkeys(keywords))
+        except ValueError:
+            return True
+        except TypeError:
+            continue
         return True
-    except TypeError:
-        return False
-    return True
+    return False
 
 
 def check_function(name: str, value: object, arguments: str, *, where: str) -> None:

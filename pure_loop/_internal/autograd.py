@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from pure_loop._internal.torch_private import graph_task, is_transformed, run_backward
 from pure_loop.errors import ModelError
 
-# In the metadata of a node of a graph that adds to the gradient of a leaf: it is one of the loop's.
+# In the metadata of a node of a graph: it was computed with a parameter, in a batch of the loop.
 _LEAF = "pure_loop.leaf"
 
 
@@ -146,8 +146,8 @@ def refuse_strangers(
     Args:
         loss: what is about to be differentiated.
         parameters: those that are no strangers; None: no parameter is one.
-        leaves: what it is differentiated by. Others with their memory are those of another forward, and others that
-            were leaves in an earlier call are those of an earlier batch.
+        leaves: what it is differentiated by. Others with their memory are those of another forward, and what was
+            computed with those of an earlier call is of an earlier batch.
         attribute_with: which attribute of the model leads to a parameter that is not registered in it; or None.
 
     Raises:
@@ -165,9 +165,11 @@ def refuse_strangers(
                 "would lose them here: write use_reentrant=False, as PyTorch recommends."
             )
         stranger = getattr(node, "variable", None) if kind == "AccumulateGrad" else None
-        metadata: Any = {} if stranger is None else node.metadata  # of torch, which declares a method
-        if id(stranger) in current:
-            metadata[_LEAF] = True  # for as long as a graph goes through it
+        # What was computed with a leaf: the leaves of an earlier batch may be constants of this one.
+        behind = {id(getattr(other, "variable", None)) for other, _ in node.next_functions}
+        metadata: Any = node.metadata  # of torch, which declares a method
+        if not current.isdisjoint(behind):
+            metadata[_LEAF] = True  # for as long as there is this graph
         elif _LEAF in metadata:
             raise ModelError(
                 "the loss depends on the forward of an earlier batch, of which no gradient is taken and whose graph "

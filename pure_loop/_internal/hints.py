@@ -510,9 +510,11 @@ _TIMESTAMP = (
     "state.timestamp.replace(batch=100)."
 )
 STATE_KINDS = {
-    "model": "model is its structure, and state.replace was given {}: of a module write state.with_module(module).",
+    "model": "state.replace takes the structure of a model, and was given {}: for a module write "
+    "state.with_module(module).",
     "timestamp": _TIMESTAMP,
-    "previous_timestamp": _TIMESTAMP,
+    "previous_timestamp": "previous_timestamp is a pl.Timestamp, and state.replace was given {}: write "
+    "state.replace(previous_timestamp=state.timestamp).",
     "seed": "seed is a whole number, and state.replace was given {}: write state.replace(seed=0).",
 }
 # What to write for a name that a mapping of a State lacks, by the field that it is.
@@ -619,7 +621,7 @@ _IN_LOSS: tuple[tuple[str, str], ...] = (
     (r"not implemented for 'Long'", "a loss is called as loss(outputs, targets): are they swapped in it?"),
     (
         r"^all elements of input should be between 0 and 1",
-        "these outputs are no probabilities: write torch.nn.functional.binary_cross_entropy_with_logits",
+        "these outputs are no probabilities, or NaN: write torch.nn.functional.binary_cross_entropy_with_logits",
     ),
     (
         r"argument 'input' .*must be Tensor, not (\w+)|^'(?:tuple|list|dict)' object has no attribute 'size'",
@@ -695,7 +697,8 @@ _IN_HANDLERS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"^(?:'NoneType' object |unsupported operand type.*'NoneType')",
-        "a field of a State is None before the event that sets it, and gradients are in state.grads, not in .grad",
+        "if it is a field of a State, that is None before the event that sets it; gradients are in state.grads, not in "
+        ".grad",
     ),
 )
 _OF_TORCH = {

@@ -81,7 +81,7 @@ def brief(value: object) -> str:
     ("'3 epochs'", 'dict of 2', 'Sequential')
     """
     text = without_secrets(repr(value))
-    if len(text) <= 200 and "\n" not in text and " at 0x" not in text:
+    if len(text) <= 200 and (isinstance(value, str) or ("\n" not in text and " at 0x" not in text)):
         return text
     if isinstance(value, str | int):
         return f"{text[:100]}..."

@@ -252,8 +252,8 @@ def _place_inside(key: str, mapping: Mapping[Any, Any], *, whole: bool) -> str:
     for label, values in inner.items():
         name = key.removeprefix(f"{label}/").removeprefix(f"{label}_")
         names = [name, *(item for item in map(str, values) if name and item.startswith(name))]  # "acc" is "accuracy"
-        if name != key and (key[len(label)] == "/" or name in values or len(names) > 1):
-            return f"[{label!r}][{name if name in values else names[-1]!r}]"
+        if name and name != key and (key[len(label)] == "/" or name in values or len(names) > 1):
+            return f"[{label!r}][{name if name in values else min(names[1:] or names, key=len)!r}]"
     return next((f"[{label!r}][{key!r}]" for label, values in inner.items() if whole and key in values), "")
 
 

@@ -63,5 +63,6 @@ def _refuse_pairs(name: str, values: Tensor, outputs: Outputs) -> None:
     if len(shape) == 2 and shape[0] > shape[1] == 1 and values.shape == (shape[0], shape[0]):
         raise DataError(
             f"metric {name!r}: its function gave a number for each pair of samples, shape {tuple(values.shape)}, as "
-            f"outputs of shape {shape} and targets of shape ({shape[0]},) do: write outputs.squeeze(-1) in it."
+            f"outputs of shape {shape} and targets of shape ({shape[0]},) do: write outputs.squeeze(-1) in it, "
+            "or return values.flatten() where pairs are meant."
         )

@@ -156,6 +156,8 @@ def _what_is_strange(tensor: Tensor, kind: str) -> str | None:
 
 
 def _hint(argument: object) -> str:
+    if type(argument).__name__ == "ModelDef":  # which imports this module
+        return ": it is the structure of a model; write fit(state, ...), or state.module() for the model alone"
     if isinstance(argument, Mapping) and any(isinstance(value, Tensor) for value in argument.values()):
         return ": a state_dict goes into its module first, model.load_state_dict(...)"
     if is_path(argument):

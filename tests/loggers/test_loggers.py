@@ -231,8 +231,10 @@ def test_a_script_is_recorded_as_fit_is() -> None:
         state = yield pl.Event.EVAL_END, state.replace(metrics={"val": {"loss": 0.25}}, evaluator="val")
         return (yield pl.Event.BATCH_END, state.count_batch(samples=4).replace(loss=None))
 
-    logger = InMemoryLogger()
+    logger, same = InMemoryLogger(), InMemoryLogger()
     pl.run(pl.drive(script(pl.State.create(mlp())), loggers=[logger]))
+    pl.run(pl.drive(script(pl.State.create(mlp())), loggers=[same], callbacks=[Recorder()]))
+    assert same.metrics == logger.metrics
     assert {name: logger.series(name) for name in logger.metrics} == {
         "train/loss": ([1, 2], [0.5, 3.0]),
         "train/loss/critic": ([2], [1.0]),
@@ -253,6 +255,37 @@ def test_the_console_checks_that_losses_are_finite_when_it_reads_them() -> None:
     assert "loss 0.2500" in stream.getvalue()
     with pytest.raises(pl.NonFiniteError, match="batch 5"):
         ConsoleLogger(stream=io.StringIO()).fit_end(state.replace(nonfinite=torch.tensor(5)), LoggerGroup())
+
+
+class WithImages(InMemoryLogger):
+    """Has a method that a callback of the user's calls, and whose name is almost that of the library's."""
+
+    def log_image(self, name: str, image: torch.Tensor, state: pl.State) -> None:
+        self.log_metrics({name: image.sum()}, state)
+
+
+class Proxy(pl.Logger):
+    """Passes on what it doesn't have, and has a method of its own."""
+
+    def __init__(self) -> None:
+        self.target = InMemoryLogger()
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__
+        return getattr(own(self, "target"), name) if name.startswith("log_") else own(self, name)
+
+    def summary(self) -> str:
+        return str(self.target)
+
+
+def test_loggers_may_have_methods_of_their_own_and_pass_calls_on() -> None:
+    class Draws(pl.Callback):
+        def epoch_end(self, state: pl.State, logger: Any) -> None:
+            logger.log_image("drawn", torch.ones(2, 2), state)
+
+    images, proxy = WithImages(), Proxy()
+    pl.run(fit(images, proxy, callbacks=[Draws()]))
+    assert (set(images.series("drawn")[1]), "train/loss" in proxy.target.metrics) == ({4.0}, True)
 
 
 def test_it_is_refused() -> None:

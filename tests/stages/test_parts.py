@@ -157,3 +157,47 @@ OF_ONE = pl.optim.adam(lr=LR).init(pl.State.create(Players()).params)
 )
 def test_refused(refusal: Refusal) -> None:
     check(refusal)
+
+
+def test_parameters_of_an_earlier_batch_may_be_constants_while_its_graph_is_kept() -> None:
+    anchor: dict[str, Tensor] = {}
+
+    @pl.algorithm(pl.Event.AFTER_LOSS)
+    def proximal(state: pl.State) -> pl.State:
+        if not anchor:
+            anchor.update(state.params)
+        distance = sum(((state.params[name] - old) ** 2).sum() for name, old in anchor.items())
+        return state.replace(loss=state.loss + 0.01 * distance)
+
+    kept = [state for _, state in fit(mlp(), points(4), algorithms=[proximal], max_duration="4ba")]
+    assert kept[-1].timestamp.batch == 4
+
+
+class OfTokens(nn.Sequential):
+    """The mean over a sequence."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = super().forward(tokens).mean(0)
+        return result
+
+
+def test_what_looks_like_a_sample_may_be_a_batch() -> None:
+    """One sequence of tokens, points with one target of a loss of one's own, and a sample in torch.func.vmap."""
+    once = {"max_duration": "1ep"}
+    tokens = OfTokens(nn.Embedding(10, 3)), [(torch.arange(5), torch.tensor(1))]
+    scalar = OfTokens(nn.Unflatten(0, (1, 4)), nn.Linear(4, 1)), [(torch.ones(4), torch.tensor(0.0))]
+    norms: list[Tensor] = []
+
+    @pl.algorithm(pl.Event.BATCH_START)
+    def measure(state: pl.State, stages: Any) -> pl.State:
+        def loss(params: Any, x: Tensor, y: Tensor) -> Any:
+            return stages.task.loss(torch.func.functional_call(model, params, (x,)), (x, y))
+
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+        norms.append(each(dict(state.params), *state.batch)["0.weight"].flatten(1).norm(dim=1))
+        return state
+
+    model = mlp()
+    runs = [fit(*tokens, **once), fit(*scalar, loss=lambda o, t: (o - t).square().mean(), **once)]
+    assert [pl.run(stream).timestamp.batch for stream in [*runs, fit(model, algorithms=[measure], **once)]] == [1, 1, 3]
+    assert [len(norm) for norm in norms] == [4, 4, 4]
