@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ def test_integers_and_numbers_within_their_bounds(value: Any, least: int, low: f
 
 SAYS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("integer", ("n", "0"), {}, "n='0' of type str: give a whole number, such as n=0."),
+    ("integer", ("n", Fraction(5, 2)), {}, "n=Fraction(5, 2) of type Fraction: give a whole number."),
+    ("integer", ("n", Fraction(4, 2)), {}, "give a whole number, such as n=int(Fraction(2, 1))."),
     ("integer", ("n", "0"), {"least": 1}, "n='0' of type str: give a whole number of at least 1."),
     (
         "integer",

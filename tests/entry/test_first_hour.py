@@ -35,6 +35,7 @@ state.global_step | state.timestamp.batch | state.timestamp.batch
 state.loss = 0 | state.replace(loss=...) | state.replace(loss=torch.tensor(0.0))
 state.params["0.weight"] = X | state.replace(...) | state.replace(params=dict(state.params))
 state["loss"] | write state.loss | state.loss
+tops["val_acc"] | write ['val']['accuracy']. | tops['val']['accuracy']
 state.metrics["val_loss"] | write ['val']['loss'] | state.metrics['val']['loss']
 state.metrics["val_acc"] | write ['val']['accuracy'] | state.metrics['val']['accuracy']
 state.metrics["loss"] | write ['val']['loss'] | state.metrics['val']['loss']
@@ -199,6 +200,7 @@ pl.fit(model, DataLoader(ragged, 2), **SETTINGS) | pad_sequence | pl.fit(model, 
 pl.fit(model, DataLoader([entropy]), **SETTINGS) | has a function: make | pl.fit(model, DataLoader(dataset), **SETTINGS)
 pl.fit(model, DataLoader([None]), **SETTINGS) | is a `return` missing | pl.fit(model, DataLoader(dataset), **SETTINGS)
 pl.fit(model, (X.byte().div_(2.0) for _ in "a"), **SETTINGS) | image.float() / 255 | of(model, X.float() / 255, Y)
+pl.ablate(model, data, SMOOTH, loss=1) | ablate needs steps: | pl.ablate(model, data, SMOOTH, steps="1ba", **TRAIN)
 pl.ablate(model, data, SMOOTH, step="1ba", loss=1) | steps=? | pl.ablate(model, data, SMOOTH, steps="1ba", **TRAIN)
 of(listing, X, Y) | nn.ModuleList([...]) or nn.ModuleDict | of(nn.Sequential(*listing.layers), X, Y)
 of(nn.Sequential(listing), X, Y) | model.0.layers | of(nn.Sequential(nn.ModuleList(listing.layers)[0]), X, Y)
@@ -408,6 +410,7 @@ def names() -> dict[str, Any]:
         "NO_LOSS": {name: value for name, value in settings.items() if name != "loss"},
         "dicts": [{"x": x, "y": y}],
         "TASK": task,
+        "tops": pl.FrozenDict(val=pl.FrozenDict(accuracy=0.5, accuracy_top5=1.0)),
         "SMOOTH": [pl.algorithms.label_smoothing(0.1)],
         "TRAIN": {"metric": "train/loss", **settings},
         "label_smoothing": pl.algorithms.label_smoothing(0.1),

@@ -73,9 +73,10 @@ NOTES: list[tuple[Any, list[str]]] = [
         ],
     ),
     (
-        lambda: fit(data=[(X, Y), (X, torch.zeros(4, 7))], microbatch_size=2),
+        # The loss is a module, and no model.
+        lambda: fit(data=[(X, Y), (X, torch.zeros(4, 7))], loss=nn.CrossEntropyLoss(), microbatch_size=2),
         [
-            f"raised by the loss {LOSS} and targets tensor (2, 7) float32",
+            f"raised by the loss {LOSS.replace('cross_entropy', 'CrossEntropyLoss')} and targets tensor (2, 7) float32",
             OF.format("loss", "(2, 4) float32, tensor (2, 7) float32"),
             "the targets have a dimension too many: targets.squeeze(1), or targets.argmax(1) where they are one-hot",
         ],
