@@ -80,7 +80,7 @@ MINE: list[tuple[Event, Any, type[Exception], str]] = [
         INIT,
         lambda s: s.replace(model=problem.mlp()),
         pl.ArgumentTypeError,
-        "given Sequential: of a module write state.w",
+        "given Sequential: for a module write state.w",
     ),
     (END, lambda s: s.with_module(nn.Linear(4, 3)), STRUCTURE, "model surgery is done at INIT, with state.with_module"),
     (START, sets(batch=None), STRUCTURE, "changed batch to None, and may not: the step needs it"),
