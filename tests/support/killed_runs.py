@@ -134,6 +134,10 @@ def _handlers() -> list[Any]:
     return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
+def _ending(error: BaseException) -> dict[str, Any]:
+    return {"how": type(error).__name__, "code": getattr(error, "code", None), "text": str(error)}
+
+
 def _child(order: dict[str, Any], seen: mmap.mmap, answer: int) -> None:
     before, options = _handlers(), order["options"]
     if order["saver"] is not None:
@@ -157,7 +161,7 @@ def _child(order: dict[str, Any], seen: mmap.mmap, answer: int) -> None:
     try:
         told = {"how": "end", "state": digest(run(count, **options))}
     except BaseException as error:
-        told = {"how": type(error).__name__, "code": getattr(error, "code", None), "text": str(error)}
+        told = _ending(error)
     told["handlers"] = _handlers() == before
     os.write(answer, json.dumps(told).encode())
 
@@ -173,6 +177,9 @@ def _obey(order: dict[str, Any], seen: mmap.mmap) -> dict[str, Any]:
                 os.setsid()
                 os.dup2(stderr.fileno(), 2)
                 _child(order, seen, to)
+            except BaseException as error:
+                # The second of two signals, which came while the child told how the first one had ended it.
+                os.write(to, json.dumps({**_ending(error), "handlers": True}).encode())
             finally:
                 os._exit(0)
         os.close(to)
@@ -182,7 +189,10 @@ def _obey(order: dict[str, Any], seen: mmap.mmap) -> dict[str, Any]:
         status = os.waitpid(child, 0)[1] if status is None else status
         stderr.seek(0)
         said = stderr.read().decode(errors="replace")
-    told = json.loads(text) if text else {"how": signal.Signals(os.WTERMSIG(status)).name}
+    if not text:
+        told = {"how": signal.Signals(os.WTERMSIG(status)).name}
+    else:  # of two answers the first
+        told = json.JSONDecoder().raw_decode(text.decode())[0]
     return {**told, "batch": int.from_bytes(seen[:4], "little"), "stderr": said}
 
 
