@@ -35,7 +35,7 @@ LINES = 50_210
 # Of tests, without the simulated GPU. One property is worth more than dozens of examples: 26,000 should say as much.
 # What is above that are rows of one line and tables of formulas; models and loops of a file's own are the first to go.
 # 2,490 came with those 2,480 lines of the package.
-LINES_OF_TESTS = 37_690
+LINES_OF_TESTS = 37_710
 # Names that say nothing of what they are the name of.
 VAGUE = frozenset(
     {

@@ -179,6 +179,7 @@ def _obey(order: dict[str, Any], seen: mmap.mmap) -> dict[str, Any]:
                 _child(order, seen, to)
             except BaseException as error:
                 # The second of two signals, which came while the child told how the first one had ended it.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
                 os.write(to, json.dumps({**_ending(error), "handlers": True}).encode())
             finally:
                 os._exit(0)
