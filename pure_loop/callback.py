@@ -260,10 +260,11 @@ class _Recorded:
             self._authors.clear()
         for name in names:
             if self._authors.setdefault(name, author) is not author:
+                own = "callback Recorder" in (author, self._authors[name])
                 raise ArgumentError(
                     f"{author} records {name!r} at batch {batch}, where {self._authors[name]} has recorded it: a name "
-                    "has one value at a step. Record it under another name, or leave one of the two callbacks out. "
-                    "(The Recorder is that of fit and drive with loggers.)"
+                    "has one value at a step. Record it under another name, or leave one of the two callbacks out."
+                    f"{' The Recorder is that of fit and drive with loggers.' if own else ''}"
                 )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from pure_loop._internal.arguments import accepts
+from pure_loop._internal.arguments import check_function
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.weights import wide_dtype
 from pure_loop.errors import ArgumentTypeError, DataError
@@ -38,10 +38,7 @@ def mean(function: Callable[[Outputs, Batch], Tensor], name: Annotated[str, Name
     tensor(1.)
     """
 
-    if not accepts(function, 2):
-        raise ArgumentTypeError(
-            f"metric {name!r}: its function can't be called with two arguments, which are (outputs, batch)."
-        )
+    check_function("what it averages", function, "outputs, batch", where=f"metric {name!r}")
 
     def update(accumulator: Ratio, outputs: Outputs, batch: Batch) -> Ratio:
         values = function(outputs, batch)

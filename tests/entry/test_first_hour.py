@@ -154,7 +154,7 @@ pl.stages.update_part(anew, "0", SGD, loss_of) | part, loss, optimizer) | pl.sta
 pl.metrics.Accuracy() | accuracy( | pl.metrics.accuracy()
 pl.save(model, "a.pl") | write save(state, path) | pl.save(state, "a.pl")
 pl.load("a.pl") | pl.load(path, model=module) | (pl.save(state, "a.pl"), pl.load("a.pl", model=model))
-evaluated(metrics=[pl.metrics.mean(single, "m")]) | (outputs, batch) | evaluated(metrics=[pl.metrics.mean(gap, "m")])
+pl.metrics.mean(single, "m") | such as lambda outputs, batch: | evaluated(metrics=[pl.metrics.mean(gap, "m")])
 pl.stages.update_part(anew, "2", loss_of, SGD) | parameters of part '2' | pl.stages.update_part(anew, "0", loss_of, SGD)
 pl.testing.check_algorithm(label_smoothing, problem="mlp") | problems=? | pl.testing.PROBLEMS["mlp"]
 of(model, X, Y, mse_loss) | shape (8, 2) and targets of shape (8,): write loss= | of(model, X, Y, entropy_of_class_1)
