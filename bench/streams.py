@@ -17,6 +17,7 @@ from bench.models import BATCHES_OF, Unsized, batches, loss_of, model_of
 from bench.parts import algorithm_of, callback_of, clip_function, metrics_of, optimizer_of
 from bench.plans import Plan
 from pure_loop import Event, State
+from pure_loop.task import OnTargets
 
 __all__ = ["record"]
 
@@ -189,9 +190,12 @@ def _settings(plan: Plan) -> dict[str, Any]:
         "parallel": plan.get("parallel"),
     }
     if plan["model"] == "named" and _counts_tokens(plan):
-        settings["task"] = pl.Task(forward=lambda model, batch: model(batch), tokens=lambda batch: batch["ids"].numel())
+        settings["loss"] = pl.Task(forward=lambda model, batch: model(batch), tokens=lambda batch: batch["ids"].numel())
     elif plan["loss"] not in ("task", "counted") and BATCHES_OF[plan["model"]] != "tokens" and _counts_tokens(plan):
-        settings["task"] = pl.Task(tokens=lambda batch: 3 * len(batch[1]))
+        loss = settings["loss"]
+        settings["loss"] = pl.Task(
+            loss=None if loss is None else OnTargets(loss), tokens=lambda batch: 3 * len(batch[1])
+        )
     if plan["duration"].endswith("s"):
         clock = _Clock()
         callbacks.append(clock.callback)

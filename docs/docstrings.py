@@ -30,7 +30,7 @@ _DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`(?:([^`<]+) <|~)?([\w.]+)>?`")
 _NAMES = re.compile(r"^(\s+)(\w+(?:, \w+)+):(?: |$)")
 _ENTRY = re.compile(r"^    (\w+(?:, \w+)*): ")
-_SECTION = re.compile(r"^\s*(Args|Attributes|Raises|Returns|Yields):$")
+_SECTION = re.compile(r"^\s*(Args|Attributes|Raises|Returns|Yields):(?: \S.*)?$")
 
 
 def directives() -> dict[str, Path]:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from pure_loop.exporting import export
     from pure_loop.loop.driver import Script
     from pure_loop.progress import progress
+    from pure_loop.recipe import Recipe
     from pure_loop.rehearsal.rehearse import rehearse
     from pure_loop.stages import Stages
     from pure_loop.tools.ablate import ablate
@@ -75,6 +76,7 @@ __all__ = [
     "Logger",
     "Metric",
     "Optimizer",
+    "Recipe",
     "Script",
     "Stages",
     "State",
@@ -138,6 +140,7 @@ _LAZY = {
     "exporting": ("export",),
     "loop.driver": ("Script",),
     "progress": ("progress",),
+    "recipe": ("Recipe",),
     "rehearsal.rehearse": ("rehearse",),
     "stages.stages": ("Stages",),
     "tools.ablate": ("ablate",),

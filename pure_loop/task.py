@@ -18,7 +18,7 @@ from torch.nn import functional
 from pure_loop._internal.arguments import accepts, check_flag, check_function, name_of
 from pure_loop._internal.hints import squeezed
 from pure_loop._internal.pytree import Batch, Outputs
-from pure_loop._internal.reprs import brief, call, changed_fields
+from pure_loop._internal.reprs import call, changed_fields, shown
 from pure_loop._internal.torch_private import is_transformed
 from pure_loop._internal.weights import Implied, implied_by
 from pure_loop.data.batch import describe
@@ -43,18 +43,18 @@ def _inputs_and_targets(batch: Batch) -> tuple[Any, Any]:
             f"{is_one}. If the dataloader is (inputs, targets) itself, each of them was taken for a batch: write "
             "[(inputs, targets)], or for several batches DataLoader(TensorDataset(inputs, targets), batch_size=32). If "
             "batches are tensors, write "
-            "task=pl.Task(forward=lambda model, batch: model(batch), loss=lambda outputs, batch: ...); to predict, the "
+            "loss=pl.Task(forward=lambda model, batch: model(batch), loss=lambda outputs, batch: ...); to predict, the "
             "forward is enough."
         )
     if isinstance(batch, Mapping) and "input_ids" in batch:
         raise DataError(
             f"{is_one}. For a model of Transformers, which computes its loss, write "
-            "task=pl.Task.from_transformers(), without loss=; for others "
-            "task=pl.Task(forward=lambda model, batch: model(batch['input_ids']), loss=lambda outputs, batch: ...)."
+            "loss=pl.Task.from_transformers(); for others "
+            "loss=pl.Task(forward=lambda model, batch: model(batch['input_ids']), loss=lambda outputs, batch: ...)."
         )
     raise DataError(
         f"{is_one}, for the forward and for a function passed as loss=. For other batches write "
-        f"task=pl.Task(forward=lambda model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); to "
+        f"loss=pl.Task(forward=lambda model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); to "
         "predict, the forward is enough."
     )
 
@@ -76,6 +76,18 @@ def default_forward(model: nn.Module, batch: Batch) -> Any:
     return model(_inputs_and_targets(batch)[0])
 
 
+def _on_targets(loss: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any] | None:
+    function: object = loss
+    while isinstance(function, functools.partial):
+        function = function.func
+    return OnTargets(loss) if loss is not None and _is_torchs(function) else loss
+
+
+def _is_torchs(loss: object) -> bool:
+    owner = type(loss) if isinstance(loss, nn.Module) else loss
+    return getattr(owner, "__module__", None) in _TORCH_LOSSES and not isinstance(loss, type)
+
+
 _TAKEN = {
     "forward": "model, batch",
     "loss": "outputs, batch",
@@ -94,11 +106,12 @@ class Task:
     Args:
         forward: ``(model, batch) -> outputs``; default ``model(inputs)``.
         loss: ``(outputs, batch) -> loss``, a scalar tensor that is a mean over the batch, or a dict of
-            such tensors with the key ``total``; None calls the module's own ``loss(outputs, batch)``.
+            such tensors with the key ``total``; None calls the module's own ``loss(outputs, batch)``. One of torch's
+            losses is called with the targets of a batch ``(inputs, targets)``.
         validate: ``(model, batch) -> outputs`` in evaluation and prediction; default: ``forward``.
         weight: ``(batch) -> number``: the weight of a microbatch if its loss is a mean: for a mean over tokens, the
-            number of tokens that have a target. A Python number, or a tensor of shape (). Default: if ``loss=`` of
-            ``fit`` is one of torch's, what it divides by (targets that are not ignored, each with its class weight; or
+            number of tokens that have a target. A Python number, or a tensor of shape (). Default: if the
+            loss is one of torch's, what it divides by (targets that are not ignored, each with its class weight; or
             elements), while losses with ``reduction="sum"`` are added; else the number of samples. A microbatch of
             weight 0 is ignored, whatever its loss is.
         samples: ``(batch) -> int``: the number of samples; default: the leading size of its tensors.
@@ -124,7 +137,7 @@ class Task:
 
     # The model is Any, because user code annotates it with the class of its own module.
     forward: Callable[[Any, Any], Any] = default_forward
-    loss: Callable[[Any, Any], Any] | None = None
+    loss: Callable[[Any, Any], Any] | None = attrs.field(default=None, converter=_on_targets)
     validate: Callable[[Any, Any], Any] | None = None
     weight: Callable[[Any], float | Tensor] | None = None
     samples: Callable[[Any], int] = num_samples
@@ -317,41 +330,20 @@ class Task:
         return (self.forward if self.validate is None else self.validate)(model, batch)
 
 
-def _no_task(value: object) -> str:
-    name = getattr(value, "__qualname__", "")
-    instead = f"call it: pl.{name}()" if name.startswith("Task") else "write pl.Task(forward=..., loss=...)"
-    return f"task={name or brief(value)} is no instance of pl.Task; {instead}."
-
-
-def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Task | None) -> Task:
-    """The task of a call of ``fit`` or ``evaluate``, from its ``loss`` and ``task`` arguments.
+def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None) -> Task:
+    """The task of a call of ``fit`` or ``evaluate``, from its argument ``loss``.
 
     Raises:
         ArgumentError: no loss is given and the module has none, or a loss has weights of its own.
         ArgumentTypeError: ``loss`` can't be called.
     """
-    if task is not None and not isinstance(task, Task):
-        raise ArgumentTypeError(_no_task(task))
     if isinstance(loss, Task):
-        if task is not None:
-            raise ArgumentError("loss= and task= are both a Task; give one of them.")
-        task, loss = loss, None
+        if loss.loss is None:
+            _require_loss_method(model)
+        return loss.of_model(model)
     if loss is not None:
         check_loss_function(loss)
-    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
-        raise ArgumentError(
-            f"the loss {type(loss).__name__} has parameters, which would not be trained: make it a submodule of the "
-            "model, and give the model a method loss(outputs, batch)."
-        )
-    if task is not None:
-        if loss is None:
-            if task.loss is None:
-                _require_loss_method(model)
-            return task.of_model(model)
-        if task.loss is not None:
-            raise ArgumentError("loss= is given, and task= has a loss, too; pass one of them.")
-        return attrs.evolve(task, loss=OnTargets(loss))
-    if loss is not None:
+        _refuse_parameters(loss)
         return Task(loss=OnTargets(loss))
     _require_loss_method(model)
 
@@ -360,6 +352,14 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None, task: Ta
 
     own = callable(getattr(model, "validate", None))
     return Task(forward=lambda module, batch: module(batch), validate=validate if own else None)
+
+
+def _refuse_parameters(loss: object) -> None:
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise ArgumentError(
+            f"the loss {type(loss).__name__} has parameters, which would not be trained: make it a submodule of the "
+            "model, and give the model a method loss(outputs, batch)."
+        )
 
 
 def check_loss_function(loss: Any, where: str = "") -> None:
@@ -387,7 +387,7 @@ def _is_one_sample(inputs: Any) -> bool:
     return plain and inputs.ndim == 1 and inputs.is_floating_point()
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class OnTargets:
     """A loss of ``(outputs, targets)`` as one of ``(outputs, batch)``."""
 
@@ -398,8 +398,7 @@ class OnTargets:
 
     @is_torchs.default
     def _of_torch(self) -> bool:
-        owner = type(self.loss) if isinstance(self.loss, nn.Module) else self.loss
-        return getattr(owner, "__module__", None) in _TORCH_LOSSES
+        return _is_torchs(self.loss)
 
     @elementwise.default
     def _of_elements(self) -> bool:
@@ -412,6 +411,9 @@ class OnTargets:
     def _implied(self) -> Implied | None:
         return implied_by(self.loss)
 
+    def __repr__(self) -> str:
+        return shown(self.loss)
+
     @property
     def parts_of_code(self) -> tuple[Any, ...]:
         return (self.loss,)
@@ -423,7 +425,7 @@ class OnTargets:
             raise DataError(
                 f"a batch is {describe(batch)}: if that is one sample, its {len(inputs)} numbers would count as "
                 "samples. Write DataLoader(dataset, batch_size=32), also of a list of samples, which makes batches of "
-                "them; for one target of a whole batch write task=pl.Task(loss=lambda outputs, batch: ...)."
+                "them; for one target of a whole batch write loss=pl.Task(loss=lambda outputs, batch: ...)."
             )
         if self.elementwise and isinstance(outputs, Tensor) and isinstance(targets, Tensor):
             self._refuse_to_broadcast(outputs, targets)
@@ -452,6 +454,6 @@ def _require_loss_method(model: nn.Module) -> None:
     if not has_loss_method(model):
         raise ArgumentError(
             f"no loss: give loss=torch.nn.functional.cross_entropy (a function of outputs and targets), a "
-            f"task=pl.Task(loss=...), or give {type(model).__name__} a method loss(outputs, batch). Models that "
+            f"loss=pl.Task(loss=...), or give {type(model).__name__} a method loss(outputs, batch). Models that "
             "compute their losses themselves have pl.Task.from_transformers() and pl.Task.detection()."
         )

@@ -10,6 +10,7 @@ from pure_loop.algorithm import AlgorithmLike
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import CallbackLike, LoggerGroup, Run
 from pure_loop.checkpoint.composer import ComposerCheckpoint
+from pure_loop.entry.arguments import RecipeOptions, SettingsDifference
 from pure_loop.entry.fit import FitOptions
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import EventName
@@ -38,8 +39,10 @@ __all__ = [
     "PrecisionName",
     "Profile",
     "RangeTest",
+    "RecipeOptions",
     "Rehearsal",
     "Run",
+    "SettingsDifference",
     "StateFields",
     "TimestampFields",
 ]

@@ -25,7 +25,7 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "Algorithms": "decorate a function with pl.algorithm(Event...); those of the library are in pl.algorithms",
         "Events": "the events are the members of pl.Event",
         "DataLoader Dataset": "any iterable of batches serves, torch.utils.data.DataLoader too",
-        "Module LightningModule ComposerModel Model": "any torch.nn.Module serves, with loss= or task=pl.Task(...)",
+        "Module LightningModule ComposerModel Model": "any torch.nn.Module serves; loss= is a function or a pl.Task",
         "resume load_checkpoint restore": "write pl.load(path, model=...), or fit(..., autoresume=folder)",
         "save_checkpoint": "write pl.save(state, path)",
         "seed_everything set_seed manual_seed seed": "write fit(..., seed=0)",
@@ -56,7 +56,7 @@ _HINTS: Mapping[str, Mapping[str, str]] = {
         "Rehearsal RangeTest Profile": "the types of what tools return are in pl.typing",
         "best_checkpoint latest_checkpoint find_checkpoint": "write pl.best_path(folder), pl.latest_path(folder)",
         "ComposerClassifier": "pass the torch.nn.Module itself, with loss=torch.nn.functional.cross_entropy",
-        "HuggingFaceModel": "pass the model of Transformers itself, with task=pl.Task.from_transformers()",
+        "HuggingFaceModel": "pass the model of Transformers itself, with loss=pl.Task.from_transformers()",
         "load_composer from_checkpoint from_torch load_torch": "write pl.from_composer(path, model)",
         "ModelCheckpoint CheckpointSaver": "write callbacks=[pl.callbacks.CheckpointSaver(folder)]",
     },
@@ -228,6 +228,7 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("epochs num_epochs n_epochs max_epochs total_epochs num_train_epochs", "max_duration", 'max_duration="{}ep"'),
     ("steps num_steps max_steps train_steps total_steps iterations", "max_duration", 'max_duration="{}ba"'),
     ("duration", "max_duration", 'max_duration="3ep"'),
+    ("task", "loss", "loss=pl.Task(..., loss=function)"),
     ("lr learning_rate", "optimizer", "optimizer=pl.optim.adamw(lr={})"),
     ("weight_decay betas", "optimizer", "optimizer=pl.optim.adamw(lr=3e-4, weight_decay=..., betas=...)"),
     ("momentum nesterov", "optimizer", "optimizer=pl.optim.sgd(lr=0.1, momentum=...)"),
@@ -288,8 +289,8 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("precision_config", "precision", 'precision="amp_fp8"'),
     (
         "accumulate_train_batch_on_tokens",
-        "task",
-        "task=pl.Task(..., weight=count), with the number of tokens of a batch",
+        "loss",
+        "loss=pl.Task(..., weight=count), with the number of tokens of a batch",
     ),
     ("deterministic_mode", "deterministic", "deterministic=True"),
     ("compile_config", "compile", "compile=True"),
@@ -538,7 +539,7 @@ def squeezed(name: str) -> str:
 # What a message of torch's says, as a pattern of it and the notes of the error, and what to write; {0} is the pattern's
 # first group. By the note of where it was raised: the message alone may have another cause there.
 _SEVERAL = "loss=lambda outputs, targets: function(outputs[...], targets), with the index or the key of the tensor"
-_BY_KEY = "task=pl.Task(forward=lambda model, batch: model(batch[0][...]), loss=lambda outputs, batch: ...)"
+_BY_KEY = "loss=pl.Task(forward=lambda model, batch: model(batch[0][...]), loss=lambda outputs, batch: ...)"
 _STARRED = _BY_KEY.replace("batch[0][...]", "*batch[0]")
 _FLOAT = r"(?:torch\.cuda\.Float|float)"
 _IN_FORWARD: tuple[tuple[str, str], ...] = (
@@ -596,7 +597,7 @@ _IN_FORWARD: tuple[tuple[str, str], ...] = (
     ),
     (
         r"forward\(\) missing \d+ required positional.*raised in the model, ",
-        "a model is called with the first part of a batch: for more inputs write task=pl.Task(forward=lambda model, "
+        "a model is called with the first part of a batch: for more inputs write loss=pl.Task(forward=lambda model, "
         "batch: model(batch[0], batch[1]), loss=lambda outputs, batch: function(outputs, batch[2]))",
     ),
     (

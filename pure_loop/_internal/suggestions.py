@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -39,6 +39,35 @@ def teaching(function: Callable[P, T]) -> Callable[P, T]:
     return called
 
 
+def passing_on(
+    target: Callable[..., object], *, optional: Collection[str] = ()
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a function that passes keyword arguments on to another one show, and refuse, them as its own.
+
+    Args:
+        target: the other function.
+        optional: arguments that it needs, and that a call of this function may leave out.
+    """
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        own = [item for item in _signature(function).parameters.values() if item.kind is not item.VAR_KEYWORD]
+        passed = [
+            item.replace(default=None) if item.name in optional else item
+            for item in _signature(target).parameters.values()
+            if item.kind is item.KEYWORD_ONLY
+        ]
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            refuse_misfit(called, args, kwargs)
+            return function(*args, **kwargs)
+
+        vars(called)["__signature__"] = _signature(function).replace(parameters=[*own, *passed])
+        return called
+
+    return decorated
+
+
 # Of functions of this library, which each call of them reads.
 _signature = functools.lru_cache(maxsize=1024)(inspect.signature)
 
@@ -57,7 +86,7 @@ def refuse_misfit(
     except TypeError as error:
         place, name, parameters = _place(function), function.__name__, dict(signature.parameters)
         if parameters.pop("self", None) is not None:
-            args = args[1:]
+            name, args = type(args[0]).__name__ if name == "__init__" else name, args[1:]
         sentences = _said(place, name, parameters, args, kwargs) or [f"{name}: {error}."]
         if "model_or_state" in parameters and args and isinstance(args[0], Iterator):
             sentences = [
@@ -88,8 +117,8 @@ _NAMED_PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "optim", "sc
 def _place(function: Callable[..., object]) -> str:
     """What is written before the function's name."""
     owner, _, name = function.__qualname__.rpartition(".")
-    if owner:
-        return "logger." if name.startswith("log_") else "state." if owner == "State" else "."
+    if owner and name != "__init__":
+        return "logger." if name.startswith("log_") else f"{owner.lower()}." if owner in ("State", "Recipe") else "."
     package, _, rest = function.__module__.partition(".")
     if package != "pure_loop":
         return ""
@@ -139,7 +168,7 @@ def _said(
     by_place = [
         parameter.name for parameter in parameters.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-    call = f"{place}{name}({', '.join(map(_example, by_place))}, ...)"
+    call = f"{place}{name}({', '.join(map(example, by_place))}, ...)"
     if len(args) > len(by_place):
         following = _named_next(parameters)
         others = f"the names of the others, {following}" if by_place else f"{place}{name}({following})"
@@ -167,7 +196,7 @@ def _said(
         needed = [*by_place, *(item for item in lacking if item not in by_place)]
         sentences.append(
             f"{name} {'also ' if sentences else ''}needs {' and '.join(lacking)}: "
-            f"{place}{name}({', '.join(_example(item, name) for item in needed)}{', ...' if name == 'fit' else ''})."
+            f"{place}{name}({', '.join(example(item, name) for item in needed)}{', ...' if name == 'fit' else ''})."
         )
     return sentences
 
@@ -182,10 +211,11 @@ def _how_many(by_place: list[str]) -> str:
 
 def _named_next(parameters: Mapping[str, inspect.Parameter]) -> str:
     keywords = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
-    return ", ".join(map(_example, keywords[:3]))
+    return ", ".join(map(example, keywords[:3]))
 
 
-def _example(name: str, function: str = "") -> str:
+def example(name: str, function: str = "") -> str:
+    """How an argument may be written: ``max_duration="3ep"``."""
     return EXAMPLES.get(f"{function}.{name}") or EXAMPLES.get(name, f"{name}=...")
 
 

@@ -24,7 +24,7 @@ from pure_loop.errors import DataError
 Weight: TypeAlias = float | Tensor
 WEIGHTS_ARE = (
     "weights are finite, not negative, and not all zero. By default a microbatch weighs its samples, or what a loss of "
-    "torch divides by; task=pl.Task(weight=...) says otherwise."
+    "torch divides by; loss=pl.Task(weight=...) says otherwise."
 )
 
 

@@ -71,7 +71,7 @@ def num_samples(batch: Batch) -> int:
     if images and len({rows for _, rows in sizes}) == 1:
         raise DataError(
             f"can't count the samples of {describe(batch)}: they may be {images} images with a mapping each, or "
-            f"{sizes[0][1]} rows of each tensor. For images write task=pl.Task.detection(); else {HOW_TO_COUNT}"
+            f"{sizes[0][1]} rows of each tensor. For images write loss=pl.Task.detection(); else {HOW_TO_COUNT}"
         )
     if images or len({rows for _, rows in sizes}) == 1:
         return images or sizes[0][1]

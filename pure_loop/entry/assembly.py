@@ -157,7 +157,13 @@ def start(assembly: Assembly) -> Stream:
         closing=_closing(assembly),
         failed=partial(_failed, assembly.run, stages.engine.failed),
     )
-    return stream_of(pairs, settings.deterministic)
+    return stream_of(pairs, settings.deterministic, _values(settings))
+
+
+def _values(settings: Settings) -> dict[str, object]:
+    """The settings by name, but the model or State, to which a stream does not refer."""
+    fields = attrs.fields(Settings)
+    return {field.name: getattr(settings, field.name) for field in fields if field.name != "model_or_state"}
 
 
 def _failed(

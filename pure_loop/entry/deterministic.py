@@ -25,12 +25,12 @@ Pairs: TypeAlias = Generator[Pair, None, object]
 _NO_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
-def stream_of(pairs: Pairs, deterministic: bool) -> Stream:
+def stream_of(pairs: Pairs, deterministic: bool, settings: Mapping[str, object] | None = None) -> Stream:
     """The stream of these pairs, which computes with torch's switches for deterministic algorithms or without.
 
     They are set while it runs, for algorithms and callbacks too, and are as they were whenever it yields.
     """
-    return Stream(_switching(pairs) if deterministic else pairs)
+    return Stream(_switching(pairs) if deterministic else pairs, settings)
 
 
 def _switching(pairs: Pairs) -> Pairs:

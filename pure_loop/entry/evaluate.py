@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
+import attrs
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +50,6 @@ def evaluate(
     evaluators: EvaluatorsLike,
     *,
     loss: Callable[[Any, Any], Loss] | Task | None = None,
-    task: Task | None = None,
     precision: PrecisionName = "fp32",
     seed: int = 0,
     algorithms: Iterable[AlgorithmLike] = (),
@@ -71,7 +71,7 @@ def evaluate(
         loss: as in :func:`fit`; not needed where evaluators have metrics, and none is of the loss.
         strict: see to it, by value, that no State is changed in place: None: at the first event of each kind; True: at
             all, and that events come in their order; False: never.
-        task, precision, seed, callbacks, loggers, device, watch, compile, deterministic, parallel: as in :func:`fit`.
+        precision, seed, callbacks, loggers, device, watch, compile, deterministic, parallel: as in :func:`fit`.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))]
@@ -83,11 +83,12 @@ def evaluate(
     state = _state(settings)
     if evaluators is None:
         raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
-    module, value = state.model.skeleton, next((item for item in (task, loss) if isinstance(item, Task)), Task())
-    bound = bind_evaluators(evaluators, "1ep", state.seed, sources=settings.parallel.sources(value))
-    if loss is None and value.loss is None and not has_loss_method(module) and not measure_loss(bound, of_call=True):
-        loss = _no_loss
-    run_task = make_task(module, loss, task)
+    module, task = state.model.skeleton, loss if isinstance(loss, Task) else Task()
+    bound = bind_evaluators(evaluators, "1ep", state.seed, sources=settings.parallel.sources(task))
+    lacks_loss = loss is None or (loss is task and task.loss is None)
+    if lacks_loss and not has_loss_method(module) and not measure_loss(bound, of_call=True):
+        loss = attrs.evolve(task, loss=_no_loss)
+    run_task = make_task(module, loss)
     bound = with_own_tasks(bound, run_task, module)
     stages = _stages(settings, state, run_task, bound)
     script = loop.evaluate(state, stages, bound, _described(settings))
@@ -118,12 +119,13 @@ def predict(
 
     Args:
         model_or_state: a module, or a State of any event.
+        task: what the forward does with a batch; None: that of :class:`pure_loop.Task`.
         dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
         gradients: whether the forward differentiates, as in :class:`pure_loop.Evaluator`; outputs have no graph.
         strict: see to it, by value, that no State is changed in place: None: at the first event of each kind; True: at
             all, and that events come in their order; False: never, which saves a service that predicts one batch a
             call some milliseconds.
-        task, precision, seed, algorithms, callbacks, loggers, device, watch, compile, deterministic, parallel:
+        precision, seed, algorithms, callbacks, loggers, device, watch, compile, deterministic, parallel:
             as in :func:`fit`; each rank predicts its part of every batch.
 
     >>> import torch, pure_loop as pl
@@ -136,7 +138,7 @@ def predict(
     state = _state(settings)
     if task is None:
         module = state.model.skeleton
-        task = make_task(module, None if has_loss_method(module) else _no_loss, None)
+        task = make_task(module, None if has_loss_method(module) else _no_loss)
     data = settings.parallel.sources(task)(dataloader, seed=state.seed, stream="predict")
     refuse_empty(data, "dataloader")
     stages = _stages(settings, state, task)

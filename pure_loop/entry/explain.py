@@ -7,8 +7,8 @@ same functions that bind it in ``fit``, so that the explanation can't drift from
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias, Unpack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias, Unpack
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from pure_loop._internal.arguments import check_flag, check_integer
 from pure_loop._internal.frames import consumer_doubt
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import count, paragraph
-from pure_loop._internal.suggestions import arguments_of_call, teaching
+from pure_loop._internal.suggestions import arguments_of_call, passing_on, teaching
 from pure_loop.algorithm import bind, reversed_at
 from pure_loop.cadence import Cadence
 from pure_loop.entry.assembly import assemble
@@ -43,46 +43,29 @@ Line: TypeAlias = tuple[int, str | Event, str]
 Table: TypeAlias = Mapping[Event, Sequence[Observer]]
 
 
-class _Explain(Protocol):
-    """The arguments for type checkers; when it is called, errors about them are those of ``fit``."""
-
-    def __call__(
-        self,
-        model_or_state: nn.Module | State,
-        train_dataloader: Iterable[Any],
-        *,
-        file: TextIO | None = None,
-        sample: Any = None,
-        depth: int = 2,
-        full: bool = False,
-        **options: Unpack[FitOptions],
-    ) -> None: ...
-
-
-def _as_typed(function: Callable[..., None]) -> _Explain:
-    return function
-
-
-@_as_typed
 @teaching
+@passing_on(fit)
 def explain(
-    *args: Any,
+    model_or_state: nn.Module | State,
+    train_dataloader: Iterable[Any],
+    *,
     file: TextIO | None = None,
     sample: Any = None,
     depth: int = 2,
     full: bool = False,
-    **kwargs: Any,
+    **settings: Unpack[FitOptions],
 ) -> None:
     """Print what ``fit`` with these arguments would do: its settings and layers, and what runs at each event, in order.
 
     Args:
-        *args, **kwargs: those of :func:`pure_loop.entry.fit`. Iterators are not drawn from.
+        model_or_state, train_dataloader: as in :func:`pure_loop.fit`. Iterators are not drawn from.
         file: where to; None: standard output.
         sample: a batch, for the shapes of outputs and the floating-point operations of each layer: a copy of the model
             without numbers runs a forward on the meta device. None: the first batch where the data is a list or tuple
             of batches; otherwise parameters alone are listed.
         depth: how deep modules inside modules are listed; 0: no table of layers.
         full: list the events, too, to which nothing is bound.
+        **settings: the other arguments of :func:`pure_loop.fit`.
 
     Raises:
         ArgumentTypeError: an argument that ``fit`` doesn't have, or that it lacks.
@@ -113,7 +96,7 @@ def explain(
     ...
     """
     full = check_flag("full", full, where="explain")
-    arguments = arguments_of_call(fit, args, kwargs)
+    arguments = arguments_of_call(fit, (model_or_state, train_dataloader), settings)
     check_integer("depth", depth, where="explain", least=0)
     plan = assemble(Settings.of(arguments)).plan
     print("pl.fit, explained; nothing was run", file=file)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -32,40 +32,59 @@ from pure_loop.task import Task
 from pure_loop.time import Time
 
 
-class FitOptions(TypedDict, total=False):
-    """The arguments of :func:`fit` after the model and the data, for settings that are kept in a dict."""
+class ModelOptions(TypedDict, total=False):
+    """The arguments of :func:`fit` that ``evaluate`` and ``predict`` have, too."""
 
-    loss: Callable[[Any, Any], Loss] | Task | None
-    optimizer: Required[Optimizer]
-    max_duration: Required[str | Time]
-    task: Task | None
-    microbatch_size: int | Literal["auto"] | None
     precision: PrecisionName
-    seed: int
-    evaluators: EvaluatorsLike
-    eval_interval: CadenceLike
-    train_metrics: MetricsLike
     algorithms: Iterable[AlgorithmLike]
     callbacks: Iterable[CallbackLike]
     loggers: Iterable[Logger]
-    run_name: str | None
+    seed: int
+    deterministic: bool
+    strict: bool | None
+    device: torch.device | str | None
+    parallel: Literal["replicate", "shard", False] | Parallel | None
+    compile: bool | Literal["where possible"]
+    watch: Collection[Event | EventName] | None
+
+
+class FitOptions(ModelOptions, total=False):
+    """The arguments of :func:`fit` after the model and the data, for the types of functions that pass them on."""
+
+    # What is trained, and for how long.
+    loss: Callable[[Any, Any], Loss] | Task | None
+    optimizer: Optimizer
+    max_duration: str | Time
+
+    # Evaluation.
+    evaluators: EvaluatorsLike
+    eval_interval: CadenceLike
+    train_metrics: MetricsLike
+
+    # A step.
+    microbatch_size: int | Literal["auto"] | None
+    batches_per_step: int
     clip_grad: float | ClipFunction | None
     nonfinite: Literal["error", "skip"]
-    device: torch.device | str | None
-    load_path: str | os.PathLike[str] | None
+
+    # What takes part, and what is recorded.
+    run_name: str | None
+
+    # Saving and resuming.
     autoresume: str | os.PathLike[str] | Callback | None
-    batches_per_epoch: int | None
-    batches_per_step: int
-    iteration_length: str | Time | None
-    watch: Collection[Event | EventName] | None
-    donate: bool | Literal["auto"]
-    compile: bool | Literal["where possible"]
-    steps_per_call: int
-    strict: bool | None
-    deterministic: bool
+    load_path: str | os.PathLike[str] | None
+
+    # Reproduction and checks.
     verify: str | Time | None
+
+    # Where it runs, and how fast.
+    steps_per_call: int
+    donate: bool | Literal["auto"]
+
+    # Epochs, iterations and time.
+    batches_per_epoch: int | None
+    iteration_length: str | Time | None
     order: Literal["current", "2021"]
-    parallel: Literal["replicate", "shard", False] | Parallel | None
     clock: Callable[[], float]
 
 
@@ -75,37 +94,44 @@ def fit(
     model_or_state: nn.Module | State,
     train_dataloader: Iterable[Any],
     *,
+    # What is trained, and for how long.
     loss: Callable[[Any, Any], Loss] | Task | None = None,
     optimizer: Optimizer,
     max_duration: str | Time,
-    task: Task | None = None,
-    microbatch_size: int | Literal["auto"] | None = None,
-    precision: PrecisionName = "fp32",
-    seed: int = 0,
+    # Evaluation.
     evaluators: EvaluatorsLike = None,
     eval_interval: CadenceLike = "1ep",
     train_metrics: MetricsLike = None,
+    # A step.
+    microbatch_size: int | Literal["auto"] | None = None,
+    batches_per_step: int = 1,
+    precision: PrecisionName = "fp32",
+    clip_grad: float | ClipFunction | None = None,
+    nonfinite: Literal["error", "skip"] = "error",
+    # What takes part, and what is recorded.
     algorithms: Iterable[AlgorithmLike] = (),
     callbacks: Iterable[CallbackLike] = (),
     loggers: Iterable[Logger] = (),
     run_name: str | None = None,
-    clip_grad: float | ClipFunction | None = None,
-    nonfinite: Literal["error", "skip"] = "error",
-    device: torch.device | str | None = None,
-    load_path: str | os.PathLike[str] | None = None,
+    # Saving and resuming.
     autoresume: str | os.PathLike[str] | Callback | None = None,
-    batches_per_epoch: int | None = None,
-    batches_per_step: int = 1,
-    iteration_length: str | Time | None = None,
-    watch: Collection[Event | EventName] | None = None,
-    donate: bool | Literal["auto"] = "auto",
+    load_path: str | os.PathLike[str] | None = None,
+    # Reproduction and checks.
+    seed: int = 0,
+    deterministic: bool = False,
+    strict: bool | None = None,
+    verify: str | Time | None = None,
+    # Where it runs, and how fast.
+    device: torch.device | str | None = None,
+    parallel: Literal["replicate", "shard", False] | Parallel | None = None,
     compile: bool | Literal["where possible"] = False,
     steps_per_call: int = 1,
-    strict: bool | None = None,
-    deterministic: bool = False,
-    verify: str | Time | None = None,
+    watch: Collection[Event | EventName] | None = None,
+    donate: bool | Literal["auto"] = "auto",
+    # Epochs, iterations and time.
+    batches_per_epoch: int | None = None,
+    iteration_length: str | Time | None = None,
     order: Literal["current", "2021"] = "current",
-    parallel: Literal["replicate", "shard", False] | Parallel | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Stream:
     """Train: yields ``(event, state)`` at every event of the specification, in order.
@@ -115,65 +141,80 @@ def fit(
             training resumes as if it had never stopped. Seed, loss scale, optimizer state and algorithm
             state are in the State; data and functions are passed again, as at the start.
         train_dataloader: any iterable of batches: a ``DataLoader``, a list, an iterator, endless or not.
-        loss: ``(outputs, targets) -> scalar``, a mean over the batch; or a Task; or None if the module has
-            a method ``loss(outputs, batch)``.
+
+    Args: What is trained, and for how long
+        loss: ``(outputs, targets) -> scalar``, a mean over the batch; or a :class:`pure_loop.Task`, for batches that
+            are not ``(inputs, targets)``; or None if the module has a method ``loss(outputs, batch)``.
         optimizer: such as ``pl.optim.adamw(lr=3e-4)``.
         max_duration: when to stop: ``"3ep"``, ``"1000ba"``, ``"1e6tok"``, ``"90m"``; an int: epochs.
-        task: what to do with batches that are not ``(inputs, targets)``: :class:`pure_loop.Task`.
-        microbatch_size: the samples of a forward, at most; None: the whole batch. Gradients don't depend on it.
-            ``"auto"``: the whole batch, and half as many as often as a batch runs out of memory; the size that was
-            found stays for later batches, in the State.
-        precision: ``"fp32"``, ``"amp_bf16"``, ``"amp_fp16"``, or ``"amp_fp8"``, with which linear layers multiply in
-            8-bit floats (the extra ``fp8``, and a GPU that can).
-        seed: seeds all random numbers of the run, shuffling and dropout included.
+
+    Args: Evaluation
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
         eval_interval: how often evaluators run: ``"1ep"``, ``"100ba"``, ``"0.1dur"``, a predicate; 0: never.
         train_metrics: metrics of training, as those of an evaluator, of the outputs that the step has computed. At each
             BATCH_END ``state.metrics["train"]`` has their values over the epoch so far; loggers are given them.
+
+    Args: A step
+        microbatch_size: the samples of a forward, at most; None: the whole batch. Gradients don't depend on it.
+            ``"auto"``: the whole batch, and half as many as often as a batch runs out of memory; the size that was
+            found stays for later batches, in the State.
+        batches_per_step: how many batches of the dataloader a step accumulates gradients over. They count as one batch,
+            in events, timestamps, durations and ``batches_per_epoch``, and ``state.batch`` is a
+            :class:`pure_loop.Batches` of them; each is split into microbatches by itself. The last ones of an epoch
+            make a step, too.
+        precision: ``"fp32"``, ``"amp_bf16"``, ``"amp_fp16"``, or ``"amp_fp8"``, with which linear layers multiply in
+            8-bit floats (the extra ``fp8``, and a GPU that can).
+        clip_grad: a global norm that gradients are scaled down to, or ``(grads, params) -> grads``.
+        nonfinite: ``"error"``: a loss or gradient that is NaN or infinite raises and names its batch, on an
+            accelerator only when a logger or you call ``state.check_finite()``; ``"skip"``: the step is skipped
+            and counted in ``state.skipped``, and buffers are restored to those before its forward.
+
+    Args: What takes part, and what is recorded
         algorithms: pure functions ``State -> State`` bound to events (:func:`pure_loop.algorithm`).
         callbacks: read-only observers: :class:`pure_loop.Callback`, or functions of ``(event, state)``.
         loggers: destinations of recorded values (:mod:`pure_loop.loggers`).
         run_name: the name of the run in all loggers. None: a run that resumes has the name that its loggers recorded,
             another one a new name of the time and two words.
-        clip_grad: a global norm that gradients are scaled down to, or ``(grads, params) -> grads``.
-        nonfinite: ``"error"``: a loss or gradient that is NaN or infinite raises and names its batch, on an
-            accelerator only when a logger or you call ``state.check_finite()``; ``"skip"``: the step is skipped
-            and counted in ``state.skipped``, and buffers are restored to those before its forward.
-        device: the device of training; None: that of the model. Batches are moved there once.
-        load_path: a checkpoint to resume from, of ``pl.save`` or a ``CheckpointSaver``; or a plain safetensors file of
-            weights to start with. It is read between BEFORE_LOAD and AFTER_LOAD.
+
+    Args: Saving and resuming
         autoresume: a folder of checkpoints: start from the newest intact one, if there is one, and save there at the
             end of each epoch, of which the last two checkpoints stay. The same command, run again after it was killed,
             resumes. A ``CheckpointSaver(folder, interval="100ba", keep_last=5)`` in the place of the folder says how
             often, how many stay and on which signals; one in ``callbacks`` with this folder does so as well.
-        batches_per_epoch: cut epochs to this number of batches. Every epoch of a dataloader with a length begins with
-            its first batch; data without a length continues where the epoch before was cut.
-        batches_per_step: how many batches of the dataloader a step accumulates gradients over. They count as one batch,
-            in events, timestamps, durations and ``batches_per_epoch``, and ``state.batch`` is a
-            :class:`pure_loop.Batches` of them; each is split into microbatches by itself. The last ones of an epoch
-            make a step, too.
-        iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
+        load_path: a checkpoint to resume from, of ``pl.save`` or a ``CheckpointSaver``; or a plain safetensors file of
+            weights to start with. It is read between BEFORE_LOAD and AFTER_LOAD.
+
+    Args: Reproduction and checks
+        seed: seeds all random numbers of the run, shuffling and dropout included.
+        deterministic: set torch's switches for deterministic algorithms while the stream computes; the body of the loop
+            has its own. An operation that has none is a NondeterministicError that names it and its module.
+        strict: see to it, by value, that no State is changed in place by an algorithm, a callback, the loop's body, a
+            forward or a loss: None: in the first two batches of the call and at the first event of each other kind;
+            True: always, and that events come in their order; False: never.
+        verify: ``"100ba"``: every 100th batch is computed twice from the same State, and where a bit differs before its
+            BATCH_END, a VerificationError names stage, leaf and rank, and says whether it is transient.
+
+    Args: Where it runs, and how fast
+        device: the device of training; None: that of the model. Batches are moved there once.
+        parallel: with several ranks, started by ``torchrun``, ``srun`` or ``mpirun``: ``"replicate"``, ``"shard"``, or
+            :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: there is one
+            process, and where a launcher started several it is an error. False: this process runs on its own, whatever
+            a launcher started.
+        compile: make graphs of the code between observed events: those of ``watch``, of callbacks, of loggers.
+            True: an algorithm that can't be traced is an error; ``"where possible"``: it runs eagerly in between.
+        steps_per_call: how many batches are loaded at a time, for compiled steps that follow one another where nothing
+            in between is observed.
         watch: yield only these events; algorithms and callbacks see all.
         donate: let a step write to the memory of the State before it. ``"auto"``: where no State that is alive has the
             tensors but the loop variable, and nothing outside of the loop refers to one; ``True``: States that you
             keep lose them, too, and raise a DonatedStateError, which says the field and the batch, when they are
             accessed; ``False``: never.
-        compile: make graphs of the code between observed events: those of ``watch``, of callbacks, of loggers.
-            True: an algorithm that can't be traced is an error; ``"where possible"``: it runs eagerly in between.
-        steps_per_call: how many batches are loaded at a time, for compiled steps that follow one another where nothing
-            in between is observed.
-        strict: see to it, by value, that no State is changed in place by an algorithm, a callback, the loop's body, a
-            forward or a loss: None: in the first two batches of the call and at the first event of each other kind;
-            True: always, and that events come in their order; False: never.
-        deterministic: set torch's switches for deterministic algorithms while the stream computes; the body of the loop
-            has its own. An operation that has none is a NondeterministicError that names it and its module.
-        verify: ``"100ba"``: every 100th batch is computed twice from the same State, and where a bit differs before its
-            BATCH_END, a VerificationError names stage, leaf and rank, and says whether it is transient.
+
+    Args: Epochs, iterations and time
+        batches_per_epoch: cut epochs to this number of batches. Every epoch of a dataloader with a length begins with
+            its first batch; data without a length continues where the epoch before was cut.
+        iteration_length: the length of an iteration, in epochs or tokens; None: no iteration events.
         order: ``"current"``, or ``"2021"``, the order of older documents.
-        parallel: with several ranks, started by ``torchrun``, ``srun`` or ``mpirun``: ``"replicate"``, ``"shard"``, or
-            :class:`pure_loop.distributed.Parallel`; every rank takes its part of each batch. None: there is one
-            process, and where a launcher started several it is an error. False: this process runs on its own, whatever
-            a launcher started.
         clock: a function that returns seconds, for durations in seconds; NaN and infinity are errors. Where it is set
             back, the batch takes 0 seconds.
 

@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Unpack
 
 import attrs
-import torch
 from torch import nn
 
 from pure_loop._internal.closing import closing
-from pure_loop._internal.suggestions import arguments_of_call, refuse_misfit, teaching
-from pure_loop.algorithm import AlgorithmLike
-from pure_loop.distributed.parallel import Parallel
+from pure_loop._internal.suggestions import arguments_of_call, passing_on, teaching
 from pure_loop.entry.assembly import assemble, start
 from pure_loop.entry.auto_size import AutoSize, LargestSize
-from pure_loop.entry.fit import fit
+from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import DataError
 from pure_loop.event import Event
-from pure_loop.gradients import ClipFunction
-from pure_loop.optim import Optimizer
-from pure_loop.precision import PrecisionName
 from pure_loop.stages.settings import found_size
-from pure_loop.state import Loss, State
-from pure_loop.task import Task
+from pure_loop.state import State
+
+# Those that change a forward or a backward.
+_USED = ("loss", "optimizer", "precision", "seed", "algorithms", "clip_grad", "nonfinite", "device", "parallel")
 
 
 @announced
 @teaching
+@passing_on(fit, optional=["max_duration"])
 def largest_microbatch(
     model_or_state: nn.Module | State,
     train_dataloader: Iterable[Any],
-    *,
-    loss: Callable[[Any, Any], Loss] | Task | None = None,
-    optimizer: Optimizer,
-    task: Task | None = None,
-    precision: PrecisionName = "fp32",
-    seed: int = 0,
-    algorithms: Iterable[AlgorithmLike] = (),
-    clip_grad: float | ClipFunction | None = None,
-    nonfinite: Literal["error", "skip"] = "error",
-    device: torch.device | str | None = None,
-    parallel: Literal["replicate"] | Parallel | None = None,
-    **others: Any,
+    **settings: Unpack[FitOptions],
 ) -> int:
     """The largest ``microbatch_size`` with which the first batch of the data fits into memory.
 
@@ -57,11 +43,9 @@ def largest_microbatch(
         model_or_state: a module, or a State of a boundary.
         train_dataloader: the data; only its first batch is loaded (of a State: the next one). For one batch write
             ``[batch]``.
-        loss, optimizer, task, precision, seed, algorithms, clip_grad, nonfinite, device: those of
-            :func:`pure_loop.fit`.
-        parallel: with several ranks, ``"replicate"``: the size that fits on all of them. Every rank calls this.
-        **others: the other arguments of :func:`pure_loop.fit`, so that one dict of settings serves both. They change
-            no forward or backward, and have no effect.
+        **settings: the other arguments of :func:`pure_loop.fit`. Those that change no forward or backward have no
+            effect, and ``max_duration`` may be left out. With several ranks and ``parallel="replicate"`` every rank
+            calls this, and the size fits on all of them.
 
     Returns:
         The size, from 1 to the number of samples of the batch.
@@ -82,18 +66,15 @@ def largest_microbatch(
     ... )
     5
     """
-    arguments = {**locals()}
-    del arguments["others"]
-    refuse_misfit(fit, (model_or_state, train_dataloader), {"optimizer": optimizer, "max_duration": "1ep", **others})
-    if isinstance(model_or_state, State):
-        arguments["model_or_state"] = model_or_state.replace(stop=False)
+    begun = model_or_state.replace(stop=False) if isinstance(model_or_state, State) else model_or_state
     changes = {
         "microbatch_size": "auto",
         "max_duration": "1000000000ba",  # which no State has reached
         "watch": {Event.BATCH_START},
         "donate": False,
     }
-    assembly = assemble(Settings.of(arguments_of_call(fit, (), {**arguments, **changes})))
+    used = {name: value for name, value in settings.items() if name in _USED}
+    assembly = assemble(Settings.of(arguments_of_call(fit, (begun, train_dataloader), {**used, **changes})))
     auto_size = assembly.fit.strategy
     assert isinstance(auto_size, AutoSize)
     # In place of the strategy that halves: around it, both would try each batch.

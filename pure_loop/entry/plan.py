@@ -225,7 +225,7 @@ def _stages(settings: Settings, state: State, observed: Observers, *, measures_n
 
 
 def _task(settings: Settings, state: State) -> Task:
-    task = make_task(state.model.skeleton, settings.loss, settings.task)
+    task = make_task(state.model.skeleton, settings.loss)
     return task if settings.batches_per_step == 1 else task.of_groups()
 
 

@@ -306,7 +306,6 @@ class Settings(ModelSettings):
 
     train_dataloader: Iterable[object] = _read_by(read_train_dataloader)
     loss: Callable[..., Loss] | Task | None
-    task: Task | None
     optimizer: Optimizer = _read_by(read_optimizer)
     max_duration: Time = _read_by(read_duration)
     iteration_length: Time | None = _read_by(read_iteration_length)

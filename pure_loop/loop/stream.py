@@ -68,10 +68,14 @@ class Stream(Generator[tuple[Event, State], None, Any]):
     2
     """
 
-    __slots__ = ("__weakref__", "_pairs", "_place")
+    __slots__ = ("__weakref__", "_pairs", "_place", "settings")
 
-    def __init__(self, pairs: Generator[tuple[Event, State], None, Any]) -> None:
+    def __init__(
+        self, pairs: Generator[tuple[Event, State], None, Any], settings: Mapping[str, object] | None = None
+    ) -> None:
         self._pairs = pairs
+        # The arguments of fit but the model, for what compares streams; None: another function made it.
+        self.settings = settings
         # Where it was made, for the warning; None: something asked for its pairs.
         self._place: tuple[str, int] | None = user_place()
         _open.add(pairs)

@@ -6,10 +6,10 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import attrs
 import torch
@@ -21,7 +21,7 @@ from pure_loop._internal.processes import torch_distributed
 from pure_loop._internal.processes import world_size as running_ranks
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import in_bytes
-from pure_loop._internal.suggestions import arguments_of_call, teaching
+from pure_loop._internal.suggestions import arguments_of_call, passing_on, teaching
 from pure_loop._internal.tree_ops import bytes_of
 from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
@@ -40,35 +40,17 @@ from pure_loop.rehearsal.standins import destinations, try_place
 from pure_loop.state import State
 
 
-class _Rehearse(Protocol):
-    """The arguments for type checkers; when it is called, errors about those of ``fit`` are those of ``fit``."""
-
-    def __call__(
-        self,
-        model_or_state: nn.Module | State,
-        train_dataloader: Iterable[Any],
-        *,
-        sample: Any = None,
-        world_size: int | None = None,
-        fake: bool = False,
-        call_callbacks: bool = True,
-        **options: Unpack[FitOptions],
-    ) -> Rehearsal: ...
-
-
-def _as_typed(function: Callable[..., Rehearsal]) -> _Rehearse:
-    return function
-
-
-@_as_typed
 @teaching
+@passing_on(fit)
 def rehearse(
-    *args: Any,
+    model_or_state: nn.Module | State,
+    train_dataloader: Iterable[Any],
+    *,
     sample: Any = None,
     world_size: int | None = None,
     fake: bool = False,
     call_callbacks: bool = True,
-    **kwargs: Any,
+    **settings: Unpack[FitOptions],
 ) -> Rehearsal:
     """Try all arguments of a call of ``fit`` on one batch of each dataloader, so that mistakes show before it starts.
 
@@ -85,7 +67,7 @@ def rehearse(
     or append now.
 
     Args:
-        *args, **kwargs: those of :func:`pure_loop.entry.fit`.
+        model_or_state, train_dataloader: as in :func:`pure_loop.fit`.
         sample: a batch in the place of the training data's first one, which is then not read; needed where the data is
             an iterator.
         world_size: a number of ranks, for which memory is reported.
@@ -93,6 +75,7 @@ def rehearse(
             machine, which may be on the meta device itself. Nothing is computed, so code that needs numbers is not
             tried: callbacks, checkpoints, and whatever calls ``.item()``. ``precision`` is that of the parameters.
         call_callbacks: whether callbacks are called at their events; if not, they are bound only.
+        **settings: the other arguments of :func:`pure_loop.fit`.
 
     Returns:
         What was found, to print: phases, memory by what it holds, the number of batches, and what was not tried.
@@ -113,7 +96,7 @@ def rehearse(
       evaluator 'val', first batch, forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)
       not rehearsed: callbacks, and what comes after the second step: an evaluator was not tried to its end.
     """
-    arguments = arguments_of_call(fit, args, kwargs)
+    arguments = arguments_of_call(fit, (model_or_state, train_dataloader), settings)
     check_flag("call_callbacks", call_callbacks, where="rehearse")
     check_flag("fake", fake, where="rehearse")
     if world_size is not None:

@@ -36,7 +36,7 @@ def check_loss(loss: Any, state: State, event: str, task: Task | None = None) ->
         raise LossError(f"the loss at {event} of batch {state.timestamp.batch}{by} {problem}")
 
 
-_TO_ADD = "or have its parts added: task=pl.Task(loss_total=sum), beside loss=, or with loss= in it"
+_TO_ADD = "or have its parts added: loss=pl.Task(loss=..., loss_total=sum)"
 
 
 def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:

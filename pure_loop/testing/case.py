@@ -20,7 +20,7 @@ from pure_loop.optim import Optimizer
 from pure_loop.order import Plan
 from pure_loop.precision import Precision
 from pure_loop.state import State
-from pure_loop.task import Task
+from pure_loop.task import OnTargets, Task
 from pure_loop.testing.problems import PROBLEMS, Problem, as_problem
 from pure_loop.time import Time
 
@@ -154,8 +154,9 @@ class Case:
         """The arguments of ``fit`` after the model and the data."""
         plan, held_out = self.plan, self.held_out()
         return {
-            "loss": self.problem.loss,
-            "task": Task(tokens=lambda batch: plan.tokens_per_sample * len(batch[0])),
+            "loss": Task(
+                loss=OnTargets(self.problem.loss), tokens=lambda batch: plan.tokens_per_sample * len(batch[0])
+            ),
             "optimizer": OPTIMIZERS[self.optimizer](),
             "max_duration": plan.max_duration,
             "microbatch_size": plan.microbatch_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Unpack
 
 import attrs
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import columns, table
-from pure_loop._internal.suggestions import refuse_misfit, teaching
-from pure_loop.algorithm import Algorithm, AlgorithmLike, bind, compose
-from pure_loop.entry.fit import fit
+from pure_loop._internal.suggestions import passing_on, teaching
+from pure_loop.algorithm import Algorithm, bind, compose
+from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop.stream import run
@@ -22,7 +22,7 @@ from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit, read_time
 
 # What records, saves, or decides how a stream is read: a comparison has no use of it.
-_LEFT_OUT: dict[str, object] = {"callbacks": (), "loggers": (), "run_name": None, "autoresume": None}
+_LEFT_OUT: FitOptions = {"callbacks": (), "loggers": (), "run_name": None, "autoresume": None}
 
 
 @attrs.frozen(repr=False)
@@ -70,14 +70,14 @@ class Ablation:
 
 
 @teaching
+@passing_on(fit)
 def ablate(
     model_or_state: nn.Module | State,
     train_dataloader: Iterable[Batch],
-    algorithms: Sequence[AlgorithmLike],
     *,
     steps: str | Time,
     metric: str = "val/loss",
-    **settings: Any,
+    **settings: Unpack[FitOptions],
 ) -> Ablation:
     """Train forks of one State with all algorithms, without each of them, and without any, and compare a metric.
 
@@ -89,12 +89,12 @@ def ablate(
     Args:
         model_or_state: what to fork: a model, or a State that a run has yielded at a boundary.
         train_dataloader: as in :func:`pure_loop.fit`; not an iterator, which a fork would use up.
-        algorithms: those of the run, compositions taken apart. An algorithm that changes the model at INIT can be left
-            out of the training of a model, and not of that of a State, in which the model is changed already.
         steps: how long a fork is trained: ``"200ba"``, ``"1ep"``.
         metric: the name of an evaluator and of its metric, as ``"val/loss"``; or ``"train/loss"``: the mean of the loss
             over the batches of a fork.
-        **settings: the other arguments of :func:`pure_loop.fit`.
+        **settings: the other arguments of :func:`pure_loop.fit`. Its ``algorithms`` are what is left out, compositions
+            taken apart; one that changes the model at INIT can be left out of the training of a model, and not of
+            that of a State, in which the model is changed already.
 
     Returns:
         An :class:`Ablation`, which a terminal or a notebook shows as a table.
@@ -108,21 +108,20 @@ def ablate(
     >>> data = [(torch.eye(3), torch.tensor([0, 1, 2]))] * 4
     >>> net = torch.nn.Linear(3, 3)
     >>> _ = [torch.nn.init.zeros_(parameter) for parameter in net.parameters()]
-    >>> result = pl.ablate(net, data, [pl.algorithms.label_smoothing(0.3)], steps="4ba",
-    ...                    metric="train/loss", loss=torch.nn.functional.cross_entropy,
+    >>> result = pl.ablate(net, data, algorithms=[pl.algorithms.label_smoothing(0.3)],
+    ...                    steps="4ba", metric="train/loss", loss=torch.nn.functional.cross_entropy,
     ...                    optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep")
     >>> [name for name, value, difference in result.rows()]
     ['all', 'without label_smoothing', 'none']
     >>> result.everything > result.nothing
     True
     """
-    refuse_misfit(fit, (model_or_state, train_dataloader), {**settings, "algorithms": algorithms})
     if isinstance(train_dataloader, Iterator):
         raise ArgumentError(
             f"ablate: train_dataloader is {type(train_dataloader).__name__}, an iterator, which the first fork would "
             "use up: give a DataLoader or a list, such as list(itertools.islice(batches, 50))."
         )
-    members = _members(algorithms)
+    members = _members(settings.get("algorithms", ()))
     begun = model_or_state
     if isinstance(begun, State):
         for name, member in members.items():
@@ -141,7 +140,7 @@ def ablate(
         start = _without_memory(begun, members.keys() - {member.name for member in chosen})
         losses: list[Tensor] = []
         watching = [_stop_after(time), _losses_into(losses)]
-        state = run(fit(start, train_dataloader, algorithms=[*chosen, *watching], **settings))
+        state = run(fit(start, train_dataloader, **(settings | {"algorithms": [*chosen, *watching]})))
         return _metric_of(state, metric, losses)
 
     everything = value_of(list(members.values()))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, overload
 
 import attrs
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.torch_private import Operation
 from pure_loop.checkpoint.files import load
 from pure_loop.checkpoint.flight import Flight, read_flight
+from pure_loop.entry.arguments import NO_DIFFERENCE, Arguments, SettingsDifference
 from pure_loop.errors import ArgumentError, ArgumentTypeError, RewindError
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream
@@ -45,6 +46,7 @@ class Divergence:
         a, b: the leaf in each run; None where it is not there.
         norm: the L2 norm of the difference; None where it has none.
         operation: the first operation of torch that gave other numbers; None: not recorded, or all gave the same.
+        settings: the arguments of ``fit`` that differ.
     """
 
     event: Event
@@ -56,6 +58,7 @@ class Divergence:
     b: object
     norm: float | None
     operation: str | None = None
+    settings: SettingsDifference = NO_DIFFERENCE
 
     def __bool__(self) -> Literal[True]:  # so that type checkers tell it from NoDivergence
         return True
@@ -70,7 +73,9 @@ class Divergence:
         )
         return (
             f"The runs part at {self.event.name}, {self.timestamp}, after {self.by}: {self.leaf}{more}{size}."
-            f"\n  a: {a}\n  b: {b}" + ("" if self.operation is None else f"\n  operation: {self.operation}")
+            f"\n  a: {a}\n  b: {b}"
+            + ("" if self.operation is None else f"\n  operation: {self.operation}")
+            + self.settings.below
         )
 
     __repr__ = __str__
@@ -83,17 +88,20 @@ class NoDivergence:
     Attributes:
         events: how many were compared; of recorded runs those after the last kept State that both have alike.
         tolerance: up to which; 0: bit for bit.
+        settings: the arguments of ``fit`` that differ.
     """
 
     events: int
     tolerance: float = 0.0
+    settings: SettingsDifference = NO_DIFFERENCE
 
     def __bool__(self) -> Literal[False]:
         return False
 
     def __str__(self) -> str:
         how = f"up to a tolerance of {self.tolerance:g}" if self.tolerance else "bit for bit"
-        return f"The runs do not part: all {self.events:,} events that were compared are equal {how}."
+        text = f"The runs do not part: all {self.events:,} events that were compared are equal {how}."
+        return text + self.settings.below
 
     __repr__ = __str__
 
@@ -291,11 +299,23 @@ def _last_equal(a: _Run, b: _Run, common: list[int], first: float, tolerance: fl
 Recording: TypeAlias = tuple[str | os.PathLike[str], nn.Module, Callable[[State], Stream]]
 
 
-@teaching
+@overload
 def diff(
     a: Stream | Recording, b: Stream | Recording, *, tolerance: float = 0.0, operations: bool = False
-) -> Divergence | NoDivergence:
+) -> Divergence | NoDivergence: ...
+@overload
+def diff(a: Arguments, b: Arguments) -> SettingsDifference: ...
+@teaching
+def diff(
+    a: Stream | Recording | Arguments,
+    b: Stream | Recording | Arguments,
+    *,
+    tolerance: float = 0.0,
+    operations: bool = False,
+) -> Divergence | NoDivergence | SettingsDifference:
     """The first step at which two runs differ: both are run side by side, until they do or end.
+
+    Of two recipes, the settings that differ. Of two runs they are named below the step.
 
     If nothing differs, what is returned is false, and says how many events were equal: ``assert not pl.diff(a, b)``.
 
@@ -309,7 +329,7 @@ def diff(
     bisection, and the batches after it are trained once more.
 
     Args:
-        a, b: what ``pl.fit(...)`` returned, not begun and not compiled; or a recorded run.
+        a, b: what ``pl.fit(...)`` returned, not begun and not compiled; or a recorded run; or a recipe.
         tolerance: for runs on other devices: leaves with a difference of at most this, relative to the larger norm, are
             equal; 0: bit for bit.
         operations: name the operation of torch, too, that first returned other numbers: checksums of all of them are
@@ -339,6 +359,12 @@ def diff(
     """
     tolerance = check_number("tolerance", tolerance, least=0, where="diff")
     operations = check_flag("operations", operations, where="diff")
+    if isinstance(a, Arguments) or isinstance(b, Arguments):
+        if isinstance(a, Arguments) and isinstance(b, Arguments):
+            return SettingsDifference.of(a.settings, b.settings)
+        raise ArgumentTypeError("diff compares two recipes, or two runs: pl.diff(recipe.fit(model), ...).")
     if isinstance(a, tuple | str | os.PathLike) or isinstance(b, tuple | str | os.PathLike):
         return diff_recorded(a, b, tolerance=tolerance, operations=operations)
-    return diff_streams(a, b, tolerance, -math.inf if operations else math.inf)
+    settings = [item.settings or {} for item in (a, b) if isinstance(item, Stream)]
+    result = diff_streams(a, b, tolerance, -math.inf if operations else math.inf)
+    return attrs.evolve(result, settings=SettingsDifference.of(*settings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import attrs
 import optree
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from pure_loop._internal.arguments import check_flag
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs
 from pure_loop._internal.reprs import columns, table
-from pure_loop._internal.suggestions import refuse_misfit, teaching
+from pure_loop._internal.suggestions import passing_on, teaching
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.data.group import Batches
-from pure_loop.entry.fit import fit
+from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.settings import read_batches_per_step, read_clip, read_microbatch_size, read_optimizer
 from pure_loop.entry.start import refuse_other_optimizer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -181,7 +181,8 @@ def _relative(row: ParameterRow) -> float | None:
 
 
 @teaching
-def inspect(state: State, data: Batch = None, *, gradients: bool = True, **settings: Any) -> Inspection:
+@passing_on(fit, optional=["optimizer", "max_duration"])
+def inspect(state: State, data: Batch = None, *, gradients: bool = True, **settings: Unpack[FitOptions]) -> Inspection:
     """A batch in numbers: its samples by loss, what each module returns, and the update of each parameter.
 
     The batch goes through a copy of the model again: with the parameters, microbatches, precision and random numbers
@@ -201,7 +202,7 @@ def inspect(state: State, data: Batch = None, *, gradients: bool = True, **setti
             State of a boundary, a batch.
         gradients: compute the norm of the gradient of each sample. That is one backward through the whole microbatch
             for each, so the time grows with the square of its samples; False leaves it out.
-        **settings: the other arguments of :func:`pure_loop.fit`, as the run had them; used are ``loss``, ``task``,
+        **settings: the other arguments of :func:`pure_loop.fit`, as the run had them; used are ``loss``,
             ``optimizer``, ``precision``, ``microbatch_size``, ``batches_per_step`` and ``clip_grad``.
 
     Raises:
@@ -226,7 +227,6 @@ def inspect(state: State, data: Batch = None, *, gradients: bool = True, **setti
             '"3417ba", "batch_start", ...)).'
         )
     gradients = check_flag("gradients", gradients, where="inspect")
-    refuse_misfit(fit, (state, data), {**_NEEDED, **settings})
     batch = data if state.batch is None else state.batch
     if batch is None:
         raise ArgumentError(
@@ -265,9 +265,6 @@ def inspect(state: State, data: Batch = None, *, gradients: bool = True, **setti
     )
 
 
-_NEEDED: dict[str, object] = {"optimizer": None, "max_duration": None}
-
-
 class _Replay:
     """A batch of a State, computed again on copies of the model.
 
@@ -291,7 +288,7 @@ class _Replay:
                 f"inspect: the batch of the State is {len(batch)} batches of the dataloader; pass batches_per_step= as "
                 "the run had it."
             )
-        task = make_task(state.model.skeleton, settings.get("loss"), settings.get("task"))
+        task = make_task(state.model.skeleton, settings.get("loss"))
         size = read_microbatch_size(settings.get("microbatch_size"))
         self.stages = LoopStages(
             task=task.of_groups() if several else task,

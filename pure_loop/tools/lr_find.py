@@ -6,10 +6,9 @@ where it diverges: https://arxiv.org/abs/1506.01186 (section 3.3), with the expo
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, Unpack, cast
+from typing import Unpack, cast
 
 import attrs
 from torch import nn
@@ -17,7 +16,7 @@ from torch import nn
 from pure_loop._internal.arguments import check_integer, check_number
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import PyTree
-from pure_loop._internal.suggestions import arguments_of_call
+from pure_loop._internal.suggestions import arguments_of_call, passing_on, teaching
 from pure_loop.entry.assembly import assemble, start
 from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.parallel import announced
@@ -51,37 +50,18 @@ _LEFT_OUT: dict[str, object] = {
 _DECAY = 0.9
 
 
-class _LRFind(Protocol):
-    """The arguments for type checkers; when it is called, errors about them say what to write."""
-
-    def __call__(
-        self,
-        model_or_state: nn.Module | State,
-        train_dataloader: Iterable[object],
-        *,
-        lowest: float = 1e-7,
-        highest: float = 1.0,
-        steps: int = 100,
-        **options: Unpack[FitOptions],
-    ) -> RangeTest: ...
-
-
-def _as_typed(function: Callable[..., RangeTest]) -> _LRFind:
-    return function
-
-
-def _signature() -> inspect.Signature:
-    of_fit = inspect.signature(fit)
-    own = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, default, kind in (("lowest", 1e-7, float), ("highest", 1.0, float), ("steps", 100, int))
-    ]
-    return of_fit.replace(parameters=[*of_fit.parameters.values(), *own], return_annotation=RangeTest)
-
-
-@_as_typed
 @announced
-def lr_find(*args: object, **kwargs: object) -> RangeTest:
+@teaching
+@passing_on(fit)
+def lr_find(
+    model_or_state: nn.Module | State,
+    train_dataloader: Iterable[object],
+    *,
+    lowest: float = 1e-7,
+    highest: float = 1.0,
+    steps: int = 100,
+    **settings: Unpack[FitOptions],
+) -> RangeTest:
     """Train for some steps at growing learning rates, on a fork, and report the losses with a suggestion.
 
     The rate of step ``i`` is ``lowest * (highest / lowest) ** (i / (steps - 1))``; a schedule in the optimizer is not
@@ -94,10 +74,11 @@ def lr_find(*args: object, **kwargs: object) -> RangeTest:
     ``fit``, except that fractions of the duration are those of the test.
 
     Args:
-        *args, **kwargs: those of :func:`pure_loop.entry.fit`: ``pl.lr_find(model, train_dataloader, **settings)``.
+        model_or_state, train_dataloader: as in :func:`pure_loop.fit`.
         lowest: the first learning rate.
         highest: the last one.
         steps: how many rates are tried, at least 10.
+        **settings: the other arguments of :func:`pure_loop.fit`.
 
     Raises:
         ArgumentTypeError: an argument that ``fit`` doesn't have, or that it lacks; one of another type.
@@ -113,22 +94,19 @@ def lr_find(*args: object, **kwargs: object) -> RangeTest:
     >>> 0.01 < found.suggestion < 1.0
     True
     """
-    arguments = arguments_of_call(lr_find, args, kwargs)
-    sweep = Sweep.read(*(arguments.pop(name) for name in ("lowest", "highest", "steps")))
-    data = arguments["train_dataloader"]
-    if isinstance(data, Iterator):
+    arguments = arguments_of_call(fit, (model_or_state, train_dataloader), settings)
+    sweep = Sweep.read(lowest, highest, steps)
+    if isinstance(train_dataloader, Iterator):
         raise ArgumentError(
-            f"lr_find: train_dataloader is {type(data).__name__}, an iterator, whose first batches the test would use "
-            "up: give a DataLoader or a list, such as list(itertools.islice(batches, 50))."
+            f"lr_find: train_dataloader is {type(train_dataloader).__name__}, an iterator, whose first batches the "
+            "test would use up: give a DataLoader or a list, such as list(itertools.islice(batches, 50))."
         )
     wanted = Settings.of(arguments)  # what is wrong with the call of fit is said now
     _refuse_unscaled(wanted.optimizer)
-    begun = arguments["model_or_state"]
     first = 0
-    if isinstance(begun, State):
-        first = begun.timestamp.batch
-        if begun.stop:
-            arguments["model_or_state"] = begun.replace(stop=False)
+    if isinstance(model_or_state, State):
+        first = model_or_state.timestamp.batch
+        arguments["model_or_state"] = model_or_state.replace(stop=False)
     arguments |= _LEFT_OUT
     arguments["donate"] = wanted.donate if wanted.donate is False else "auto"  # the State stays
     arguments["optimizer"] = sweep.optimizer(wanted.optimizer, first)
@@ -139,9 +117,6 @@ def lr_find(*args: object, **kwargs: object) -> RangeTest:
     assembly = attrs.evolve(assembly, fit=attrs.evolve(assembly.fit, evaluators=()))
     with closing(start(assembly)) as stream:
         return _measured(stream, sweep)
-
-
-vars(lr_find)["__signature__"] = _signature()
 
 
 def _refuse_unscaled(optimizer: Optimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Generator, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
@@ -13,11 +13,12 @@ from pure_loop._internal.arguments import check_integer, path_text
 from pure_loop._internal.closing import closing
 from pure_loop._internal.lazy import require
 from pure_loop._internal.pytree import Batch
-from pure_loop._internal.suggestions import refuse_misfit, teaching
+from pure_loop._internal.suggestions import passing_on, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.digests import digest_of, digest_of_batch, has_digest
 from pure_loop.checkpoint.flight import Flight, Line, facts_of, read_flight, settings_of
-from pure_loop.entry.fit import fit
+from pure_loop.entry.fit import FitOptions, fit
+from pure_loop.entry.settings import listed_callbacks
 from pure_loop.errors import ArgumentError, RewindError
 from pure_loop.event import Event, as_event
 from pure_loop.loop.stream import Stream
@@ -37,6 +38,7 @@ _BEFORE = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD})
 
 
 @teaching
+@passing_on(fit)
 def rewind(
     folder: str | os.PathLike[str],
     when: str | Time | Timestamp,
@@ -45,7 +47,7 @@ def rewind(
     train_dataloader: Iterable[Batch],
     *,
     occurrence: int = 0,
-    **settings: Any,
+    **settings: Unpack[FitOptions],
 ) -> Rewound:
     """The stream of a recorded run from exactly this event on, bit for bit.
 
@@ -78,7 +80,6 @@ def rewind(
 
     An example is at :class:`pure_loop.callbacks.FlightRecorder`.
     """
-    refuse_misfit(fit, (model, train_dataloader), settings)
     for name in ("load_path", "autoresume"):
         if settings.get(name) is not None:
             raise ArgumentError(f"rewind: {name}= is what the recorded folder stands for: leave it out.")
@@ -89,13 +90,12 @@ def rewind(
     flight = read_flight(folder)
     batch = flight.batch_of(when, inside=target in _INSIDE)
     start = _nearest(flight, batch, target)
-    watch = settings.pop("watch", None)
+    watch = settings.get("watch")
     if watch is not None:
         settings["watch"] = {*watch, target}
-    checking = _Checking(flight)
-    callbacks = settings.pop("callbacks", ())
-    callbacks = [callbacks] if isinstance(callbacks, Callback) or callable(callbacks) else [*callbacks]
-    stream = fit(model, train_dataloader, load_path=flight.path(start), callbacks=[*callbacks, checking], **settings)
+    settings["callbacks"] = [*listed_callbacks(settings.get("callbacks", ())), _Checking(flight)]
+    settings["load_path"] = flight.path(start)
+    stream = fit(model, train_dataloader, **settings)
     watched = None if watch is None else frozenset(Event(item) for item in watch)
     return Rewound(_pairs_from(stream, target, batch, occurrence, watched), flight, batch - (target not in _INSIDE))
 

@@ -70,7 +70,7 @@ Seeding: TypeAlias = Callable[[str, int], AbstractContextManager[Any]]
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _BATCH_FIRST = (
-    "pass a task with outputs of which each tensor has the samples along its first dimension, such as task=pl.Task("
+    "pass a task with outputs of which each tensor has the samples along its first dimension, such as loss=pl.Task("
     "forward=lambda model, batch: model(**batch).logits, loss=lambda logits, batch: ...)."
 )
 

@@ -310,13 +310,13 @@ def test_statistics_of_the_mean_are_those_of_the_data() -> None:
 def test_evaluations_take_statistics_of_the_mean_by_the_forwards_of_the_task() -> None:
     task = pl.Task(forward=lambda m, batch: m(batch[0] / 10), loss=lambda o, batch: cross_entropy(o, batch[1]))
     algorithm, data = swa("0ba", interval="1ba", batchnorm_data=images(2)), images(2)
-    options: dict[str, Any] = {"task": task, "loss": None, "max_duration": "1ep"}
+    options: dict[str, Any] = {"loss": task, "max_duration": "1ep"}
     for event, state in fit(convnet(), data, [algorithm], evaluators={"val": data}, **options):
         if event is Event.EVAL_BEFORE_FORWARD:
             equal(state.buffers, update_batchnorm(averaged(state, "swa"), data, task=task).buffers)
     plain = run(convnet(), data, [swa("0ba", interval="1ba")], **options)
     equal((state.params, state.buffers), (plain.params, plain.buffers))
-    evaluated = pl.run(pl.evaluate(state, data, task=task, algorithms=[algorithm]))
+    evaluated = pl.run(pl.evaluate(state, data, loss=task, algorithms=[algorithm]))
     assert evaluated.metrics["eval"]["loss"] == state.metrics["val"]["loss"]
 
 

@@ -235,7 +235,14 @@ def test_both_gradients_of_a_group_have_one_mask() -> None:
             masks.append(torch.rand(2))
             return model(batch[0]) * masks[-1].sum()  # type: ignore[no-any-return]
 
-        run(None, points(2), [sam(m=m)], task=pl.Task(forward=forward), max_duration="2ba", strict=False)
+        run(
+            None,
+            points(2),
+            [sam(m=m)],
+            loss=pl.Task(forward=forward, loss=cross_entropy),
+            max_duration="2ba",
+            strict=False,
+        )
         assert len(masks) == count
         assert all(torch.equal(masks[one], masks[two]) for one, two in same)
         assert len({tuple(masks[one].tolist()) for one, _ in same}) == len(same)
@@ -263,8 +270,8 @@ def test_a_perturbation_has_length_rho_and_points_uphill(rho: float, seed: int, 
 
 def test_groups_of_padding_mixtures_and_skipped_steps() -> None:
     data = [(x, torch.where(torch.arange(4) < 2, -100, y)) for x, y in points(2)]
-    task = pl.Task(weight=lambda batch: int((batch[1] != -100).sum()))
-    whole, groups = (run(None, data, [sam(m=m)], task=task) for m in (None, 2))
+    task = pl.Task(loss=cross_entropy, weight=lambda batch: int((batch[1] != -100).sum()))
+    whole, groups = (run(None, data, [sam(m=m)], loss=task) for m in (None, 2))
     close(whole.params, groups.params)  # a group of padding counts for nothing
     assert all(t.isfinite().all() for t in run(None, None, [mixup(), sam(rho=0.5, m=2)]).params.values())
 

@@ -184,7 +184,7 @@ def test_images_and_sequences_grow_as_the_run_goes_on() -> None:
     ):
         assert sides(warm("4ba", **settings), 8)[:6] == wanted  # type: ignore[arg-type]
     words, algorithm = torch.arange(32).view(2, 16) % 9, warm("2ep", max_length=16)
-    options: dict[str, Any] = {"task": pl.Task(loss=lambda o, _: o.mean()), "loss": None, "max_duration": "3ep"}
+    options: dict[str, Any] = {"loss": pl.Task(loss=lambda o, _: o.mean()), "max_duration": "3ep"}
     pairs = fit(nn.Sequential(nn.Embedding(9, 9), nn.Flatten(2)), [(words, words)] * 2, [algorithm], **options)
     found = [(s.batch[0].shape[1], s.timestamp.token) for event, s in pairs if event is Event.BATCH_START]
     assert found == [(8, 0), (8, 32), (8, 64), (8, 96), (16, 128), (16, 160)]

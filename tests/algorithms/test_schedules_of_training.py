@@ -331,7 +331,7 @@ def test_samples_with_large_losses_stay(microbatch_size: Any) -> None:
     model = nn.Linear(4, 3)
     data = [{"x": x, "y": y, "id": torch.arange(8)} for x, y in points(25, 8)]
     task = pl.Task(forward=lambda m, b: m(b["x"]), loss=lambda o, b: cross_entropy(o, b["y"]))
-    options: dict[str, Any] = {"task": task, "loss": None, "optimizer": pl.optim.sgd(lr=0.0), "strict": False}
+    options: dict[str, Any] = {"loss": task, "optimizer": pl.optim.sgd(lr=0.0), "strict": False}
     options |= {"max_duration": "1ep", "microbatch_size": microbatch_size}
     for own in (None, lambda outputs, batch: cross_entropy(outputs, batch["y"], reduction="none")):
         ranks = []

@@ -180,7 +180,7 @@ def test_targets_in_nestings_losses_in_mappings_and_batches_with_names() -> None
     named = [{"pixels": x, "label": y} for x, y in points()]
     by_name = pl.Task(forward=lambda m, b: m(b["pixels"]), loss=lambda o, b: cross_entropy(o, b["label"]))
     algorithm = mixup(0.5, input_key="pixels", target_key="label")
-    close(run(None, named, [algorithm], task=by_name, loss=None).params, run(None, None, [MIX]).params)
+    close(run(None, named, [algorithm], loss=by_name).params, run(None, None, [MIX]).params)
     for inputs, targets in at_loss([MIX], [(x, x[:, :3]) for x, _ in points()], loss=functional.mse_loss):
         same(inputs[:, :3], targets)  # of a regression
     pairs = fit(None, None, [mixup(1.0)], max_duration="1ep", train_metrics=[pl.metrics.accuracy()])

@@ -68,9 +68,9 @@ def test_rates_are_those_that_the_batch_uses() -> None:
 
 def test_speed_is_a_mean_over_the_window_without_evaluations() -> None:
     options: dict[str, Any] = {"evaluators": {"val": points(1)}, "eval_interval": "1ba"}
-    options["task"] = pl.Task(loss=lambda o, b: cross_entropy(o, b[1]), tokens=lambda b: 10)
+    options["loss"] = pl.Task(loss=lambda o, b: cross_entropy(o, b[1]), tokens=lambda b: 10)
     monitor, data = lambda clock: C.SpeedMonitor(window=2, clock=clock), points(size=(4, 4, 2, 4))
-    found, _ = timed(monitor, [1.0, 3.0, 1.0, 4.0], 7.0, data=data, loss=None, **options)
+    found, _ = timed(monitor, [1.0, 3.0, 1.0, 4.0], 7.0, data=data, **options)
     for name, expected in (("samples", [4, 8 / 4, 6 / 4, 6 / 5]), ("batches", [1, 2 / 4, 2 / 4, 2 / 5])):
         assert [*found[f"speed/{name}_per_second"].values()] == expected
     assert [*found["speed/tokens_per_second"].values()] == [10, 20 / 4, 20 / 4, 20 / 5]
@@ -233,7 +233,7 @@ def test_moments_groups_intervals_and_gradients_that_there_are_not() -> None:
     own = first(sparse, words, optimizer=pl.optim.from_torch(torch.optim.SGD, lr=LR))
     momentum = first(optimizer=pl.optim.from_torch(torch.optim.SGD, lr=LR, momentum=0.9))
     assert {name for name in momentum if "moments" in name} == {"moments/norm/momentum_buffer"}
-    found = first(half, groups={"per_layer": True}, task=task, loss=None)
+    found = first(half, groups={"per_layer": True}, loss=task)
     assert "gradients/norm/unused.weight" not in found
     assert found["updates/norm/unused.weight"] == 0.0
     assert [each["updates/cosine"] for each in (found, own)] == pytest.approx([-1.0, -1.0], abs=1e-5)

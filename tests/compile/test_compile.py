@@ -273,7 +273,7 @@ def with_factors(watch: set[Event], **settings: Any) -> Any:
         return cross_entropy(outputs, batch[1]) * batch[2].value
 
     task = pl.Task(forward=lambda model, batch: model(batch[0]), loss=loss)
-    return trained(watch, Loader(), task=task, loss=None, **settings)
+    return trained(watch, Loader(), loss=task, **settings)
 
 
 READ: dict[Callable[..., Any], list[set[Event]]] = {

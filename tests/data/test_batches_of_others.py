@@ -113,7 +113,7 @@ NEEDED = {"TensorDict": [needs("tensordict")], "graphs": [needs("torch_geometric
 def train(batch: Any, task: Any, **options: Any) -> pl.State:
     """Two batches, as by hand; the last State."""
     model = nn.Linear(3, 1)
-    state = pl.run(pl.fit(model, [batch] * 2, task=task, optimizer=pl.optim.sgd(lr=LR), max_duration="1ep", **options))
+    state = pl.run(pl.fit(model, [batch] * 2, loss=task, optimizer=pl.optim.sgd(lr=LR), max_duration="1ep", **options))
     by_task = lambda module, batch, _: task.loss(task.forward(module, batch), batch).backward()  # noqa: E731
     close(state.params, by_hand(model, [(batch, batch)] * 2, by_task, epochs=1), 1e-4)
     return state
@@ -172,7 +172,7 @@ def test_objects_are_moved_by_their_own_to_and_counted_as_the_task_says() -> Non
         assert beside.is_meta
         assert mine.points.is_cpu
     plain = pl.Task(forward=of_points, loss=lambda outputs, batch: mse(outputs, batch.targets))
-    says = r"MovesItself.*task=pl.Task\(samples=.*split="
+    says = r"MovesItself.*loss=pl.Task\(samples=.*split="
     batch = MovesItself(POINTS, TARGETS)
     with pytest.raises(DataError, match=rf"can't count.*{says}"):
         train(batch, plain)

@@ -107,12 +107,12 @@ def agrees(model: nn.Module, loss: Tensor, state: pl.State, found: dict[str, Any
 )
 def test_a_microbatch_of_texts_weighs_its_labels(kind: type, lengths: list[int], size: int) -> None:
     model, batch = kind(), texts(kind, lengths)
-    state, found = gradients(model, batch, task=pl.Task.from_transformers(), microbatch_size=size)
+    state, found = gradients(model, batch, loss=pl.Task.from_transformers(), microbatch_size=size)
     agrees(model, model(**batch).loss, state, found)
     # An evaluation in parts is that of the whole.
     both = [{name: each[:1] for name, each in batch.items()}, {name: each[1:] for name, each in batch.items()}]
     data = pl.Evaluator([each for each in both if len(each["labels"])], microbatch_size=size)
-    measured = pl.run(pl.evaluate(model, data, task=pl.Task.from_transformers())).metrics["eval"]
+    measured = pl.run(pl.evaluate(model, data, loss=pl.Task.from_transformers())).metrics["eval"]
     close({"loss": measured["loss"]}, {"loss": model(**batch).loss.detach()}, 1e-10)
 
 
@@ -127,7 +127,7 @@ def test_metrics_are_given_logits_and_the_labels_that_the_loss_compares_them_wit
         seen = pl.metrics.mean(lambda outputs, batch: (batch[0]["input_ids"][:, 0] == 0).float(), "seen")
         evaluator = pl.Evaluator([batch], metrics=[pl.metrics.accuracy(), seen])
         settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=0.0), "max_duration": "1ep", "train_metrics": seen}
-        state = pl.run(pl.fit(model, [batch], task=task, evaluators={"own": evaluator, "val": [batch]}, **settings))
+        state = pl.run(pl.fit(model, [batch], loss=task, evaluators={"own": evaluator, "val": [batch]}, **settings))
         assert state.metrics["own"]["accuracy"] == state.metrics["val"]["accuracy"] == right
         assert state.metrics["own"]["seen"] == state.metrics["train"]["seen"]
         del batch["labels"]
@@ -136,7 +136,7 @@ def test_metrics_are_given_logits_and_the_labels_that_the_loss_compares_them_wit
 
 
 def test_durations_in_tokens_count_no_padding() -> None:
-    run = partial(pl.fit, task=pl.Task.from_transformers(), optimizer=pl.optim.sgd(lr=0.1))
+    run = partial(pl.fit, loss=pl.Task.from_transformers(), optimizer=pl.optim.sgd(lr=0.1))
     batch = texts(ForCausalLM, [3, 5, 2])
     assert pl.run(run(ForCausalLM(), [batch] * 4, max_duration="20tok")).timestamp.token == 20
     batch["attention_mask"] = batch["attention_mask"].new_ones(3, 1, 5)
@@ -188,7 +188,7 @@ def test_models_of_transformers() -> None:
         wanted = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         for size in (1, 2):
             _, found = gradients(
-                model, transformers.BatchEncoding(batch), task=pl.Task.from_transformers(), microbatch_size=size
+                model, transformers.BatchEncoding(batch), loss=pl.Task.from_transformers(), microbatch_size=size
             )
             for gradient, each in zip(wanted, found.values(), strict=True):
                 torch.testing.assert_close(each, gradient, rtol=1e-4, atol=1e-6)
@@ -268,7 +268,7 @@ def test_parts_of_a_batch_that_are_no_images_are_no_samples(shape: tuple[int, ..
 @given(counts=COUNTS, size=st.integers(1, 5))
 def test_a_microbatch_of_images_weighs_its_images(counts: list[int], size: int) -> None:
     model, batch = Detector(), pictures(counts)
-    state, found = gradients(model, batch, task=pl.Task.detection(), microbatch_size=size)
+    state, found = gradients(model, batch, loss=pl.Task.detection(), microbatch_size=size)
     losses = model(*batch)
     agrees(model, losses["boxes"] + losses["size"], state, found)
     assert list(state.loss) == ["total", "boxes", "size"]
@@ -277,7 +277,7 @@ def test_a_microbatch_of_images_weighs_its_images(counts: list[int], size: int) 
 def test_detection_is_evaluated_by_metrics_and_predicts_what_the_model_finds() -> None:
     task, batch = pl.Task.detection(), pictures([2, 0, 3])
     boxes = pl.metrics.mean(lambda found, batch: torch.tensor([float(len(b["boxes"])) for b in batch[1]]), "boxes")
-    settings: dict[str, Any] = {"task": task, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
+    settings: dict[str, Any] = {"loss": task, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
     state = pl.run(pl.fit(Detector(), [batch], evaluators=pl.Evaluator([batch], metrics=boxes), **settings))
     assert state.metrics["eval"]["boxes"] == 5 / 3
     stream = pl.predict(state, [(batch[0], None)], task=task)
@@ -296,7 +296,7 @@ def image(batch: Any = None, **settings: Any) -> pl.Stream:
 
 
 def gradients_of(model: nn.Module, batch: Any, task: pl.Task, **settings: Any) -> pl.Stream:
-    return pl.fit(model, [batch], task=task, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep", **settings)
+    return pl.fit(model, [batch], loss=task, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep", **settings)
 
 
 class ForPreTraining(ForCausalLM):
@@ -325,7 +325,7 @@ REFUSED = [
     no(lambda: image(FIRST), pl.DataError, "pl.Task.detection: a batch is (images, targets)", "tuple(zip(*rows))"),
     no(lambda: image((FIRST, [{}])), pl.DataError, "It is ([tensor (2, 3, 5) float64", "[{}])"),
     no(lambda: image(evaluators=BOXES), pl.LossError, "boxes, and has no loss", "metrics=", "before training"),
-    no(lambda: pl.evaluate(Detector(), BOXES, task=pl.Task.detection()), pl.LossError, "evaluator 'eval'", "no loss"),
+    no(lambda: pl.evaluate(Detector(), BOXES, loss=pl.Task.detection()), pl.LossError, "evaluator 'eval'", "no loss"),
 ]
 
 

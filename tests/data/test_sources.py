@@ -372,7 +372,7 @@ def test_a_run_resumes_from_each_state() -> None:
     used = loader(sampler=Counted())
 
     def run(start: Any, data: Any) -> list[pl.State]:
-        stream = pl.fit(start, data, task=task, optimizer=pl.optim.sgd(lr=1e-4), max_duration="2ep", seed=3)
+        stream = pl.fit(start, data, loss=task, optimizer=pl.optim.sgd(lr=1e-4), max_duration="2ep", seed=3)
         return [state for event, state in stream if event is Event.BATCH_END]
 
     states = run(torch.nn.Linear(1, 1), used)

@@ -29,7 +29,7 @@ def run(start: Any, data: Any, **settings: Any) -> list[pl.State]:
     if start is None:
         with pl.random.seeded(0):
             start = torch.nn.Linear(1, 1)
-    settings = {"max_duration": "1ep", "seed": 4, "task": TASK, "optimizer": pl.optim.sgd(lr=1e-3), **settings}
+    settings = {"max_duration": "1ep", "seed": 4, "loss": TASK, "optimizer": pl.optim.sgd(lr=1e-3), **settings}
     return [state for event, state in pl.fit(start, data, **settings) if event is Event.BATCH_END]
 
 

@@ -187,7 +187,7 @@ def test_weights_of_any_size_fit_gradients_of_half_precision():
         for weight in (1e-6, 1e6):
             task = pl.Task(loss=loss, weight=lambda batch, weight=weight: weight * len(batch[0]))
             model = torch.nn.Linear(3, 2).half()
-            for event, state in an_epoch(model, data, loss=None, task=task, parallel="replicate"):
+            for event, state in an_epoch(model, data, loss=task, parallel="replicate"):
                 if event is Event.AFTER_BACKWARD:
                     largest.append(max(float(grad.abs().max()) for grad in state.grads.values()))
         return largest

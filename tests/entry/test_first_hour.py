@@ -122,7 +122,7 @@ fit().run() | pl.run(stream) | pl.run(fit())
 len(fit()) | a stream has no length | list(fit())
 pl.fit(model, (X, Y), **SETTINGS) | DataLoader(TensorDataset( | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
 pl.fit(model, dataset, **SETTINGS) | DataLoader(dataset, | pl.fit(model, DataLoader(dataset, 4), **SETTINGS)
-pl.fit(model, dicts, **SETTINGS) | task=pl.Task( | pl.fit(model, dicts, task=TASK, **NO_LOSS)
+pl.fit(model, dicts, **SETTINGS) | loss=pl.Task( | pl.fit(model, dicts, loss=TASK, **NO_LOSS)
 pl.fit(data, model, **SETTINGS) | the model comes first | pl.fit(model, data, **SETTINGS)
 pl.fit("model.pt", data, **SETTINGS) | load_path=path | pl.fit(model, data, **SETTINGS)
 pl.fit(nn.Linear, data, **SETTINGS) | Linear(...) | pl.fit(model, data, **SETTINGS)
@@ -166,7 +166,6 @@ of(regressor, X, Y[:, None, None], nn.L1Loss()) | targets.squeeze(-1)) | of(regr
 of(pairing, X, Y) | function(outputs[...], targets) | of(pairing, X, Y, lambda outputs, y: cross_entropy(outputs[0], y))
 of(silent, X, Y) | is a `return` missing | of(model, X, Y)
 of(nn.Sequential(silent, model), X, Y) | is a `return` missing | of(model, X, Y)
-fit(loss=None, task=pl.Task(loss=cross_entropy)) | with the batch: write loss= | fit(loss=cross_entropy)
 of(model, X, Y, lambda outputs, targets: cross_entropy(targets, outputs)) | swapped | of(model, X, Y)
 of(regressor, X * 9, Y[:, None].float(), nn.BCELoss()) | with_logits | of(regressor, X, Y[:, None].float(), entropy)
 of(model, X, Y, backward_in) | no .backward() in a loss | of(model, X, Y)
@@ -200,8 +199,8 @@ pl.fit(model, DataLoader(ragged, 2), **SETTINGS) | pad_sequence | pl.fit(model, 
 pl.fit(model, DataLoader([entropy]), **SETTINGS) | has a function: make | pl.fit(model, DataLoader(dataset), **SETTINGS)
 pl.fit(model, DataLoader([None]), **SETTINGS) | is a `return` missing | pl.fit(model, DataLoader(dataset), **SETTINGS)
 pl.fit(model, (X.byte().div_(2.0) for _ in "a"), **SETTINGS) | image.float() / 255 | of(model, X.float() / 255, Y)
-pl.ablate(model, data, SMOOTH, loss=1) | ablate needs steps: | pl.ablate(model, data, SMOOTH, steps="1ba", **TRAIN)
-pl.ablate(model, data, SMOOTH, step="1ba", loss=1) | steps=? | pl.ablate(model, data, SMOOTH, steps="1ba", **TRAIN)
+pl.ablate(model, data, **TRAIN) | ablate needs steps: | pl.ablate(model, data, algorithms=SMOOTH, steps="1ba", **TRAIN)
+pl.ablate(model, data, step="1ba", **TRAIN) | steps=? | pl.ablate(model, data, algorithms=SMOOTH, steps="1ba", **TRAIN)
 of(listing, X, Y) | nn.ModuleList([...]) or nn.ModuleDict | of(nn.Sequential(*listing.layers), X, Y)
 of(nn.Sequential(listing), X, Y) | model.0.layers | of(nn.Sequential(nn.ModuleList(listing.layers)[0]), X, Y)
 pl.fit(recurrent, data * 2, **SETTINGS) | self.hidden = hidden.detach() | pl.fit(detaching, data * 2, **SETTINGS)
@@ -348,7 +347,7 @@ def names() -> dict[str, Any]:
             module, [(x, y)], **{**settings, "loss": loss, "algorithms": algorithms}
         ),
         "by": lambda module, batch, forward: pl.fit(
-            module, [batch], task=pl.Task(forward=forward, loss=of_last), optimizer=sgd, max_duration="1ep"
+            module, [batch], loss=pl.Task(forward=forward, loss=of_last), optimizer=sgd, max_duration="1ep"
         ),
         "partial": functools.partial,
         "regressor": nn.Linear(5, 1),
@@ -426,10 +425,10 @@ def names() -> dict[str, Any]:
         "RADAM": torch.optim.RAdam,
         "DICT": torch.optim.SGD(model.parameters(), lr=0.1).state_dict(),
         "of_transformers": lambda data: pl.fit(
-            model, data, task=pl.Task.from_transformers(), optimizer=sgd, max_duration="1ep"
+            model, data, loss=pl.Task.from_transformers(), optimizer=sgd, max_duration="1ep"
         ),
         "mixing": lambda algorithm: pl.fit(
-            model, [{"x": x, "y": y}], task=task, optimizer=sgd, max_duration="1ep", algorithms=[algorithm]
+            model, [{"x": x, "y": y}], loss=task, optimizer=sgd, max_duration="1ep", algorithms=[algorithm]
         ),
         "right": right,
         "texts": texts,

@@ -90,10 +90,14 @@ def test_looking_at_the_first_microbatch_changes_nothing() -> None:
     def unpacked(state: pl.State) -> pl.State:
         return state.replace(outputs=state.outputs["scores"])
 
-    task, data, found = pl.Task(validate=lambda model, batch: {"scores": model(batch[0])}), loaders()[1], []
+    task, data, found = (
+        pl.Task(loss=cross_entropy, validate=lambda model, batch: {"scores": model(batch[0])}),
+        loaders()[1],
+        [],
+    )
     for source in (data, iter([*data])):
         evaluators = {"val": pl.Evaluator(source, metrics=[accuracy(), f1()])}
-        found.append(run(algorithms=[unpacked], task=task, evaluators=evaluators, max_duration="1ep"))
+        found.append(run(algorithms=[unpacked], loss=task, evaluators=evaluators, max_duration="1ep"))
     assert_same(dict(found[0].params), dict(found[1].params), "looked at or not")
     assert set(found[0].metrics["val"]) == {"accuracy", "f1"}
 

@@ -211,4 +211,4 @@ def test_a_frozen_teacher_may_stand_in_the_task() -> None:
         forward=lambda module, batch: (module(batch[0]), teacher(batch[0])),
         loss=lambda outputs, batch: functional.mse_loss(*outputs),
     )
-    assert run(loss=None, task=task).timestamp.epoch == 2
+    assert run(loss=task).timestamp.epoch == 2

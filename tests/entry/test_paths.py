@@ -27,7 +27,8 @@ def uploaded(path: Any) -> None:
 
 def profiled(path: Any) -> None:
     for torch_profiler in (False, True):
-        pl.profile(fit(), batches=1, warmup=1, trace=path, torch_profiler=torch_profiler)
+        recipe = pl.Recipe(points(), **SETTINGS)
+        recipe.profile(mlp(), batches=1, warmup=1, trace=path, torch_profiler=torch_profiler)
         Path(os.path.expanduser(path)).rename(os.path.expanduser(f"~/{torch_profiler}"))
     assert len(os.listdir(Path.home())) == 2
 
@@ -39,6 +40,8 @@ def composer(path: Any) -> None:
 
 def recorded(path: Any) -> pl.State:
     run(callbacks=[C.FlightRecorder(path)])
+    recipe = pl.Recipe(points(), **SETTINGS)
+    assert next(recipe.rewind(mlp(), path, "1ba", "batch_start"))
     rewound = pl.rewind(path, "1ba", "batch_start", mlp(), points(), **SETTINGS)
     rewound.plot(os.path.join(path, "a.png"))
     return next(rewound)[1]
@@ -89,14 +92,14 @@ USES: dict[str, Callable[[], Any]] = {
     "CheckpointSaver.saves_to folder": lambda: best(FOLDER),
     "FlightRecorder folder": lambda: recorded(FOLDER),
     "rewind folder": lambda: recorded(FOLDER),
+    "Recipe.rewind folder": lambda: recorded(FOLDER),
     "MemorySnapshot folder": lambda: C.MemorySnapshot(FOLDER)._place.folder,
     "MLPerfCallback folder": lambda: C.MLPerfCallback(FOLDER, "a", 0.1, "val/loss").folder,
     "ExportForInferenceCallback path": lambda: run(callbacks=[C.ExportForInferenceCallback(FILE)]),
     "export path": lambda: pl.export(run(), FILE),
     "from_composer path": lambda: composer("~/a.pt"),
     "profile trace": lambda: profiled("~/a.json"),
-    "lr_find load_path": lambda: inspected(FILE),  # as in fit
-    "lr_find autoresume": lambda: resumed(FOLDER),  # as in fit
+    "Recipe.profile trace": lambda: profiled("~/a.json"),
     "CSVLogger path": lambda: run(loggers=[L.CSVLogger("~/{run_name}.csv")]),
     "JSONLinesLogger path": lambda: run(loggers=[L.JSONLinesLogger("~/a.jsonl")]),
     "TensorBoardLogger folder": lambda: L.TensorBoardLogger(FOLDER).folder,
@@ -115,6 +118,9 @@ NEED = {"CometMLLogger": "comet_ml", "MLFlowLogger": "mlflow", "NeptuneLogger": 
 NEED |= {"TensorBoardLogger": "tensorboard", "WandBLogger": "wandb", "LRFind.plot": "matplotlib"}
 
 
+OF_FIT = ("load_path", "autoresume")
+
+
 def arguments() -> Iterator[str]:
     """The public arguments whose annotation is a path."""
     for module in (pl, pl.checkpoint, C, L):
@@ -127,7 +133,9 @@ def arguments() -> Iterator[str]:
                     parameters = inspect.signature(function).parameters.values()
                 except (TypeError, ValueError):
                     continue
-                yield from (f"{called} {each.name}" for each in parameters if "PathLike" in str(each.annotation))
+                paths = [each.name for each in parameters if "PathLike" in str(each.annotation)]
+                # What a tool passes on to fit is read there.
+                yield from (f"{called} {path}" for path in paths if called == "fit" or path not in OF_FIT)
 
 
 def test_no_argument_is_left_out() -> None:

@@ -29,7 +29,7 @@ def fit(start: Any = None, *, batches: int = 3, sized: bool = True, **changes: A
     """Training in which the loss of any data after k batches is -k: each step takes 1 from the weight."""
     data = [BATCH] * batches
     unsized: Any = type("Unsized", (), {"__iter__": lambda self: iter(data)})()
-    arguments = {"loss": None, "task": TASK, "optimizer": pl.optim.sgd(lr=1.0), "max_duration": "3ep", "strict": None}
+    arguments = {"loss": TASK, "optimizer": pl.optim.sgd(lr=1.0), "max_duration": "3ep", "strict": None}
     settings = {**arguments, "evaluators": {"val": [BATCH]}, **changes}
     return problem.fit(model() if start is None else start, data if sized else unsized, **settings)
 
@@ -114,7 +114,7 @@ def test_metrics_are_of_the_last_evaluation_and_not_there_where_new_ones_are_to_
 def test_evaluation_by_itself_has_no_metrics_of_an_earlier_one() -> None:
     trained = pl.run(fit(max_duration="2ba", evaluators={"val": [BATCH], "other": [BATCH]}))
     moved = trained.replace(params={"weight": torch.tensor([[5.0]])})
-    for event, state in pl.evaluate(moved, {"val": [BATCH]}, task=TASK):
+    for event, state in pl.evaluate(moved, {"val": [BATCH]}, loss=TASK):
         new = event in (Event.EVAL_END, Event.EVAL_STANDALONE_END)
         assert state.metrics.get("val", {}).get("loss") == (5.0 if new else None)
         assert state.metrics["other"]["loss"] == -2.0

@@ -119,7 +119,7 @@ def run_of(drawn: Drawn, start: Any = None, **options: Any) -> pl.Stream:
     seldom = pl.Evaluator(loader(), metrics=[metric("metric")], interval=lambda state: factor("interval") < 1.07)
     settings: dict[str, Any] = {
         "evaluators": {"val": seldom},
-        "task": pl.Task(
+        "loss": pl.Task(
             forward=lambda model, batch: model(batch[0]) * factor("task forward"),
             validate=lambda model, batch: model(batch[0]) * factor("validate"),
             loss=lambda outputs, batch: functional.mse_loss(outputs, batch[1]) * factor("loss"),
@@ -133,7 +133,7 @@ def run_of(drawn: Drawn, start: Any = None, **options: Any) -> pl.Stream:
     algorithms = [pl.Algorithm("scaled", {drawn.at: scaled}, when=due, init=init)]
     start = Net(drawn) if start is None else start
     # States are kept.
-    return problem.fit(start, loader(), algorithms, loss=None, **{"strict": None, "donate": False} | settings | options)
+    return problem.fit(start, loader(), algorithms, **{"strict": None, "donate": False} | settings | options)
 
 
 def states() -> tuple[Any, ...]:

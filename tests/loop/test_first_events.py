@@ -162,7 +162,7 @@ def test_a_forward_a_loss_and_what_writes_to_arrays_and_containers_of_a_batch_ar
                 function(state)
 
         data = [{"x": inputs, "y": targets, "ids": numpy.arange(4)} for inputs, targets in DATA]
-        return fit(mlp(), data, loss=None, task=task, callbacks=[callback])
+        return fit(mlp(), data, loss=task, callbacks=[callback])
 
     refused(handled(lambda state: state.batch["ids"].fill(0)), r"callback callback changed state\.batch\['ids'\] in")
     says = r"callback callback changed state\.batch in place.* had 3 values"

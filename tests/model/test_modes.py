@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from tests.support.holding import DATA, WAYS, assert_holds, ends, fit, made
+from tests.support.problem import cross_entropy
 
 
 class Keeps(nn.Sequential):
@@ -67,7 +68,13 @@ def test_submodules_in_eval_mode_stay_so_in_training(tmp_path: Path) -> None:
             out: Tensor = module(batch[0])
             return out
 
-        evaluated = fit(model, task=pl.Task(forward=forward), evaluators=DATA[:1], eval_interval="1ba", **options)
+        evaluated = fit(
+            model,
+            loss=pl.Task(forward=forward, loss=cross_entropy),
+            evaluators=DATA[:1],
+            eval_interval="1ba",
+            **options,
+        )
         assert tracked(pl.run(evaluated)) == norms
         assert seen[True] == [wanted] * 6
         assert seen[False]

@@ -28,6 +28,7 @@ from pure_loop.stages.ownership import Ownership
 from pure_loop.stages.references import can_count
 from tests.ownership.ways import leaves_behind
 from tests.support.donating import DATA, Kept, assert_same, fit, plain
+from tests.support.problem import cross_entropy
 
 pytestmark = pytest.mark.skipif(not can_count(), reason="references can't be counted in this interpreter")
 
@@ -127,7 +128,7 @@ def module_kept_by(way: str, kept: Kept) -> None:
         modules.append(model)
         return model(batch[0])
 
-    options = {"evaluators": DATA[:1], "eval_interval": "2ba", "task": pl.Task(validate=evaluated)}
+    options = {"evaluators": DATA[:1], "eval_interval": "2ba", "loss": pl.Task(loss=cross_entropy, validate=evaluated)}
     if way == "hook":
         handle = nn.modules.module.register_module_forward_hook(lambda module, *_: modules.append(module))
     for event, state in fit(**options if way == "eval" else {}):

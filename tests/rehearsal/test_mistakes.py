@@ -45,7 +45,7 @@ def plain(folder: Path) -> Options:
     return {
         "train": [batch()] * 3,
         "evaluators": {"val": pl.Evaluator([batch()] * 2, metrics=[pl.metrics.loss(), accuracy("y")])},
-        "task": TASK,
+        "loss": TASK,
         "optimizer": pl.optim.adamw(lr=pl.schedules.linear(0.01, 0.0, "1dur")),
         "max_duration": "3ep",
         "algorithms": [],

@@ -67,7 +67,7 @@ def test_evaluations_and_predictions_may_ask_for_gradients(compile: bool) -> Non
         torch.testing.assert_close(seen[-1][1].metrics["test"]["loss"], WANTED)
         assert not any(state.outputs.requires_grad for event, state in seen if event is Event.EVAL_BATCH_END)
     wanted = torch.stack([equation(Net(waves=True)(x), None) for x, _ in POINTS]).mean().detach()
-    state = pl.run(pl.evaluate(Net(waves=True), pl.Evaluator(POINTS, gradients=True), task=TASK, compile=compile))
+    state = pl.run(pl.evaluate(Net(waves=True), pl.Evaluator(POINTS, gradients=True), loss=TASK, compile=compile))
     torch.testing.assert_close(state.metrics["eval"]["loss"], wanted)
     assert not state.metrics["eval"]["loss"].requires_grad
     pairs = list(pl.predict(Net(), FORCES, gradients=True, compile=compile))
@@ -85,7 +85,7 @@ def test_evaluations_and_predictions_may_ask_for_gradients(compile: bool) -> Non
 
 FIT: dict[str, Any] = {"loss": mse_loss, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "1ep"}
 DIFFERENTIATING: dict[str, tuple[str, Any]] = {
-    "loss": ("loss", lambda **options: pl.evaluate(Net(waves=True), POINTS, task=TASK, **options)),
+    "loss": ("loss", lambda **options: pl.evaluate(Net(waves=True), POINTS, loss=TASK, **options)),
     "predict": ("forward", lambda **options: pl.predict(Net(), FORCES, **options)),
     "evaluate": ("forward", lambda **options: pl.evaluate(Net(), FORCES, loss=mse_loss, **options)),
     "fit": ("forward", lambda **options: pl.fit(Net(), FORCES, evaluators=FORCES, **FIT, **options)),

@@ -131,8 +131,11 @@ PLACES: dict[str, Callable[[Factor], tuple[nn.Module, dict[str, Any]]]] = {
         {"loss": hooked(nn.MSELoss(), "register_forward_hook", lambda module, inputs, output: output * f())},
     ),
     "own loss": lambda f: (WithLoss(f), {"loss": None}),
-    "task forward": lambda f: (Net(), {"task": pl.Task(forward=lambda module, batch: module(batch[0]) * f())}),
-    "task loss": lambda f: (Net(), {"task": pl.Task(loss=lambda y, batch: mse_loss(y, batch[1]) * f()), "loss": None}),
+    "task forward": lambda f: (
+        Net(),
+        {"loss": pl.Task(forward=lambda module, batch: module(batch[0]) * f(), loss=mse_loss)},
+    ),
+    "task loss": lambda f: (Net(), {"loss": pl.Task(loss=lambda y, batch: mse_loss(y, batch[1]) * f())}),
     "backward": lambda f: (of_torch(), {"loss": lambda outputs, targets: mse_loss(drawing(outputs, f), targets)}),
     "hook of a backward": lambda f: (
         of_torch("register_full_backward_hook", lambda module, before, after: (before[0] * f(),)),

@@ -16,7 +16,10 @@ from tests.support.problem import LR, close, fit, mlp, points
 from tests.support.refused import Refusal, check, rows
 
 Pair = namedtuple("Pair", "near far")
-BOTH = pl.Task(loss_total=sum)
+
+
+def on_targets(loss: Any) -> pl.Task:
+    return pl.Task(loss=lambda outputs, batch: loss(outputs, batch[1]), loss_total=sum)
 
 
 def parts(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +60,7 @@ def test_parts_of_a_loss_are_added_on_request(names: str) -> None:
     settings: dict[str, Any] = {"evaluators": data, "compile": compiled, "strict": not compiled}
     _, wanted = run(mlp(), data, loss=lambda o, t: sum(parts(o, t)), **settings)
     for size in (None, 4):
-        loss, state = run(mlp(), data, loss=KINDS[names], task=BOTH, microbatch_size=size, **settings)
+        loss, state = run(mlp(), data, loss=on_targets(KINDS[names]), microbatch_size=size, **settings)
         assert list(loss) == ["total", *names.strip().split(", ")]
         close(state.params, wanted.params)
         close({"loss": state.metrics["eval"]["loss"]}, {"loss": wanted.metrics["eval"]["loss"]})
@@ -67,10 +70,10 @@ def test_parts_of_a_loss_are_added_on_request(names: str) -> None:
 def test_parts_of_a_module_s_own_loss_and_any_sum_of_them() -> None:
     model, data = WithParts(*mlp()), points(1, size=6)
     task = pl.Task(forward=lambda module, batch: module(batch), loss_total=lambda parts: parts[0] + 0.5 * parts[1])
-    _, weighted = run(model, data, loss=None, task=task)
+    _, weighted = run(model, data, loss=task)
     _, by_hand = run(mlp(), data, loss=lambda o, t: parts(o, t)[0] + 0.5 * parts(o, t)[1])
     close(weighted.params, by_hand.params)
-    loss, _ = run(mlp(), data, loss=lambda o, t: {"total": o.sum(), "a": o.mean()}, task=BOTH)
+    loss, _ = run(mlp(), data, loss=on_targets(lambda o, t: {"total": o.sum(), "a": o.mean()}))
     assert list(loss) == ["total", "a"]
 
 
@@ -129,7 +132,7 @@ def text(where: str) -> pl.Stream:
     return fit(**{where: pl.Evaluator(points(), metrics=metric) if where == "evaluators" else metric})
 
 
-SUM, SAYS = "task=pl.Task(loss_total=sum)", "the metric 'word' (Metric('word')) gave 'good' of type str"
+SUM, SAYS = "loss=pl.Task(loss=..., loss_total=sum)", "the metric 'word' (Metric('word')) gave 'good' of type str"
 X, Y = points(1)[0]
 OF_ONE = pl.optim.adam(lr=LR).init(pl.State.create(Players()).params)
 

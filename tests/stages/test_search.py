@@ -110,7 +110,7 @@ def test_what_was_so_before_the_batch_and_what_is_no_cause() -> None:
     assert found(Masked(), [PAIR], loss=times(math.inf))[0] == "loss"
     batch = {"x": INPUTS, "mask": torch.full((32,), -math.inf), "y": torch.full((32, 3), math.nan)}
     task = pl.Task(forward=lambda module, item: module(item["x"]), loss=lambda out, item: (out - item["y"]).mean())
-    assert found(Masked(), [batch], loss=None, task=task)[:2] == ("batch", "y")
+    assert found(Masked(), [batch], loss=task)[:2] == ("batch", "y")
     # Buffers are those of before the batch, whose variance overflows.
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
     assert found(net, [PAIR, with_row(5, 1e30, slice(None))], loss=times(math.nan))[0] == "loss"

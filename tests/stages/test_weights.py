@@ -267,10 +267,10 @@ def test_where_it_can_not_be_known_a_part_weighs_its_samples() -> None:
     batch = batch_of([0, -100, 1, 2])
     parts = [tuple(each[i : i + 2] for each in batch) for i in (0, 2)]
     wanted = by_hand(lambda module: sum(functional.cross_entropy(module(x), y) / 2 for x, y in parts))
-    same(trained(batch, loss=functional.cross_entropy, task=BY_SAMPLES, microbatch_size=2), wanted)
+    same(trained(batch, loss=BY_SAMPLES, microbatch_size=2), wanted)
 
 
-BY_SAMPLES = pl.Task(weight=lambda batch: len(batch[1]))
+BY_SAMPLES = pl.Task(loss=functional.cross_entropy, weight=lambda batch: len(batch[1]))
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -292,7 +292,8 @@ def test_probabilities_in_the_place_of_indices_are_refused_where_classes_have_we
     options: dict[str, Any] = {"loss": loss, "algorithms": [pl.algorithms.label_smoothing(0.1)]}
     with pytest.raises(pl.ArgumentError, match=r"CrossEntropyLoss.* has class weights.*label_smoothing="):
         trained(batch, microbatch_size=2, **options)
-    same(trained(batch, task=BY_SAMPLES, microbatch_size=2, **options), trained(batch, **options))
+    own_weight = pl.Task(loss=loss, weight=lambda batch: len(batch[1]))
+    same(trained(batch, microbatch_size=2, **options | {"loss": own_weight}), trained(batch, **options))
 
 
 # Weights of zero.
@@ -355,8 +356,8 @@ def test_a_part_of_weight_0_counts_for_nothing(case: Any, watch: str, reads: boo
     with reading(reads), pytest.MonkeyPatch.context() as patch:
         for user in ("engine", "ownership") if large else ():
             patch.setattr(f"pure_loop.stages.{user}.LARGE", 0)
-        same(trained(batch, task=task, microbatch_size=size, watch=WATCHED[watch]), wanted)
-        measured = evaluated(Words(), [batch], size, pl.metrics.loss(), task=task)["loss"]
+        same(trained(batch, loss=task, microbatch_size=size, watch=WATCHED[watch]), wanted)
+        measured = evaluated(Words(), [batch], size, pl.metrics.loss(), loss=task)["loss"]
     torch.testing.assert_close(measured, wanted[0], rtol=1e-12, atol=1e-13)
 
 
@@ -374,7 +375,7 @@ def test_a_compiled_step_weighs_so_too(case: Case, size: int, other: Any, event:
     Not of ``multilabel_margin_loss``: what torch 2.13 makes of that in a graph is another number than eagerly.
     """
     batch, task, parts, wanted = other
-    same(trained(batch, task=task, microbatch_size=parts, compile=True, watch={event, *ONE}), wanted)
+    same(trained(batch, loss=task, microbatch_size=parts, compile=True, watch={event, *ONE}), wanted)
     loss, module, batch = case
     hypothesis.assume("abel" not in str(loss) and not loss(module(batch[0]), batch[1]).isnan())
     wanted = whole(loss, batch, module)
@@ -397,7 +398,7 @@ def test_a_batch_of_weight_0_is_an_error_or_is_left_out(size: Any, kind: str) ->
     """Its loss is a mean over nothing, NaN, and is treated as one, also where the user's loss is a number."""
     nothing, something = batch_of([-100] * 4), batch_of([0, 1, 2, 3])
     task = pl.Task(loss=lambda outputs, batch: outputs.square().mean(), weight=lambda b: KINDS[kind](b[1] != -100))
-    settings: dict[str, Any] = {"task": task, "optimizer": pl.optim.adamw(lr=0.1), "microbatch_size": size}
+    settings: dict[str, Any] = {"loss": task, "optimizer": pl.optim.adamw(lr=0.1), "microbatch_size": size}
     for watch, reads in ((None, True), (ONE, False), (WATCHED["two"], True)):
         fit = partial(pl.fit, Words(), max_duration="1ep", watch=watch, **settings)
         with reading(reads):
@@ -429,8 +430,8 @@ def test_an_evaluation_of_nothing_is_nan_and_is_not_shown_to_metrics() -> None:
 def _weighing(weight: Any, evaluates: bool) -> Any:
     data, task = [batch_of([0, 1, 2, 3])], pl.Task(loss=entropy, weight=lambda batch: weight)
     if evaluates:
-        return pl.evaluate(Words(), data, task=task)
-    return pl.fit(Words(), data, task=task, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ba", microbatch_size=2)
+        return pl.evaluate(Words(), data, loss=task)
+    return pl.fit(Words(), data, loss=task, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ba", microbatch_size=2)
 
 
 @rows(

@@ -20,7 +20,7 @@ from pure_loop._internal.pytree import NAMESPACE
 from pure_loop.compile import interpreted
 from pure_loop.random import seeded
 from pure_loop.testing.comparison import differences
-from tests.support.problem import convnet, fit, images, points, run
+from tests.support.problem import convnet, cross_entropy, fit, images, points, run
 from tests.support.tiers import examples
 from tests.support.worlds import pool
 
@@ -185,6 +185,6 @@ def test_evaluations_may_differentiate_by_what_is_frozen() -> None:
 
 def test_a_loss_of_what_is_frozen_says_so() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
-    task = pl.Task(forward=lambda module, batch: module[0](batch[0]))
+    task = pl.Task(forward=lambda module, batch: module[0](batch[0]), loss=cross_entropy)
     with pytest.raises(pl.LossError, match=r"state\.frozen has 2 of the model's, 0\.bias, 0\.weight"):
-        run(model, algorithms=[freezing((FIRST,))], task=task)
+        run(model, algorithms=[freezing((FIRST,))], loss=task)

@@ -64,7 +64,7 @@ def pairs(cls: type[pl.State], donate: Any = "auto") -> list[tuple[Event, Any]]:
     task = pl.Task(loss=lambda outputs, batch: functional.cross_entropy(outputs["again"], batch[1]))
     return list(
         fit(
-            cls.create(Nested(), **own), DATA, [pl.algorithms.ema(half_life="2ba")], loss=None, task=task,
+            cls.create(Nested(), **own), DATA, [pl.algorithms.ema(half_life="2ba")], loss=task,
             optimizer=pl.optim.adamw(lr=0.1), max_duration="2ba", microbatch_size=2, precision="amp_fp16",
             evaluators={"val": pl.Evaluator(DATA, metrics=[pl.metrics.loss()])}, strict=None, donate=donate,
         )

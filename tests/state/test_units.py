@@ -101,14 +101,14 @@ def test_whatever_counts_tokens_that_no_batch_has_is_named_before_the_first_trai
             assert text in str(caught.value)
         assert Event.BATCH_END not in seen
     task = pl.Task(loss=lambda outputs, batch: cross_entropy(outputs, batch[1]), tokens=lambda batch: len(batch[0]))
-    assert run(task=task, loss=None, **make(str(tmp_path))).timestamp.token == 24
+    assert run(loss=task, **make(str(tmp_path))).timestamp.token == 24
 
 
 def test_batches_without_tokens_between_others() -> None:
     """A count of one's own may be 0 in the first batch, and any in a later one."""
     counts = iter([0, 5, 0])
     task = pl.Task(loss=lambda outputs, batch: cross_entropy(outputs, batch[1]), tokens=lambda batch: next(counts))
-    assert run(task=task, loss=None, optimizer=pl.optim.sgd(lr=LINE), max_duration="1ep").timestamp.token == 5
+    assert run(loss=task, optimizer=pl.optim.sgd(lr=LINE), max_duration="1ep").timestamp.token == 5
 
 
 def test_iterations_that_there_are_not() -> None:

@@ -41,7 +41,7 @@ def test_every_type_is_found_and_types_of_others_draw_nothing_of_this_library() 
 @examples(10, 100)
 @given(SMALL, *map(st.from_type, (pl.Evaluator, pl.Optimizer, pl.Metric, pl.Task)))
 def test_what_is_found_by_type_works(case: Any, evaluator: Any, optimizer: Any, metric: Any, task: Any) -> None:
-    state = case.run(optimizer=optimizer, task=task, loss=None)[-1][1]
+    state = case.run(optimizer=optimizer, loss=task)[-1][1]
     assert task.samples(next(iter(case.data()))) >= 1
     assert num_samples(evaluator.dataloader[0]) >= 1
     held_out = pl.Evaluator(case.problem.batches([2], seed=0), metrics=[metric])

@@ -134,9 +134,9 @@ IN_PLACE: list[tuple[str, Callable[[], Any]]] = [
     *[(BY_ALGORITHM, lambda w=write: fit(algorithms=[meddling(w)])) for write in (add, write_data, step_fused)],
     ("callback does changed", lambda: fit(callbacks=[does])),
     ("the loop's body changed", by_the_body),
-    (r"^the forward changed state\.batch\[0\]", lambda: fit(data=ONES, loss=None, task=FORWARD)),
+    (r"^the forward changed state\.batch\[0\]", lambda: fit(data=ONES, loss=FORWARD)),
     (r"^the optimizer's step changed state\.params\['0.weight'\]", lambda: fit(optimizer=OWN)),
-    (r"^the loss changed state\.batch\[1\]", lambda: fit(data=ONES, loss=None, task=LOSS)),
+    (r"^the loss changed state\.batch\[1\]", lambda: fit(data=ONES, loss=LOSS)),
 ]
 
 

@@ -40,7 +40,7 @@ def test_forks_are_those_by_hand() -> None:
     algorithms = [mixup(0.4), label_smoothing(0.2), ema(half_life="10ba")]
     for batch in (0, 4):
         start: Any = stopped(mlp(), algorithms, batch) if batch else mlp()
-        result = pl.ablate(start, points(), algorithms, steps="5ba", metric="val/loss", **SETTINGS)
+        result = pl.ablate(start, points(), algorithms=algorithms, steps="5ba", metric="val/loss", **SETTINGS)
         assert result.start == batch
         assert result.everything == by_hand(start, algorithms, batch + 5)
         for number, name in enumerate(["mixup", "label_smoothing", "ema"]):
@@ -52,7 +52,7 @@ def test_forks_are_those_by_hand() -> None:
 
 
 def test_the_loss_of_training_and_the_table() -> None:
-    result = pl.ablate(mlp(), points(), [label_smoothing(0.5)], steps="1ep", metric="train/loss", **SETTINGS)
+    result = pl.ablate(mlp(), points(), algorithms=[label_smoothing(0.5)], steps="1ep", metric="train/loss", **SETTINGS)
     for value, algorithms in ((result.everything, [label_smoothing(0.5)]), (result.nothing, [])):
         pairs = pl.fit(mlp(), points(), algorithms=algorithms, **SETTINGS)
         losses: list[Any] = [state.loss for event, state in pairs if event is Event.BATCH_END][:3]
@@ -66,11 +66,11 @@ def test_the_loss_of_training_and_the_table() -> None:
 
 def test_algorithms_that_change_the_model() -> None:
     settings = {**SETTINGS, "evaluators": {"val": images(1, seed=1)}}
-    result = pl.ablate(convnet(), images(), [blurpool()], steps="1ep", **settings)
+    result = pl.ablate(convnet(), images(), algorithms=[blurpool()], steps="1ep", **settings)
     assert result.everything != result.without["blurpool"] == result.nothing
     state = problem.run("convnet", algorithms=[blurpool()], max_duration="1ep")
     with pytest.raises(pl.ArgumentError, match="'blurpool' binds INIT, and changed the model of this State"):
-        pl.ablate(state, images(), [blurpool()], steps="1ep", **settings)
+        pl.ablate(state, images(), algorithms=[blurpool()], steps="1ep", **settings)
 
 
 def test_what_leaves_nothing_to_compare_is_refused() -> None:

@@ -91,7 +91,7 @@ def loader(**settings: Any) -> Any:
 
 
 def weighted(weight: Callable[[Any], float]) -> Settings:
-    return {"task": pl.Task(weight=weight), "microbatch_size": 3}
+    return {"loss": pl.Task(loss=problem.cross_entropy, weight=weight), "microbatch_size": 3}
 
 
 def factors(one: float, other: float) -> tuple[Settings, Settings]:
@@ -132,7 +132,7 @@ def test_a_line_that_is_another_is_named() -> None:
         found = pl.diff(*map(run, [{}, *settings][-2:]))
         assert where_of(found) == where
         assert where.split()[0] in str(found)
-        assert str(found).count("\n") == 2
+        assert str(found).count("\n") >= 2
     # At the first step other betas cancel out in the parameters, up to rounding.
     for leaf, betas in (("exp_avg", (0.8, 0.999)), ("exp_avg_sq", (0.9, 0.99))):
         found = pl.diff(*(run({"optimizer": pl.optim.adamw(lr=0.01, betas=each)}) for each in ((0.9, 0.999), betas)))
@@ -154,7 +154,7 @@ def test_a_tolerance_and_an_operation() -> None:
     assert pl.diff(*map(run, runs))
     alike = pl.diff(*map(run, runs), tolerance=1e-4)
     assert not alike
-    assert (alike.tolerance, str(alike)[-28:]) == (1e-4, "up to a tolerance of 0.0001.")
+    assert (alike.tolerance, str(alike).splitlines()[0][-28:]) == (1e-4, "up to a tolerance of 0.0001.")
 
 
 # Algorithms that are wrong on purpose, beside one of the same name and events that does nothing. Of some all States are

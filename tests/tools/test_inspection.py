@@ -181,21 +181,21 @@ TIME_FIRST = pl.Task(
 
 def test_a_loss_of_the_whole_batch_in_the_outputs_and_time_first() -> None:
     batch = {"x": INPUTS[:6], "y": TARGETS[:6]}
-    state = start(OwnLoss(mlp()), batch, task=OF_ITSELF)
-    report, by_rows = (pl.inspect(state, task=task, **NEEDED) for task in (OF_ITSELF, ITS_LOGITS))
+    state = start(OwnLoss(mlp()), batch, loss=OF_ITSELF)
+    report, by_rows = (pl.inspect(state, loss=task, **NEEDED) for task in (OF_ITSELF, ITS_LOGITS))
     assert report.alone > by_rows.alone
     assert "6 of 6 samples, by loss, each in a forward of its own" in str(report)
     for one, other in zip(report.samples, by_rows.samples, strict=True):
         assert (one.row, one.loss) == (other.row, pytest.approx(other.loss, rel=1e-5))
         assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-5)
-    state = start(OwnLoss(noisy()), batch, task=OF_ITSELF)
+    state = start(OwnLoss(noisy()), batch, loss=OF_ITSELF)
     with pytest.raises(pl.ArgumentError, match=r"'layers.1' \(BatchNorm1d\) normalises over the microbatch.*pl.Task"):
-        pl.inspect(state, task=OF_ITSELF, **NEEDED)
+        pl.inspect(state, loss=OF_ITSELF, **NEEDED)
     for time in (5, 8):  # as many times as samples, too
         x, y = torch.randn(8, time, 4, generator=noise()), torch.arange(8) % 3
-        state = start(nn.LSTM(4, 3), (x, y), task=TIME_FIRST)
+        state = start(nn.LSTM(4, 3), (x, y), loss=TIME_FIRST)
         losses = cross_entropy(state.module()(x.transpose(0, 1))[0].mean(0), y, reduction="none")
-        for sample in pl.inspect(state, task=TIME_FIRST, **NEEDED).samples:
+        for sample in pl.inspect(state, loss=TIME_FIRST, **NEEDED).samples:
             assert sample.loss == pytest.approx(float(losses[sample.row].detach()), rel=1e-5)
 
 
@@ -224,7 +224,7 @@ def test_what_can_not_be_inspected_is_refused() -> None:
         ("no argument 'los'", lambda: in_a_batch(los=mse_loss)),
         ("optimizer='adam': give one of pl.optim", lambda: in_a_batch(loss=mse_loss, optimizer="adam")),
         ("failed on one: IndexError", lambda: in_a_batch(loss=contrastive)),
-        ("of 2 of the 6 samples of a microbatch failed", lambda: in_a_batch(task=SIX)),
-        ("can't split the outputs of the forward, tensor ()", lambda: in_a_batch(task=TOTAL)),
+        ("of 2 of the 6 samples of a microbatch failed", lambda: in_a_batch(loss=SIX)),
+        ("can't split the outputs of the forward, tensor ()", lambda: in_a_batch(loss=TOTAL)),
     ):
         check(Refusal(says, call, pl.PureLoopError, (says,)))

@@ -289,7 +289,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         FlightRecorder("memory://runs")
     sparse = [(torch.eye(4).to_sparse(), torch.zeros(4, 1))] * 3
     task = pl.Task(forward=lambda m, batch: m(batch[0].to_dense()), loss=lambda out, batch: out.square().mean())
-    record(tmp_path / "s", sparse, torch.nn.Linear(4, 1), task=task, loss=None, max_duration="1ep", strict=False)
+    record(tmp_path / "s", sparse, torch.nn.Linear(4, 1), loss=task, max_duration="1ep", strict=False)
     assert len(read_flight(tmp_path / "s").lines) == 3
 
 

@@ -142,14 +142,13 @@ def test_the_fields_that_replace_takes_are_those_that_there_are() -> None:
 
 
 def test_the_options_of_fit_are_its_arguments() -> None:
-    """The signature and what type checkers read of it: the same names, in one order, with the same types."""
+    """The signature, what type checkers read of it, and the fields of a recipe: the same names and types."""
     parameters = [each for each in inspect.signature(pl.fit).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    types = {
-        each.name: each.annotation if each.default is not each.empty else f"Required[{each.annotation}]"
-        for each in parameters
-    }
+    types = {each.name: each.annotation for each in parameters}
     assert {name: kind.__forward_arg__ for name, kind in FitOptions.__annotations__.items()} == types
-    assert list(FitOptions.__annotations__) == list(types)
+    of_recipe = {each.name: each.type for each in attrs.fields(pl.Recipe) if each.name in types}
+    optional = {name: f"{types[name]} | None" for name in ("optimizer", "max_duration")}
+    assert (of_recipe, list(of_recipe)) == (types | optional, list(types))
 
 
 def test_settings_read_each_argument_of_fit() -> None:

@@ -236,7 +236,7 @@ class _Watcher:
     def __init__(self, case: Case) -> None:
         arguments = case.arguments()
         self._stages = Stages(
-            task=make_task(case.model(), arguments["loss"], arguments["task"]),
+            task=make_task(case.model(), arguments["loss"]),
             optimizer=arguments["optimizer"],
             precision=Precision.parse(case.precision),
             microbatch_size=case.plan.microbatch_size,

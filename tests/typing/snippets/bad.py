@@ -104,4 +104,14 @@ def two_losses(outputs: Tensor, targets: Tensor) -> list[Tensor]:
     return [outputs.mean(), targets.float().mean()]
 
 
+RECIPE = pl.Recipe(DATA, optimizer=SGD, max_duration="1ep")
+pl.Recipe(DATA, optimiser=SGD)  # error: call-arg, reportCallIssue
+pl.Recipe(DATA, precision="bf16")  # error: arg-type, reportArgumentType
+pl.Recipe(MODEL)  # error: arg-type, reportArgumentType
+RECIPE.fit(MODEL, max_duraton="2ep")  # error: call-arg, reportCallIssue
+RECIPE.fit(MODEL, seed="3")  # error: arg-type, reportArgumentType
+RECIPE.lr_find(MODEL, low=1e-3)  # error: call-arg, reportCallIssue
+RECIPE.evaluate(MODEL, max_duration="1ep")  # error: call-arg, reportCallIssue
+RECIPE.replace(model=MODEL)  # error: call-arg, reportCallIssue
+RECIPE.seed = 3  # error: misc, reportAttributeAccessIssue
 pl.fit(MODEL, DATA, loss=two_losses, optimizer=SGD, max_duration="1ep")  # error: arg-type, reportArgumentType

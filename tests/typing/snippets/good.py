@@ -25,6 +25,7 @@ from pure_loop.typing import (
     PrecisionName,
     Profile,
     RangeTest,
+    SettingsDifference,
     StateFields,
 )
 
@@ -145,6 +146,20 @@ def train(module: nn.Module, evaluators: EvaluatorsLike, precision: PrecisionNam
             print(float(state.loss))
     return pl.run(pl.fit(module, DATA, loss=two_losses, optimizer=optimizer, max_duration="1ep", clip_grad=1.0))
 
+
+recipe = pl.Recipe(DATA, loss=nn.functional.cross_entropy, optimizer=optimizer, max_duration="1ep", watch={"batch_end"})
+assert_type(recipe.fit(nn.Linear(4, 3), max_duration="2ep"), pl.Stream)
+assert_type(recipe.replace(train_dataloader=DATA, seed=3), pl.Recipe)
+assert_type(recipe.run(nn.Linear(4, 3)), pl.State)
+assert_type(recipe.evaluate(recipe.run(nn.Linear(4, 3)), {"val": DATA}, precision="fp32"), pl.Stream)
+assert_type(recipe.predict(nn.Linear(4, 3), DATA, gradients=False), pl.Stream)
+assert_type(recipe.lr_find(nn.Linear(4, 3), steps=10, highest=1e-5), RangeTest)
+assert_type(recipe.profile(nn.Linear(4, 3), batches=None, warmup=0), Profile)
+assert_type(recipe.optimizer, pl.Optimizer | None)
+assert_type(recipe.evaluators, EvaluatorsLike)
+assert_type(recipe == recipe.replace(seed=1), bool)
+assert_type(pl.diff(recipe, recipe.replace(seed=1)), SettingsDifference)
+assert_type(bool(pl.diff(recipe.fit(nn.Linear(4, 3)), recipe.fit(nn.Linear(4, 3)))), bool)
 
 options: FitOptions = {"optimizer": optimizer, "max_duration": "1ep", "loss": nn.functional.cross_entropy, "seed": 3}
 pl.run(pl.fit(nn.Linear(4, 3), DATA, **options))

@@ -1,0 +1,346 @@
+"""The arguments of ``fit`` but the model or State, as an immutable value: what :class:`pure_loop.Recipe` is made of."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import GeneratorType
+from typing import Any, Literal, Self, Unpack
+
+import attrs
+import torch
+from torch import nn
+
+from pure_loop import algorithms, optim
+from pure_loop._internal.equality import equal
+from pure_loop._internal.reprs import call, columns, data, shown, table
+from pure_loop._internal.suggestions import example, passing_on, teaching
+from pure_loop.algorithm import Algorithm, AlgorithmLike
+from pure_loop.cadence import CadenceLike
+from pure_loop.callback import Callback, CallbackLike, Logger
+from pure_loop.distributed.parallel import Parallel
+from pure_loop.entry.fit import FitOptions, fit
+from pure_loop.entry.settings import Settings
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.evaluator import Evaluator, EvaluatorsLike
+from pure_loop.event import Event, EventName
+from pure_loop.frozendict import FrozenDict
+from pure_loop.gradients import ClipFunction
+from pure_loop.metrics._base import MetricsLike
+from pure_loop.optim import Optimizer
+from pure_loop.optim.optimizer import fixed_rate
+from pure_loop.precision import PrecisionName
+from pure_loop.state import Loss, State
+from pure_loop.task import Task, check_loss_function
+from pure_loop.time import Time
+
+DEFAULTS: dict[str, Any] = {
+    name: None if parameter.default is parameter.empty else parameter.default
+    for name, parameter in inspect.signature(fit).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+_LISTED = ("evaluators", "train_metrics", "algorithms", "callbacks", "loggers", "watch")
+_NEEDED = ("train_dataloader", "optimizer", "max_duration")
+_WIDTH = 88
+
+
+class RecipeOptions(FitOptions, total=False):
+    """The settings of a recipe, for the types of functions that pass them on."""
+
+    train_dataloader: Iterable[Any] | None
+
+
+def all_settings(**settings: Unpack[RecipeOptions]) -> None:
+    """A function with all settings of a recipe, for the signatures of those that pass them on."""
+
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+vars(all_settings)["__signature__"] = inspect.Signature(
+    [
+        inspect.Parameter(name, _KEYWORD, default=default)
+        for name, default in (("train_dataloader", None), *DEFAULTS.items())
+    ]
+)
+
+
+@attrs.frozen(init=False, eq=False, repr=False)
+class Arguments:
+    """The arguments of a call of ``fit`` but the model or State, which are checked when it is made."""
+
+    train_dataloader: Iterable[Any] | None
+
+    # What is trained, and for how long.
+    loss: Callable[[Any, Any], Loss] | Task | None
+    optimizer: Optimizer | None
+    max_duration: str | Time | None
+
+    # Evaluation.
+    evaluators: EvaluatorsLike
+    eval_interval: CadenceLike
+    train_metrics: MetricsLike
+
+    # A step.
+    microbatch_size: int | Literal["auto"] | None
+    batches_per_step: int
+    precision: PrecisionName
+    clip_grad: float | ClipFunction | None
+    nonfinite: Literal["error", "skip"]
+
+    # What takes part, and what is recorded.
+    algorithms: Iterable[AlgorithmLike]
+    callbacks: Iterable[CallbackLike]
+    loggers: Iterable[Logger]
+    run_name: str | None
+
+    # Saving and resuming.
+    autoresume: str | os.PathLike[str] | Callback | None
+    load_path: str | os.PathLike[str] | None
+
+    # Reproduction and checks.
+    seed: int
+    deterministic: bool
+    strict: bool | None
+    verify: str | Time | None
+
+    # Where it runs, and how fast.
+    device: torch.device | str | None
+    parallel: Literal["replicate", "shard", False] | Parallel | None
+    compile: bool | Literal["where possible"]
+    steps_per_call: int
+    watch: Collection[Event | EventName] | None
+    donate: bool | Literal["auto"]
+
+    # Epochs, iterations and time.
+    batches_per_epoch: int | None
+    iteration_length: str | Time | None
+    order: Literal["current", "2021"]
+    clock: Callable[[], float]
+
+    # The iterators that streams of it, and of those that ``replace`` made of it, were given.
+    _iterators: list[object] = attrs.field(repr=False)
+
+    @teaching
+    @passing_on(fit, optional=["optimizer", "max_duration"])
+    def __init__(self, train_dataloader: Iterable[Any] | None = None, **settings: Unpack[FitOptions]) -> None:
+        if isinstance(train_dataloader, nn.Module | State):
+            raise ArgumentTypeError(
+                f"train_dataloader is a {type(train_dataloader).__name__}: a recipe has no model; write "
+                "pl.Recipe(train_dataloader, ...).fit(model)."
+            )
+        values: dict[str, Any] = {**DEFAULTS, **settings}
+        values |= {name: _immutable(values[name]) for name in _LISTED}
+        _check({"train_dataloader": train_dataloader, **values})
+        self.__attrs_init__(train_dataloader=train_dataloader, **values, iterators=[])
+
+    @property
+    def settings(self) -> FrozenDict[str, Any]:
+        """All settings by name, with those at their default.
+
+        >>> import pure_loop as pl
+        >>> pl.Recipe(seed=3).settings["seed"]
+        3
+        """
+        return FrozenDict({name: getattr(self, name) for name in ("train_dataloader", *DEFAULTS)})
+
+    @teaching
+    @passing_on(all_settings)
+    def replace(self, **changes: Unpack[RecipeOptions]) -> Self:
+        """Another recipe, with these settings changed.
+
+        >>> import pure_loop as pl
+        >>> pl.Recipe(seed=3).replace(precision="amp_bf16")
+        Recipe(precision='amp_bf16', seed=3)
+        """
+        settings: dict[str, Any] = {**self.settings, **changes}
+        changed = type(self)(**settings)
+        object.__setattr__(changed, "_iterators", self._iterators)
+        return changed
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            not SettingsDifference.of(self.settings, other.settings) if isinstance(other, Arguments) else NotImplemented
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # data and functions are compared by value
+
+    def __repr__(self) -> str:
+        values = {name: value for name, value in self.settings.items() if not is_default(name, value)}
+        written = [setting_in_words(name, value) for name, value in values.items()]
+        name, line = type(self).__name__, ", ".join(written)
+        if len(line) > _WIDTH:
+            line = "\n" + "".join(f"    {item},\n" for item in written)
+        return f"{name}({line})"
+
+    def _for(
+        self,
+        tool: str,
+        changes: RecipeOptions,
+        *,
+        needed: Collection[str] = _NEEDED,
+        without: Collection[str] = (),
+        draws: bool = False,
+    ) -> dict[str, Any]:
+        """The arguments of a function that is called as ``fit``.
+
+        Args:
+            tool: its name.
+            changes: of the settings.
+            needed: settings that it needs.
+            without: settings of the recipe that are at their default in this call, unless they are among the changes.
+            draws: whether it draws from the data: from an iterator that is possible once.
+        """
+        recipe = self.replace(**changes) if changes else self
+        recipe._refuse_lack(tool, needed)
+        if draws:
+            recipe._refuse_drawn(tool)
+        values = {**recipe.settings, **{name: DEFAULTS[name] for name in without if name not in changes}}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _refuse_lack(self, tool: str, needed: Iterable[str]) -> None:
+        """
+        Raises:
+            ArgumentTypeError: a setting that is needed is None.
+        """
+        lacking = [name for name in needed if getattr(self, name) is None]
+        if lacking:
+            raise ArgumentTypeError(
+                f"this recipe has no {' and no '.join(lacking)}, which {tool} needs: write "
+                f"recipe.{tool}(..., {', '.join(map(example, lacking))}), or recipe.replace(...)."
+            )
+
+    def _refuse_drawn(self, tool: str) -> None:
+        """
+        Raises:
+            ArgumentError: the data is an iterator, and its first batches are gone.
+        """
+        iterator = self.train_dataloader
+        if not isinstance(iterator, Iterator):
+            return
+        begun = isinstance(iterator, GeneratorType) and inspect.getgeneratorstate(iterator) != inspect.GEN_CREATED
+        if begun or any(iterator is item for item in self._iterators):
+            raise ArgumentError(
+                f"recipe.{tool}: train_dataloader is {type(iterator).__name__}, an iterator that was drawn from "
+                "before: its first batches are gone. Give a DataLoader or a list, or write "
+                f"recipe.{tool}(..., train_dataloader=another)."
+            )
+        self._iterators.append(iterator)
+
+
+@attrs.frozen(repr=False)
+class SettingsDifference:
+    """The settings in which two recipes, or two calls of ``fit``, differ: false where there are none.
+
+    Attributes:
+        values: those of both, by the name of the setting.
+
+    >>> SettingsDifference({"seed": (0, 1)})
+    setting  a  b
+    seed     0  1
+    """
+
+    values: Mapping[str, tuple[object, object]]
+
+    @classmethod
+    def of(cls, a: Mapping[str, object], b: Mapping[str, object]) -> SettingsDifference:
+        """Between the settings of two calls, those that both have."""
+        return cls({name: (a[name], b[name]) for name in a if name in b and not equal(a[name], b[name])})
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def __repr__(self) -> str:
+        if not self.values:
+            return "The settings do not differ."
+        return "\n".join(columns([("setting", "a", "b"), *self._rows()], left=[0, 1, 2]))
+
+    def _repr_html_(self) -> str:
+        return table(list(self._rows()), ("setting", "a", "b"))
+
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        for name, pair in self.values.items():
+            a, b = (setting_in_words(name, value).removeprefix(f"{name}=") for value in pair)
+            yield name, a, b if a != b else f"{b}, another"
+
+    @property
+    def below(self) -> str:
+        """As lines below others."""
+        return "".join(f"\n  {name}: {a} and {b}" for name, a, b in self._rows())
+
+
+NO_DIFFERENCE = SettingsDifference({})
+
+
+def is_default(name: str, value: object) -> bool:
+    """Whether this is the value of a setting that is not passed."""
+    default = DEFAULTS.get(name)
+    return value is default or (type(value) is type(default) and value == default)
+
+
+def setting_in_words(name: str, value: object) -> str:
+    """A setting as it is written in a call; data by what it is.
+
+    >>> setting_in_words("seed", 3), setting_in_words("train_dataloader", [1, 2])
+    ('seed=3', 'list of 2')
+    """
+    if name == "train_dataloader":
+        return data(value)
+    if name != "evaluators":
+        return f"{name}={in_words(value)}"
+    if not isinstance(value, Mapping):
+        return f"evaluators={_evaluator(value)}"
+    return f"evaluators={{{', '.join(f'{label!r}: {_evaluator(item)}' for label, item in value.items())}}}"
+
+
+def _evaluator(value: object) -> str:
+    return shown(value) if isinstance(value, Evaluator) else data(value)
+
+
+def in_words(value: object) -> str:
+    """A value as it is written in a call, without arguments that are at their default.
+
+    >>> import pure_loop as pl
+    >>> in_words([pl.algorithms.ema(half_life="2ba"), pl.optim.sgd(lr=0.1)])
+    "[ema(half_life='2ba'), sgd(lr=0.1)]"
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {in_words(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(in_words, value))}]"
+    if isinstance(value, Algorithm) and value.factory:
+        return call(value.factory, _changed(getattr(algorithms, value.factory), value.settings))
+    if isinstance(value, Optimizer) and not value.parts:
+        rate = fixed_rate(value.lr)
+        options = {"lr": value.lr if rate is None else rate, **value.options}
+        return call(value.name, _changed(getattr(optim, value.name, None), options))
+    return shown(value)
+
+
+def _changed(factory: object, arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments that differ from the factory's defaults."""
+    parameters = inspect.signature(factory).parameters if callable(factory) else {}
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "lr"}
+    return {
+        name: value for name, value in arguments.items() if name not in defaults or not equal(value, defaults[name])
+    }
+
+
+def _check(settings: Mapping[str, object]) -> None:
+    """Refuse values that no call takes, of those that don't depend on ranks; None: there is none yet."""
+    loss = settings["loss"]
+    if loss is not None and not isinstance(loss, Task):
+        check_loss_function(loss)
+    for field in attrs.fields(Settings):
+        reader: Any = field.converter
+        value = settings.get(field.name)
+        if value is not None and reader is not None and field.name != "parallel":
+            reader(value)
+
+
+def _immutable(value: Any) -> Any:
+    """Several algorithms, callbacks or evaluators so that no later change of a list reaches them."""
+    if isinstance(value, Mapping):
+        return FrozenDict(value)
+    if isinstance(value, set | frozenset):
+        return frozenset(value)
+    return tuple(value) if isinstance(value, list | Iterator) else value

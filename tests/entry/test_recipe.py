@@ -1,0 +1,248 @@
+"""Recipes: what surrounds a State, as a value."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import pure_loop as pl
+from pure_loop.entry.arguments import DEFAULTS
+from tests.support.problem import cross_entropy, mlp, noisy, points
+from tests.support.refused import Refusal, check, rows
+from tests.support.streams import assert_same_stream
+from tests.support.tiers import examples
+
+A, C = pl.algorithms, pl.callbacks
+DATA, VAL = points(), points(1, seed=7)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets) * 2
+
+
+def clip(grads: Any, params: Any) -> Any:
+    return grads
+
+
+# Of each setting two values that differ, each by a function that makes it anew.
+VALUES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "train_dataloader": (points, lambda: points(2)),
+    "loss": (lambda: cross_entropy, lambda: pl.Task(loss=cross_entropy, weight=lambda batch: 1.0)),
+    "optimizer": (lambda: pl.optim.sgd(lr=0.1), lambda: pl.optim.adamw(lr=pl.schedules.linear(0.1, 0.0, "2ep"))),
+    "max_duration": (lambda: "2ep", lambda: "5ba"),
+    "evaluators": (lambda: {"val": points(1, seed=7)}, lambda: pl.Evaluator(points(1), interval="2ba")),
+    "eval_interval": (lambda: "1ep", lambda: "2ba"),
+    "train_metrics": (lambda: None, lambda: [pl.metrics.accuracy()]),
+    "microbatch_size": (lambda: None, lambda: 2),
+    "batches_per_step": (lambda: 1, lambda: 2),
+    "precision": (lambda: "fp32", lambda: "amp_bf16"),
+    "clip_grad": (lambda: 1.0, lambda: clip),
+    "nonfinite": (lambda: "error", lambda: "skip"),
+    "algorithms": (lambda: [A.ema(half_life="2ba"), A.label_smoothing(0.1)], lambda: [A.ema(half_life="3ba")]),
+    "callbacks": (lambda: [C.SpeedMonitor()], lambda: [C.SpeedMonitor(window=3)]),
+    "loggers": (lambda: (), lambda: [pl.loggers.InMemoryLogger()]),
+    "run_name": (lambda: None, lambda: "first"),
+    "autoresume": (lambda: None, lambda: "runs"),
+    "load_path": (lambda: None, lambda: "a.safetensors"),
+    "seed": (lambda: 0, lambda: 3),
+    "deterministic": (lambda: False, lambda: True),
+    "strict": (lambda: None, lambda: True),
+    "verify": (lambda: None, lambda: "2ba"),
+    "device": (lambda: None, lambda: "cpu"),
+    "parallel": (lambda: None, lambda: "replicate"),
+    "compile": (lambda: False, lambda: "where possible"),
+    "steps_per_call": (lambda: 1, lambda: 2),
+    "watch": (lambda: None, lambda: {pl.Event.BATCH_END}),
+    "donate": (lambda: "auto", lambda: False),
+    "batches_per_epoch": (lambda: None, lambda: 2),
+    "iteration_length": (lambda: None, lambda: "1ep"),
+    "order": (lambda: "current", lambda: "2021"),
+    "clock": (lambda: time.monotonic, lambda: time.perf_counter),
+}
+# Those that a run of a few batches can have, whatever the others are.
+FREE = ("clip_grad", "precision", "microbatch_size", "batches_per_step", "algorithms", "seed", "evaluators", "watch")
+
+
+def settings_of(second: frozenset[str] = frozenset()) -> dict[str, Any]:
+    return {name: pair[name in second]() for name, pair in VALUES.items()}
+
+
+def recipe(**changes: Any) -> pl.Recipe:
+    settings = {"loss": cross_entropy, "optimizer": pl.optim.sgd(lr=0.1), "max_duration": "2ep", "clock": zero}
+    return pl.Recipe(DATA, **settings | changes)
+
+
+def zero() -> float:
+    return 0.0
+
+
+def test_each_setting_has_two_values_here() -> None:
+    assert VALUES.keys() == {"train_dataloader", *DEFAULTS} == recipe().settings.keys()
+
+
+@examples(15, 100)
+@given(second=st.frozensets(st.sampled_from(FREE)))
+def test_a_recipe_trains_as_the_call_of_fit_with_its_settings(second: frozenset[str]) -> None:
+    settings = {name: VALUES[name][name in second]() for name in ("loss", "optimizer", "max_duration", *FREE)}
+    with_clock: dict[str, Any] = settings | {"clock": zero}
+    runs = [pl.Recipe(DATA, **with_clock).fit(noisy()), pl.fit(noisy(), DATA, **with_clock)]
+    runs.append(pl.Recipe(seed=5).fit(noisy(), train_dataloader=DATA, **with_clock))
+    first, *others = (list(stream) for stream in runs)
+    for pairs in others:
+        assert_same_stream(pairs, first, "recipe and call")
+
+
+@examples(40, 400)
+@given(second=st.frozensets(st.sampled_from(sorted(VALUES))), other=st.frozensets(st.sampled_from(sorted(VALUES))))
+def test_recipes_differ_in_the_settings_that_differ(second: frozenset[str], other: frozenset[str]) -> None:
+    """Whether their values were built in one call or in two; ``replace`` changes those that it is given."""
+    a, b = pl.Recipe(**settings_of(second)), pl.Recipe(**settings_of(other))
+    different = second ^ other
+    assert pl.diff(a, b).values.keys() == different
+    assert (a == b) is not different
+    assert bool(pl.diff(a, b)) is bool(different)
+    assert a.replace(**{name: VALUES[name][name in other]() for name in different}) == b
+    lines = str(pl.diff(a, b)).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [name for name in a.settings if name in different]
+    assert {name for name in VALUES if f"\n    {name}=" in f"\n    {a!r}"} >= second - {"train_dataloader"}
+
+
+def test_what_is_printed_is_not_default_and_has_no_address() -> None:
+    assert repr(pl.Recipe()) == "Recipe()"
+    assert repr(pl.Recipe(DATA, seed=3)) == "Recipe(list of 3, seed=3)"
+    text = str(
+        recipe(evaluators={"val": DataLoader(TensorDataset(torch.ones(4)))}, algorithms=[A.ema(half_life="2ba")])
+    )
+    assert "    evaluators={'val': DataLoader of 4},\n    algorithms=[ema(half_life='2ba')],\n" in text
+    assert "    optimizer=sgd(lr=0.1),\n    max_duration='2ep',\n" in text
+    secret = pl.loggers.SlackLogger("#a", token="xoxb-1")
+    assert "xoxb" not in str(recipe(loggers=[secret])) + str(pl.diff(recipe(loggers=[secret]), recipe()))
+
+
+def test_a_recipe_does_not_change() -> None:
+    algorithms, evaluators = [A.ema(half_life="2ba")], {"val": VAL}
+    made = recipe(algorithms=algorithms, evaluators=evaluators)
+    algorithms.append(A.label_smoothing(0.1))
+    evaluators["test"] = VAL
+    assert (len(made.algorithms), list(made.evaluators)) == (1, ["val"])
+    with pytest.raises(AttributeError):
+        made.seed = 3  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(made)
+    assert pickle.loads(pickle.dumps(recipe(loss=loss))) == recipe(loss=loss)
+
+
+def test_each_tool_gives_what_its_function_gives(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"evaluators": {"val": VAL}, "algorithms": [A.label_smoothing(0.1)]}
+    made, net = recipe(**settings), mlp()
+    settings = {name: value for name, value in made.settings.items() if value is not None}
+    state = made.run(net)
+    assert state.timestamp.batch == 6
+    assert pl.run(made.evaluate(state)).metrics == pl.run(pl.evaluate(state, {"val": VAL}, loss=cross_entropy)).metrics
+    own = pl.run(made.evaluate(state, {"own": DATA}, loss=loss)).metrics["own"]
+    assert own == pl.run(pl.evaluate(state, {"own": DATA}, loss=loss)).metrics["own"]
+    both = [list(made.predict(state, VAL)), list(pl.predict(state, VAL))]
+    assert_same_stream(*both, "predict")
+    printed = [io.StringIO(), io.StringIO()]
+    made.explain(net, file=printed[0], full=True)
+    pl.explain(net, file=printed[1], full=True, **settings)
+    assert printed[0].getvalue() == printed[1].getvalue()
+    assert made.rehearse(net, call_callbacks=False).phases == pl.rehearse(net, call_callbacks=False, **settings).phases
+    assert made.lr_find(net, steps=10).losses == pl.lr_find(net, steps=10, **settings).losses
+    assert made.largest_microbatch(net, max_duration=None) == 4
+    assert made.profile(net, batches=2, warmup=1).batches == 2
+    whole = {"steps": "2ba", "metric": "val/loss"}
+    assert made.ablate(net, **whole) == pl.ablate(net, **whole, **settings)
+    inside = next(state for event, state in made.fit(net) if event is pl.Event.BATCH_START)
+    assert made.inspect(inside).samples == pl.inspect(inside, loss=cross_entropy).samples
+    recorder = C.FlightRecorder(tmp_path / "flight", keep="2ba")
+    recorded = made.replace(callbacks=[recorder], autoresume=tmp_path / "runs")
+    recorded.run(mlp())
+    event, again = next(recorded.rewind(mlp(), tmp_path / "flight", "3ba", "batch_end"))
+    wanted = next(s for e, s in made.fit(mlp()) if e is event and s.timestamp.batch == 3)
+    assert_same_stream([(event, again)], [(event, wanted)], "rewind")
+
+
+def test_runs_that_part_have_the_settings_that_differ() -> None:
+    made = recipe(algorithms=[A.gradient_clipping("norm", 0.5)])
+    other = made.replace(algorithms=[A.gradient_clipping("norm", 0.1)], nonfinite="skip")
+    where = pl.diff(made.fit(mlp()), other.fit(mlp()))
+    assert where
+    assert where.settings.values.keys() == {"algorithms", "nonfinite"}
+    assert "\n  nonfinite: 'error' and 'skip'" in str(where)
+    assert "\n  nonfinite: " in str(pl.diff(made.fit(mlp()), made.fit(mlp(), nonfinite="skip")))
+    assert "\n" not in str(pl.diff(made.fit(mlp()), made.fit(mlp())))
+
+
+def test_loggers_record_the_recipe() -> None:
+    logger = pl.loggers.InMemoryLogger()
+    made = recipe(loggers=[logger], clip_grad=0.5)
+    made.run(mlp())
+    assert made.settings.keys() - {"seed"} <= logger.hyperparameters.keys()
+    assert (logger.hyperparameters["clip_grad"], logger.hyperparameters["seed"]) == (0.5, 0)
+
+
+def drawn() -> Iterator[Any]:
+    batches = (batch for batch in points(9))
+    next(batches)
+    return batches
+
+
+def twice(data: Any, *changes: Any) -> pl.Stream:
+    made = recipe(max_duration="1ba").replace(train_dataloader=data)
+    made.run(mlp())
+    return made.replace(seed=1).fit(mlp())
+
+
+TYPE, VALUE = pl.errors.ArgumentTypeError, pl.errors.ArgumentError
+GONE = ("an iterator that was drawn from before", "recipe.fit(..., train_dataloader=another)")
+REFUSED = [
+    Refusal(name, call, error, says)
+    for name, call, error, says in (
+        ("no data", lambda: pl.Recipe(seed=1).fit(mlp()), TYPE, ("no train_dataloader and no optimizer and no max_",)),
+        (
+            "no optimizer",
+            lambda: recipe(optimizer=None).lr_find(mlp()),
+            TYPE,
+            ("no optimizer, which lr_find needs: write recipe.lr_find(..., optimizer=pl.optim.adamw(lr=3e-4))",),
+        ),
+        ("no evaluators", lambda: recipe().evaluate(mlp()), TYPE, ("no evaluators", 'evaluators={"val": ')),
+        ("near", lambda: recipe(optimiser=1), TYPE, ("Recipe has no argument 'optimiser'; did you mean optimizer=?",)),
+        ("near in replace", lambda: recipe().replace(evaluator=1), TYPE, ("did you mean evaluators=?",)),
+        ("near in a tool", lambda: recipe().lr_find(mlp(), low=1), TYPE, ("lr_find has no argument 'low'",)),
+        ("near in fit", lambda: recipe().fit(mlp(), max_duraton="1ep"), TYPE, ("fit has no argument 'max_duraton'",)),
+        ("task", lambda: recipe(task=pl.Task()), TYPE, ("write loss=pl.Task(..., loss=function)",)),
+        ("a model", lambda: pl.Recipe(mlp()), TYPE, ("a recipe has no model", ".fit(model)")),
+        ("model and data", lambda: pl.Recipe(mlp(), DATA), TYPE, ("Recipe takes 1 argument without its name",)),  # type: ignore[misc]
+        ("microbatches", lambda: recipe(microbatch_size=0), VALUE, ("microbatch_size=0",)),
+        ("a loss", lambda: recipe(loss="mse"), TYPE, ("loss is 'mse'",)),
+        ("duration", lambda: recipe().replace(max_duration="2 weeks"), ValueError, ("max_duration",)),
+        ("a generator", lambda: recipe().replace(train_dataloader=drawn()).fit(mlp()), VALUE, GONE),
+        ("an iterator", lambda: twice(iter(points(9))), VALUE, GONE),
+        ("diff", lambda: pl.diff(recipe(), recipe().fit(mlp())), TYPE, ("two recipes, or two runs",)),  # type: ignore[call-overload]
+    )
+]
+
+
+@rows(REFUSED)
+def test_a_mistake_is_refused_at_the_call(refusal: Refusal) -> None:
+    check(refusal)
+
+
+def test_an_iterator_serves_one_call_that_draws_and_any_that_does_not() -> None:
+    made = recipe(max_duration="2ba").replace(train_dataloader=iter(points(9)))
+    made.explain(mlp(), file=io.StringIO())
+    assert made.run(mlp()).timestamp.batch == 2
+    made.explain(mlp(), file=io.StringIO())
+    assert made.run(mlp(), train_dataloader=iter(points(2))).timestamp.batch == 2
