@@ -19,11 +19,12 @@ from pure_loop._internal.suggestions import example, passing_on, teaching
 from pure_loop.algorithm import Algorithm, AlgorithmLike
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger
+from pure_loop.data.dataloaders import source
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.evaluator import Evaluator, EvaluatorsLike
+from pure_loop.evaluator import Evaluator, EvaluatorsLike, bind_evaluators
 from pure_loop.event import Event, EventName
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import ClipFunction
@@ -325,11 +326,12 @@ def _changed(factory: object, arguments: Mapping[str, object]) -> dict[str, obje
     }
 
 
-def _check(settings: Mapping[str, object]) -> None:
+def _check(settings: Mapping[str, Any]) -> None:
     """Refuse values that no call takes, of those that don't depend on ranks; None: there is none yet."""
     loss = settings["loss"]
     if loss is not None and not isinstance(loss, Task):
         check_loss_function(loss)
+    bind_evaluators(settings["evaluators"], settings["eval_interval"], seed=0, sources=source)
     for field in attrs.fields(Settings):
         reader: Any = field.converter
         value = settings.get(field.name)

@@ -33,7 +33,7 @@ FLOORS = (
     {"progress"},
     {"entry", "loggers"},
     {"rehearsal", "tools"},
-    {"typing"},
+    {"recipe", "typing"},
     {"pure_loop"},
     {"__main__", "testing"},
 )

@@ -15,9 +15,9 @@ import pure_loop as pl
 
 PLACES = (pl, pl.algorithms, pl.callbacks, pl.distributed, pl.loggers, pl.optim, pl.order, pl.schedules)
 # A count of evaluations beside a time; read by the loop alone; left out of a sweep; a moment, of a recorded run.
-OTHERWISE = {"early_stopping patience", "Timestamp max_duration", "lr_find eval_interval", "rewind when"}
+OTHERWISE = {"early_stopping patience", "Timestamp max_duration", "rewind when"}
 # Refused as a number, whatever it counts.
-NO_NUMBER = {"fit verify": '"100ba"', "lr_find verify": '"100ba"'}
+NO_NUMBER = {"fit verify": '"100ba"', "Recipe verify": '"100ba"'}
 # What is passed where a time is one of several.
 SHAPED: dict[str, Any] = {"rest": (3, 0.5), "milestones": [3], "values": {0: 0.1, 3: 0.2}}
 DATA = [(torch.ones(2, 1), torch.ones(2, 1))]
@@ -33,9 +33,13 @@ REQUIRED: dict[str, Any] = (
 )
 
 
+# What these are given of fit's own is read by fit.
+PASSING_ON = (pl.lr_find, pl.ablate, pl.explain, pl.rehearse, pl.rewind, pl.largest_microbatch, pl.inspect)
+OF_FIT = inspect.signature(pl.fit).parameters.keys()
 LOOP = {"optimizer": REQUIRED["optimizer"], "max_duration": "9ep", "loss": torch.nn.functional.mse_loss}
 BESIDES: dict[Any, dict[str, Any]] = {
-    **dict.fromkeys((pl.fit, pl.lr_find, pl.ablate), LOOP),
+    **dict.fromkeys((pl.fit, *PASSING_ON), LOOP),
+    pl.ablate: LOOP | {"algorithms": [pl.algorithms.ema("9ba")]},
     pl.algorithms.ema: {"half_life": "9ba"},
 }
 
@@ -47,6 +51,8 @@ def times() -> Iterator[tuple[str, Callable[..., Any], inspect.Parameter]]:
             value = getattr(place, name)
             with suppress(TypeError, ValueError):  # no function, or none of Python's
                 for parameter in inspect.signature(value).parameters.values():
+                    if value in PASSING_ON and parameter.name in OF_FIT:
+                        continue
                     if re.search(r"\b(Time|TimeLike|CadenceLike)\b", str(parameter.annotation)):
                         yield f"{name} {parameter.name}", value, parameter
 

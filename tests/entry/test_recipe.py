@@ -227,6 +227,8 @@ REFUSED = [
         ("model and data", lambda: pl.Recipe(mlp(), DATA), TYPE, ("Recipe takes 1 argument without its name",)),  # type: ignore[misc]
         ("microbatches", lambda: recipe(microbatch_size=0), VALUE, ("microbatch_size=0",)),
         ("a loss", lambda: recipe(loss="mse"), TYPE, ("loss is 'mse'",)),
+        ("evaluators", lambda: recipe(evaluators=3), TYPE, ("evaluator 'eval'",)),
+        ("interval", lambda: recipe().replace(eval_interval=3), ValueError, ('write "3ep"',)),
         ("duration", lambda: recipe().replace(max_duration="2 weeks"), ValueError, ("max_duration",)),
         ("a generator", lambda: recipe().replace(train_dataloader=drawn()).fit(mlp()), VALUE, GONE),
         ("an iterator", lambda: twice(iter(points(9))), VALUE, GONE),
