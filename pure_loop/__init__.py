@@ -17,7 +17,7 @@ from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING
 
-from pure_loop import gradients, metrics, optim, random, stages
+from pure_loop import errors, gradients, metrics, optim, random, stages
 from pure_loop._internal.lazy import lazily as _lazily
 from pure_loop._internal.version import __version__ as __version__
 from pure_loop.algorithm import Algorithm, algorithm, compose, one_of
@@ -25,8 +25,7 @@ from pure_loop.cadence import every
 from pure_loop.callback import Callback, Logger
 from pure_loop.data.group import Batches
 from pure_loop.entry.fit import fit
-from pure_loop.errors import *
-from pure_loop.errors import __all__ as _errors
+from pure_loop.errors import PureLoopError
 from pure_loop.evaluator import Evaluator
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -76,6 +75,7 @@ __all__ = [
     "Logger",
     "Metric",
     "Optimizer",
+    "PureLoopError",
     "Recipe",
     "Script",
     "Stages",
@@ -96,6 +96,7 @@ __all__ = [
     "diff",
     "distributed",
     "drive",
+    "errors",
     "evaluate",
     "every",
     "explain",
@@ -125,7 +126,6 @@ __all__ = [
     "stages",
     # Not testing: what is listed here is imported by a star, and it can't be where Hypothesis is not installed. Nor
     # typing, which would hide the standard library's.
-    *_errors,
 ]
 
 # What a plain fit doesn't use.
@@ -137,6 +137,8 @@ _LAZY = {
     "entry.evaluate": ("evaluate", "predict"),
     "entry.explain": ("explain",),
     "entry.largest_microbatch": ("largest_microbatch",),
+    # Earlier names of pl.errors.ArgumentError and the others.
+    "errors": {*errors.__all__} - {"PureLoopError"},
     "exporting": ("export",),
     "loop.driver": ("Script",),
     "progress": ("progress",),

@@ -157,8 +157,8 @@ class Callback:
     def bind(self, run: Run) -> None:
         """Called when ``fit``, ``evaluate``, ``predict`` or ``drive`` is called, before anything runs.
 
-        Raise :class:`pure_loop.ArgumentError` here if the callback can't work in such a run. One callback may be bound
-        several times: ``explain`` binds it, too, and runs nothing.
+        Raise :class:`pure_loop.errors.ArgumentError` here if the callback can't work in such a run. One callback may be
+        bound several times: ``explain`` binds it, too, and runs nothing.
         """
 
     def saves_to(self, folder: str | os.PathLike[str]) -> bool:

@@ -1,8 +1,8 @@
-"""Every error that pure_loop raises.
+"""Every error that pure_loop raises: ``pl.errors.ArgumentError``.
 
-Each class is a subclass of :class:`PureLoopError` and of the builtin that fits, so that both
-``except pl.PureLoopError`` and ``except ValueError`` work as expected. Messages say what was passed,
-where, and what to write instead.
+Each class is a subclass of :class:`PureLoopError`, which is ``pl.PureLoopError``, too, and of the builtin that fits, so
+that ``except pl.PureLoopError`` and ``except ValueError`` both work. Messages say what was passed, where, and what to
+write instead.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 __all__ = ["HEADINGS", "PARTS", "render"]
@@ -18,8 +20,21 @@ HEADINGS = {
     "order after resuming": "order of events after resuming",
     "order is one": "order with microbatches and evaluation",
 }
+# Those of the README, which are short so that the table is no wider than a page there; each is of one law or of two.
+BRIEF = {
+    "resume in an epoch": ("resumed in an epoch",),
+    "resume between epochs": ("resumed between epochs",),
+    "evaluation changes nothing": ("observed", "observed, own generators"),
+    "smaller last microbatch": ("smaller microbatch",),
+    "ignored targets": ("ignored targets",),
+    "events after resuming": ("order after resuming",),
+    "one order of events": ("order is one",),
+}
 
 Results = Mapping[str, Any]
+
+_PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+_ADAPTERS = f"{_PROJECT['urls']['Source']}/blob/main/bench/peers/adapters"
 
 
 def render(part: str, results: Results) -> str:
@@ -31,12 +46,35 @@ def _table(results: Results) -> str:
     """A row a library; ``*`` where another documented way doesn't keep the law."""
     lines = [f"| | {' | '.join(HEADINGS[law] for law in results['laws'])} |", f"|---|{'---|' * len(results['laws'])}"]
     for name, peer in results["peers"].items():
-        package, version = next(iter(peer["versions"].items()))
-        shown = name if package == "torch" else f"{name} {version}"
-        lines.append(f"| {shown} | {' | '.join(_cell(peer['laws'][law]) for law in results['laws'])} |")
+        cells = [_cell(peer["laws"][law]) for law in results["laws"]]
+        lines.append(f"| {_with_version(name, peer)} | {' | '.join(cells)} |")
     lines += ["", "\\* In one documented way, and not in another."]
-    lines += [f"Measured on {results['date']} with torch {results['torch']} by `{results['command']}`."]
-    return "\n".join(lines)
+    return "\n".join([*lines, _measured(results)])
+
+
+def _brief(results: Results) -> str:
+    """The same in marks."""
+    lines = [f"| | {' | '.join(BRIEF)} |", f"|---|{':-:|' * len(BRIEF)}"]
+    for name, peer in results["peers"].items():
+        cells = [_mark({_cell(peer["laws"][law]) for law in laws}) for laws in BRIEF.values()]
+        lines.append(f"| {_with_version(name, peer)} | {' | '.join(cells)} |")
+    lines += ["", "✓ yes; ✗ in no documented way that was tried; ~ in one, not in another; - no events to ask about."]
+    return "\n".join([*lines, _measured(results)])
+
+
+def _mark(cells: set[str]) -> str:
+    if len(cells) > 1:
+        return "~"
+    return {"yes": "✓", "no": "✗", "not offered": "-", "yes\\*": "~"}[cells.pop()]
+
+
+def _with_version(name: str, peer: Mapping[str, Any]) -> str:
+    package, version = next(iter(peer["versions"].items()))
+    return name if package == "torch" else f"{name} {version}"
+
+
+def _measured(results: Results) -> str:
+    return f"Measured on {results['date']} with torch {results['torch']} by `{results['command']}`."
 
 
 def _cell(law: Mapping[str, Any]) -> str:
@@ -48,7 +86,7 @@ def _reasons(results: Results) -> str:
     """A row for ways that were tried and don't keep a law, and for each law that needs a particular way."""
     lines = ["| | law | way | what differs |", "|---|---|---|---|"]
     for name, peer in results["peers"].items():
-        adapter = f"[{name}](https://github.com/pure-loop/pure_loop/blob/main/bench/peers/adapters/{peer['module']}.py)"
+        adapter = f"[{name}]({_ADAPTERS}/{peer['module']}.py)"
         for law in results["laws"]:
             found = peer["laws"][law]
             heading = HEADINGS[law]
@@ -76,4 +114,9 @@ def _versions(results: Results) -> str:
     return "\n".join(lines)
 
 
-PARTS: dict[str, Callable[[Results], str]] = {"table": _table, "reasons": _reasons, "versions": _versions}
+PARTS: dict[str, Callable[[Results], str]] = {
+    "table": _table,
+    "brief": _brief,
+    "reasons": _reasons,
+    "versions": _versions,
+}

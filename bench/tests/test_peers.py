@@ -141,6 +141,18 @@ def test_the_table_has_every_library_and_law(results: Any) -> None:
     assert {cell.strip() for cell in lines[0][1:]} == {"yes"}
 
 
+def test_the_brief_table_is_the_other_in_marks(results: Any) -> None:
+    """A column of two laws has a sure mark where both have it."""
+    text = tables.render("brief", results)
+    lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert (lines[0], sorted(law for laws in tables.BRIEF.values() for law in laws)) == ([*tables.BRIEF], sorted(LAWS))
+    for peer, row in zip(results["peers"].values(), lines[2:], strict=True):
+        for mark, laws in zip(row, tables.BRIEF.values(), strict=True):
+            tried = [reason == "yes" for law in laws for reason in peer["laws"][law]["tried"].values()]
+            assert mark == ("-" if not tried else "✓" if all(tried) else "~" if any(tried) else "✗")
+    assert {*lines[2]} == {"✓"}
+
+
 def test_every_no_has_a_reason(results: Any) -> None:
     text = tables.render("reasons", results)
     for name, peer in results["peers"].items():

@@ -69,15 +69,17 @@ def _refuse_call(package: ModuleType, *_: object, **__: object) -> NoReturn:
     raise ArgumentTypeError(f"pl.{name} is a package, which can't be called: {PACKAGES[name]}.")
 
 
-def _instead(package: str, name: str, others: Iterable[str]) -> str:
+def _instead(package: str, name: str, places: Mapping[str, str]) -> str:
     """What to write instead, for an error; "" for names that Python itself looks up."""
     if name.startswith("__"):
         return ""
     text = hint(package, name)
     if text is not None:
         return f": {text}"
-    near = nearest(name, {*dir(sys.modules[package]), *others})
-    return f"; did you mean {near!r}?" if near is not None else ""
+    near = nearest(name, {*dir(sys.modules[package]), *places})
+    if near is None:
+        return ""
+    return f"; did you mean {f'errors.{near}' if places.get(near) == 'errors' else near!r}?"
 
 
 def require(package: str, extra: str, method: str) -> ModuleType:

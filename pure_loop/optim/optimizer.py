@@ -112,8 +112,8 @@ class Optimizer:
             Python: ``fit`` seeds them, by its seed and the number of the batch, alike on all ranks. It is True of
             functions that are neither torch's nor the library's.
         check: ``(opt_state, params) -> None``, where params may be on the meta device: raises
-            :class:`~pure_loop.ResumeError` if training can't resume from ``opt_state``. None: it is compared with the
-            result of ``init``.
+            :class:`~pure_loop.errors.ResumeError` if training can't resume from ``opt_state``. None: it is compared
+            with the result of ``init``.
         seeing: ``(view) -> optimizer``: this optimizer with a label function that receives ``view(name, tensor)``: the
             parameter as the user declared it, with its class and attributes (see :func:`partition`).
         in_torch: how the optimizer state is that of a class of ``torch.optim`` (see :func:`to_state_dict`). None: no

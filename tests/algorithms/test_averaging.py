@@ -277,7 +277,7 @@ def test_evaluations_use_the_mean_as_soon_as_there_is_one_and_if_it_is_asked_for
         options: dict[str, Any] = {"max_duration": "3ep", "evaluators": {"val": points()}, "donate": False}
         for event, state in fit(None, None, [swa("2ep", evaluate=evaluate)], **options):
             if event is Event.EPOCH_CHECKPOINT and state.timestamp.epoch == 1:
-                with pytest.raises(pl.ArgumentError, match="is of no weights yet, at batch 3"):
+                with pytest.raises(pl.errors.ArgumentError, match="is of no weights yet, at batch 3"):
                     averaged(state, "swa")
             if event is Event.EPOCH_END:
                 own = state.params

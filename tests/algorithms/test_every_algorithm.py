@@ -33,7 +33,7 @@ def test_each_is_exported_and_takes_a_name_which_no_other_may_have() -> None:
     for factory in ALGORITHMS.values():
         one = factory(**required(factory), name="same")
         assert one.name == "same"
-        with pytest.raises(pl.ArgumentError, match=r"two algorithms are named 'same'|both claim"):
+        with pytest.raises(pl.errors.ArgumentError, match=r"two algorithms are named 'same'|both claim"):
             fit(None, None, [one, factory(**required(factory), name="same")])
 
 

@@ -16,7 +16,7 @@ from tests.algorithms.layers import Attention, Pixels, Positions, pictures, plus
 from tests.support.problem import convnet, fit, mlp, points, run
 from tests.support.refused import Refusal, check, rows
 
-ARG, TYPE, MODEL, DATA = pl.ArgumentError, pl.ArgumentTypeError, pl.ModelError, pl.DataError
+ARG, TYPE, MODEL, DATA = pl.errors.ArgumentError, pl.errors.ArgumentTypeError, pl.errors.ModelError, pl.errors.DataError
 PIXELS = [(torch.randn(4, 3, 9, 9, generator=torch.Generator().manual_seed(0)), torch.zeros(4).long())]
 VECTORS = [(torch.ones(4, 4), torch.zeros(4).long())]
 LISTS: Any = [(["a", "b"], torch.zeros(2).long())]

@@ -78,7 +78,7 @@ def test_training_ends_where_patience_ends_and_restored_gives_what_was_best(
             continue
         if not at:
             what = rf"not finite in any of its {len(seen)} evaluations" if seen else "was not evaluated yet"
-            with pytest.raises(pl.ArgumentError, match=f"no best parameters under 'early_stopping': .*{what}"):
+            with pytest.raises(pl.errors.ArgumentError, match=f"no best parameters under 'early_stopping': .*{what}"):
                 A.restored(state)
         else:
             assert not differences(dict(A.restored(state).params), seen[at - 1], name="")

@@ -71,19 +71,19 @@ def test_a_changed_copy_has_the_names_and_values_and_the_module_stays_as_it_was(
     for params in (end.params, A.averaged(end).params):
         assert {key: tensor.shape for key, tensor in params.items()} == shapes
         assert all(tensor.isfinite().all() for tensor in params.values())
-    with pytest.raises(pl.ArgumentTypeError, match=r"is not a torch\.nn\.Module"):
+    with pytest.raises(pl.errors.ArgumentTypeError, match=r"is not a torch\.nn\.Module"):
         change(3, **settings)
     if name not in ("alibi", "no_op_model"):  # the first forward shows that there is no attention
-        with pytest.raises(pl.ModelError, match=rf"{name}:? .*(to change|to replace) in Sequential"):
+        with pytest.raises(pl.errors.ModelError, match=rf"{name}:? .*(to change|to replace) in Sequential"):
             change(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), **settings)
     if name not in ("channels_last", "no_op_model"):
-        with pytest.raises(pl.ModelError, match=r"already|nothing to change"):
+        with pytest.raises(pl.errors.ModelError, match=r"already|nothing to change"):
             change(change(residual(), **settings), **settings)
     if "only" in inspect.signature(change).parameters:
         assert str(change(residual(), **settings, only=lambda name, layer: True)) == str(changed)
-        with pytest.raises(pl.ModelError):
+        with pytest.raises(pl.errors.ModelError):
             change(residual(), **settings, exclude=lambda name, layer: True)
-        with pytest.raises(pl.ArgumentTypeError, match=r"only='2.conv' is not a function of \(name, layer\)"):
+        with pytest.raises(pl.errors.ArgumentTypeError, match=r"only='2.conv' is not a function of \(name, layer\)"):
             change(residual(), **settings, only="2.conv")
 
 

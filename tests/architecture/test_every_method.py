@@ -76,7 +76,7 @@ def test_settings_outside_of_their_ranges_are_refused(tmp_path: Path) -> None:
         for setting, way in rows:
             others = {name: value for name, value in needed.items() if name not in way}
             for value in setting.outside:
-                with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=setting.name):
+                with pytest.raises((pl.errors.ArgumentError, pl.errors.ArgumentTypeError), match=setting.name):
                     method(**{**others, setting.name: value})
 
 
@@ -146,7 +146,7 @@ def lacking(method: Any, folder: Path) -> str:
         return "needs a CUDA device"
     try:
         method(**required(method, folder))
-    except pl.MissingExtraError as error:
+    except pl.errors.MissingExtraError as error:
         return str(error)
     return ""
 
@@ -254,7 +254,7 @@ WITH_FILES = [method for method in LOGGERS if {"path", "folder"} & required(meth
 def test_a_logger_replaces_no_record_of_another_run(method: Any, tmp_path: Path) -> None:
     first, second = (method(**required(method, tmp_path)) for _ in range(2))
     train(convnet(), images(), loggers=[first], run_name="first")
-    with pytest.raises(pl.RunExistsError):  # csv_file.py is a model: in_the_way, discard, overwrite=
+    with pytest.raises(pl.errors.RunExistsError):  # csv_file.py is a model: in_the_way, discard, overwrite=
         train(convnet(), images(), loggers=[second], run_name="second")
 
 

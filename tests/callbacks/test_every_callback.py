@@ -15,6 +15,7 @@ from torch import nn
 import pure_loop as pl
 from pure_loop.callback import LoggerGroup
 from pure_loop.callbacks._beside import refuse_collectives
+from pure_loop.errors import ArgumentError
 from pure_loop.loggers import InMemoryLogger
 from pure_loop.order import BOUNDARIES
 from tests.support.problem import convnet, fit, images, mlp, points, run
@@ -143,7 +144,7 @@ def test_what_ranks_hold_parts_of_or_compute_together_is_refused() -> None:
         (mlp(), "shard", pl.callbacks.ActivationMonitor, f"a model with sharded parameters {alone}"),
         (synchronized, "replicate", pl.callbacks.ActivationMonitor, "SyncBatchNorm, which exchanges .* on GPUs alone"),
     )
-    with pytest.raises(pl.ArgumentError, match=f"a model with SyncBatchNorm on several ranks {alone}"):  # on GPUs
+    with pytest.raises(ArgumentError, match=f"a model with SyncBatchNorm on several ranks {alone}"):  # on GPUs
         refuse_collectives(pl.State.create(synchronized), 2, "ActivationMonitor")
 
     def program(rank: int, model: Any, parallel: Any, method: Any) -> str:

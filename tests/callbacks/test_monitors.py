@@ -21,6 +21,7 @@ from pure_loop import callbacks as C
 from pure_loop.callbacks._flops import peak_flops_of
 from pure_loop.callbacks.activation_monitor import STATISTICS
 from pure_loop.callbacks.memory_monitor import _of_allocator
+from pure_loop.errors import ArgumentError, MissingExtraError
 from pure_loop.loggers import InMemoryLogger
 from tests.support.problem import LR, cross_entropy, fit, mlp, points, run
 from tests.support.worlds import KINDS, pool
@@ -299,7 +300,7 @@ def test_which_activations_are_measured() -> None:
     for only, expected in {"0": {"0"}, "0.?": {"0.0", "0.1", "0.2"}, ("1", "0.2"): {"1", "0.2"}}.items():
         found = measured(C.ActivationMonitor("3ba", only=only, statistics=["max"]), model)[3]
         assert found.keys() == {f"activations/max/{name}" for name in expected}
-    with pytest.raises(pl.ArgumentError, match=r"only='layer'\): no module has such a name; there are 0, 0\.0, 0\.1"):
+    with pytest.raises(ArgumentError, match=r"only='layer'\): no module has such a name; there are 0, 0\.0, 0\.1"):
         measured(C.ActivationMonitor(only="layer"), model)
     doubled = pl.Algorithm("d", {Event.BEFORE_TRAIN_BATCH: lambda s: s.replace(batch=(2 * s.batch[0], s.batch[1]))})
     flat = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
@@ -338,12 +339,12 @@ def test_statistics_of_an_allocator_and_snapshots_of_a_device(tmp_path: Path, mo
     assert _of_allocator(given) == {f"memory/{name}": value for name, value in expected.items()}
     assert set(_of_allocator({}).values()) == {0}
     if not torch.cuda.is_available():
-        with pytest.raises(pl.ArgumentError, match="the model is on cpu, which has none: leave it out; MemoryMonitor"):
+        with pytest.raises(ArgumentError, match="the model is on cpu, which has none: leave it out; MemoryMonitor"):
             run(callbacks=[C.MemorySnapshot(tmp_path)])
         assert not list(tmp_path.iterdir())
     monkeypatch.setitem(sys.modules, "psutil", None)
     for make in (C.MemoryMonitor, C.SystemMonitor):
-        with pytest.raises(pl.MissingExtraError, match=r"pip install 'pure_loop\[system\]'"):
+        with pytest.raises(MissingExtraError, match=r"pip install 'pure_loop\[system\]'"):
             make()
 
 

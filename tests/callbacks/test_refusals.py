@@ -14,7 +14,7 @@ from pure_loop import callbacks as C
 from tests.support.problem import fit, points
 from tests.support.refused import Refusal, check, rows
 
-ARG, TYPE = pl.ArgumentError, pl.ArgumentTypeError
+ARG, TYPE = pl.errors.ArgumentError, pl.errors.ArgumentTypeError
 INPUTS = points(1, size=5)[0][0]
 
 

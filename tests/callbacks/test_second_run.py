@@ -50,7 +50,7 @@ def refused(call: Callable[[], Any], folder: Path, says: str = "overwrite=True")
     with pytest.raises(RunExistsError, match=says) as caught:
         events.extend(event for event, _ in call())
     assert isinstance(caught.value, FileExistsError)
-    assert isinstance(caught.value, pl.ArgumentError)
+    assert isinstance(caught.value, pl.errors.ArgumentError)
     assert Event.BATCH_START not in events
     assert content(folder) == before
 
@@ -239,10 +239,10 @@ def test_a_field_that_there_is_not_and_a_wide_format_are_refused_at_construction
         pytest.importorskip(package)
     for make in PLACES:
         for path in ("runs/{run}", "runs/{run_nmae}/x", "runs/{}", "runs/{0}", "runs/{run_name", "{epoch.x}"):
-            with pytest.raises(pl.ArgumentError, match=r"there are epoch, batch.*run_name, rank, start"):
+            with pytest.raises(pl.errors.ArgumentError, match=r"there are epoch, batch.*run_name, rank, start"):
                 make(path)
         for path in ("runs/{batch:999999999}", "runs/{epoch:,}", "runs/{run_name!r}", "{start:x}"):
-            with pytest.raises(pl.ArgumentError, match="digits alone"):
+            with pytest.raises(pl.errors.ArgumentError, match="digits alone"):
                 make(path)
 
 
@@ -277,7 +277,7 @@ def test_every_field_of_composer_is_in_every_path(tmp_path: Path) -> None:
     (path,) = Path(saver.place).glob("*.safetensors")
     assert path.name.startswith("-".join(str(getattr(state.timestamp, name)) for name in ("batch", "sample", "token")))
     for wrong, right in (("total_wct", "total_seconds"), ("timestamp", "start")):
-        with pytest.raises(pl.ArgumentError, match=rf"{{{wrong}}} is no field, write {{{right}}}"):
+        with pytest.raises(pl.errors.ArgumentError, match=rf"{{{wrong}}} is no field, write {{{right}}}"):
             CheckpointSaver("runs", filename=f"{{{wrong}}}.safetensors")
 
 
@@ -298,7 +298,7 @@ def test_names_of_runs_are_made_up_kept_in_checkpoints_and_passed(
     assert len(list(tmp_path.glob("*.jsonl"))) == 1, "a run that is resumed finds its name in its checkpoint"
     assert {path.name for path in (tmp_path / "one").glob("ep*")} == {"ep1-ba4.safetensors", "ep2-ba8.safetensors"}
     for path, name in (("{run_name}", None), ("{start}", "one"), ("{batch}", "one")):
-        with pytest.raises(pl.ArgumentError, match="the same command has to find this folder again"):
+        with pytest.raises(pl.errors.ArgumentError, match="the same command has to find this folder again"):
             fit(mlp(), autoresume=tmp_path / path, run_name=name)
-    with pytest.raises(pl.ArgumentError, match="run_name} has no value here"):
+    with pytest.raises(pl.errors.ArgumentError, match="run_name} has no value here"):
         pl.evaluate(state, points(1), loss=problem.cross_entropy, loggers=[L.CSVLogger(tmp_path / "{run_name}.csv")])

@@ -244,7 +244,7 @@ def test_the_average_writes_if_it_is_named() -> None:
     for average, expected in ((None, state), ("ema", pl.algorithms.averaged(state))):
         rows = texts(Generate("a", generate=weight, average=average), algorithms=ema)
         assert rows[-1][1] == str(expected.params["2.bias"].tolist())
-    with pytest.raises(pl.ArgumentError, match="no average named 'swa'"):
+    with pytest.raises(pl.errors.ArgumentError, match="no average named 'swa'"):
         texts(Generate("a", generate=weight, average="swa"))
 
 
@@ -256,7 +256,7 @@ def test_errors_name_the_prompt_and_without_loggers_nothing_is_written() -> None
     with pytest.raises(AssertionError, match="a") as caught:
         texts(Generate("a", generate=never))
     assert "raised by generate= of Generate, for the prompt 'a'" in caught.value.__notes__
-    with pytest.raises(pl.ArgumentTypeError, match=r"returned list for the prompt 'a'; return a text"):
+    with pytest.raises(pl.errors.ArgumentTypeError, match=r"returned list for the prompt 'a'; return a text"):
         texts(Generate("a", generate=lambda module, prompt: [1]))  # type: ignore[arg-type, return-value]
 
 
@@ -328,7 +328,7 @@ def test_the_last_state_is_in_the_file_of_which_loggers_know_or_an_average_if_it
         same(loaded, state if average is None else pl.algorithms.averaged(state), images(1, seed=1)[0][0])
         assert [file.name for file in path.parent.iterdir()] == ["model.pt"]
     assert logger.files == {"export": str(path)}
-    with pytest.raises(pl.ArgumentError, match="no average named 'swa'"):
+    with pytest.raises(pl.errors.ArgumentError, match="no average named 'swa'"):
         exported(tmp_path / "other.pt", average="swa")
 
 
@@ -342,7 +342,7 @@ def test_a_graph_takes_batches_of_any_size_and_keyword_arguments(tmp_path: Path)
     state = exported(tmp_path / "fixed.pt2", "torch.export", Rows(4, 3), sample=(INPUTS,), dynamic_batch=False)
     same(torch.export.load(tmp_path / "fixed.pt2").module(), state, INPUTS)
     with pytest.raises(
-        pl.ExportError, match=r"Rows can't be traced on the sample .* for batches of any size"
+        pl.errors.ExportError, match=r"Rows can't be traced on the sample .* for batches of any size"
     ) as caught:
         exported(tmp_path / "not.pt2", "torch.export", Rows(4, 3), sample=INPUTS)
     assert "FIT_START" in str(caught.value.__notes__)
@@ -354,11 +354,11 @@ def test_what_cannot_be_exported_is_refused_before_it_is_trained(tmp_path: Path)
 
     class Local(nn.Linear): ...
 
-    with pytest.raises(pl.ExportError, match="Local can't be pickled") as caught:
+    with pytest.raises(pl.errors.ExportError, match="Local can't be pickled") as caught:
         exported(tmp_path / "model.pt", model=Local(4, 3))
     assert "FIT_START" in str(caught.value.__notes__)
     exported(tmp_path / "model.safetensors", "safetensors", Local(4, 3))
-    with pytest.raises(pl.ExportError, match="output 0 of Drawing"):
+    with pytest.raises(pl.errors.ExportError, match="output 0 of Drawing"):
         export_module(Drawing(4, 3).eval(), tmp_path / "model", "module", sample=INPUTS)
     export_module(Drawing(4, 3).eval(), tmp_path / "model", "module")
 
@@ -366,7 +366,7 @@ def test_what_cannot_be_exported_is_refused_before_it_is_trained(tmp_path: Path)
 def test_a_module_that_is_read_back_otherwise_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = torch.save
     monkeypatch.setattr(torch, "save", lambda module, file: saved(mlp(seed=1).eval(), file))
-    with pytest.raises(pl.ExportError, match=r"differs from the model: the tensor '0\.weight'"):
+    with pytest.raises(pl.errors.ExportError, match=r"differs from the model: the tensor '0\.weight'"):
         export_module(mlp().eval(), tmp_path / "model", "module")
     assert list(tmp_path.iterdir()) == []
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pure_loop as pl
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError, ResumeError
 from tests.support.problem import fit, mlp, points
 from tests.support.refused import Refusal, check, rows
 
@@ -144,38 +145,38 @@ def of(module: nn.Module | None = None, saved: Any = None, **options: Any) -> An
 
 
 ADAM = torch.optim.AdamW(mlp().parameters(), weight_decay=0.1).state_dict()
-WRONG, TYPE = pl.ArgumentError, pl.ArgumentTypeError
+WRONG, TYPE = ArgumentError, ArgumentTypeError
 SUITABLE = pl.optim.adamw(weight_decay=0.1)
 REFUSED = [
-    Refusal("code", lambda: pl.from_composer(file({**content(mlp()), "x": Hostile()})), pl.CheckpointError,
+    Refusal("code", lambda: pl.from_composer(file({**content(mlp()), "x": Hostile()})), CheckpointError,
             ("a.pt isn't opened: it needs getattr", "trusted", "pl.from_composer(torch.load('a.pt', map_loc")),
-    Refusal("a module", lambda: pl.from_composer(file(mlp())), pl.CheckpointError, ("torch.nn.modules.container.Seq",)),
-    Refusal("no file", lambda: pl.from_composer("b.pt"), pl.CheckpointNotFoundError, ("b.pt",)),
+    Refusal("a module", lambda: pl.from_composer(file(mlp())), CheckpointError, ("torch.nn.modules.container.Seq",)),
+    Refusal("no file", lambda: pl.from_composer("b.pt"), CheckpointNotFoundError, ("b.pt",)),
     Refusal("other bytes", lambda: pl.from_composer(file(b"hello", lambda value, path: Path(path).write_bytes(value))),
-            pl.CheckpointError, ("a.pt can't be read",)),
-    Refusal("a folder", lambda: pl.from_composer("."), pl.CheckpointError, ("dcp_to_torch_save('.', 'whole.pt')",)),
+            CheckpointError, ("a.pt can't be read",)),
+    Refusal("a folder", lambda: pl.from_composer("."), CheckpointError, ("dcp_to_torch_save('.', 'whole.pt')",)),
     Refusal("no path", lambda: pl.from_composer(3), TYPE, ("write a path",)),  # type: ignore[call-overload]
-    Refusal("no weights", lambda: pl.from_composer({"epoch": 3}), pl.CheckpointError, ("no weights", "['epoch']")),
+    Refusal("no weights", lambda: pl.from_composer({"epoch": 3}), CheckpointError, ("no weights", "['epoch']")),
     Refusal("no module", lambda: of(3), TYPE, ("torch.nn.Module",)),  # type: ignore[arg-type]
-    Refusal("no dict", lambda: pl.from_composer(file(torch.ones(3))), pl.CheckpointError, ("has a Tensor",)),
+    Refusal("no dict", lambda: pl.from_composer(file(torch.ones(3))), CheckpointError, ("has a Tensor",)),
     Refusal("counts", lambda: of(saved={"state": {"model": mlp().state_dict(), "timestamp": {"batch": -1}}}),
-            pl.CheckpointError, ("timestamp", "-1")),
-    *(Refusal(f"prefix {prefix}", lambda prefix=prefix: of(saved=content(mlp(), prefix)), pl.ResumeError,
+            CheckpointError, ("timestamp", "-1")),
+    *(Refusal(f"prefix {prefix}", lambda prefix=prefix: of(saved=content(mlp(), prefix)), ResumeError,
               (f"from_composer(saved, model, rename={{{prefix!r}: ''}})",)) for prefix in ("module.", "_orig_mod.a.")),
     Refusal("a prefix, and more",
-            lambda: of(saved={"m.metric": torch.ones(1), **content(mlp(), "n.")["state"]["model"]}), pl.ResumeError,
+            lambda: of(saved={"m.metric": torch.ones(1), **content(mlp(), "n.")["state"]["model"]}), ResumeError,
             ("pl.from_composer(saved, model, rename={'n.': ''}, exclude=['m.*'])",)),
-    Refusal("a prefix in the model", lambda: of(nn.Sequential(collections.OrderedDict(net=mlp()))), pl.ResumeError,
+    Refusal("a prefix in the model", lambda: of(nn.Sequential(collections.OrderedDict(net=mlp()))), ResumeError,
             ("pl.from_composer(saved, model, rename={'': 'net.'})",)),
-    Refusal("another head", lambda: of(saved={**mlp().state_dict(), "2.weight": torch.ones(7, 8)}), pl.ResumeError,
+    Refusal("another head", lambda: of(saved={**mlp().state_dict(), "2.weight": torch.ones(7, 8)}), ResumeError,
             ("'2.weight' has shape (7, 8) in the file", "pl.from_composer(saved, model, exclude=['2.weight'])")),
-    Refusal("a weight less", lambda: of(saved={"0.weight": torch.ones(8, 4)}), pl.ResumeError,
+    Refusal("a weight less", lambda: of(saved={"0.weight": torch.ones(8, 4)}), ResumeError,
             ("lacks", "exclude=['0.bias', '2.*']")),
     Refusal("another head, with moments",
-            lambda: of(saved={**mlp().state_dict(), "2.weight": torch.ones(7, 8)}, optimizer=SUITABLE), pl.ResumeError,
+            lambda: of(saved={**mlp().state_dict(), "2.weight": torch.ones(7, 8)}, optimizer=SUITABLE), ResumeError,
             ("pl.from_composer(saved, model, optimizer=optimizer, exclude=['2.weight'])",)),
     Refusal("moments and weights alone", lambda: of(optimizer=SUITABLE, weights_only=True), WRONG, ("write one of",)),
-    Refusal("no moments", lambda: of(optimizer=SUITABLE), pl.ResumeError, ("no optimizer", "begins anew")),
+    Refusal("no moments", lambda: of(optimizer=SUITABLE), ResumeError, ("no optimizer", "begins anew")),
     Refusal("coupled decay", lambda: of(saved=content(mlp(), "", DecoupledAdamW=ADAM), optimizer=SUITABLE), WRONG,
             ("pl.optim.adamw(..., independent_decay=True)", "DecoupledAdamW in the dict")),
     Refusal("another class", lambda: of(saved=content(mlp(), "", AdamW=ADAM), optimizer=pl.optim.sgd(weight_decay=0.2)),
@@ -192,7 +193,7 @@ def test_it_is_refused(refusal: Refusal, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_line_of_a_refusal_reads_the_file(tmp_path: Path) -> None:
     torch.save({**content(mlp(5), ""), "x": Odd()}, tmp_path / "a.pt")
-    with pytest.raises(pl.CheckpointError, match=r"Odd") as caught:
+    with pytest.raises(CheckpointError, match=r"Odd") as caught:
         pl.from_composer(tmp_path / "a.pt", mlp())
     line = str(caught.value)[str(caught.value).index("pl.from_composer(") :]
     state = eval(line, {"pl": pl, "torch": torch, "model": mlp()})

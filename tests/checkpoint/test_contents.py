@@ -9,6 +9,7 @@ import pytest
 
 import pure_loop as pl
 from pure_loop.callbacks import CheckpointSaver
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from tests.support.problem import fit, mlp
 from tests.support.refused import Refusal, check, rows
 
@@ -33,11 +34,11 @@ def test_what_is_left_out_begins_anew_when_that_is_written_alone(exclude: Any, t
         lambda: averaging(load_path=less),
         lambda: averaging(autoresume=tmp_path / "less"),
     ):
-        with pytest.raises(pl.ResumeError, match="was saved without " + ", ".join(names)) as caught:
+        with pytest.raises(ResumeError, match="was saved without " + ", ".join(names)) as caught:
             call()
     assert f"exclude={names}" in str(caught.value)
     for name in names if len(names) > 1 else []:
-        with pytest.raises(pl.ResumeError, match="was saved without "):
+        with pytest.raises(ResumeError, match="was saved without "):
             pl.load(less, model=mlp(), exclude=[name])
     state = pl.load(less, model=mlp(), exclude=names)
     assert (state.opt_state is None, "ema" in state.algorithm_state) == (MOMENTS in names, AVERAGE not in names)
@@ -51,14 +52,14 @@ def saving(**options: Any) -> Any:
 
 
 REFUSED = [
-    Refusal("weights", lambda: saving(exclude="params"), pl.ArgumentError, ("exclude='params'", "trained_only=True")),
-    Refusal("a number", lambda: saving(exclude=3), pl.ArgumentTypeError, ("exclude=3", '["opt_state"')),
-    Refusal("twice", lambda: saving(exclude=MOMENTS, weights_only=True), pl.ArgumentError, ("leaves that out",)),
-    Refusal("no such state", lambda: saving(exclude="algorithm_state/emma"), pl.ArgumentError, (f"mean {AVERAGE!r}",),
+    Refusal("weights", lambda: saving(exclude="params"), ArgumentError, ("exclude='params'", "trained_only=True")),
+    Refusal("a number", lambda: saving(exclude=3), ArgumentTypeError, ("exclude=3", '["opt_state"')),
+    Refusal("twice", lambda: saving(exclude=MOMENTS, weights_only=True), ArgumentError, ("leaves that out",)),
+    Refusal("no such state", lambda: saving(exclude="algorithm_state/emma"), ArgumentError, (f"mean {AVERAGE!r}",),
             at_once=False),
-    Refusal("to resume from", lambda: saving(exclude=MOMENTS, autoresume="run"), pl.ArgumentError, ("exclude=['opt_",)),
+    Refusal("to resume from", lambda: saving(exclude=MOMENTS, autoresume="run"), ArgumentError, ("exclude=['opt_",)),
     Refusal("resumed by itself", lambda: averaging(autoresume=CheckpointSaver("run", exclude=MOMENTS)),
-            pl.ArgumentError, ("nothing that training resumes from",)),
+            ArgumentError, ("nothing that training resumes from",)),
 ]  # fmt: skip
 
 

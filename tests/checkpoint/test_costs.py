@@ -108,7 +108,7 @@ def test_what_would_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pyte
     for limit, most in (("MOST_MEMORY", 1 << 20), ("_LONGEST_HEADER", 10_000)):
         with monkeypatch.context() as patch:
             patch.setattr(f"pure_loop.checkpoint.container.{limit}", most)
-            with pytest.raises(pl.CheckpointError, match="keep long lists of numbers in tensors"):
+            with pytest.raises(pl.errors.CheckpointError, match="keep long lists of numbers in tensors"):
                 pl.save(state_at().remember("x", [[] for _ in range(10_000)]), tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -166,7 +166,7 @@ def test_an_index(name: str) -> None:
     def outcome() -> str:
         try:
             return "" if Index.of_text(text, "an index").tensors else "nothing"
-        except pl.CheckpointError as error:
+        except pl.errors.CheckpointError as error:
             return str(error)
 
     found = within(0.5, outcome)
@@ -185,5 +185,5 @@ def test_a_grid_and_what_is_none() -> None:
         [[0, [0, 0], [4, 3]], [0, [0, 3], [4, 2]]],
         [[0, [0, 0], [4, 0]], [0, [0, 0], [4, 6]]],
     ):
-        with pytest.raises(pl.CheckpointError, match="are not all of it, once"):
+        with pytest.raises(pl.errors.CheckpointError, match="are not all of it, once"):
             Index.of_text(index(json.dumps(cut), "[4,6]", 10_000), "x")

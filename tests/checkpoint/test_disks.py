@@ -231,5 +231,5 @@ def test_a_path_that_none_can_be_is_refused_at_the_call(path: str) -> None:
         lambda: fit(load_path=path),
         lambda: fit(autoresume=path),
     ):
-        with pytest.raises(pl.ArgumentError, match="which no file name can"):
+        with pytest.raises(pl.errors.ArgumentError, match="which no file name can"):
             call()

@@ -21,6 +21,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver
 from pure_loop.checkpoint.coordination import TimeLimit
+from pure_loop.errors import ArgumentError
 from tests.support.checkpoint_runs import DATA, fit, messages, names, small
 from tests.support.streams import assert_same
 from tests.support.tiers import examples
@@ -282,7 +283,7 @@ def test_a_state_that_takes_long_to_save_is_saved_earlier() -> None:
 
 def test_weights_alone_and_scripts_need_something_to_resume_from(tmp_path: Path) -> None:
     weights = CheckpointSaver(tmp_path / "weights", weights_only=True, stop_before="1h")
-    with pytest.raises(pl.ArgumentError, match=r"weights_only=True, stop_before='1h'.*autoresume=CheckpointSaver"):
+    with pytest.raises(ArgumentError, match=r"weights_only=True, stop_before='1h'.*autoresume=CheckpointSaver"):
         fit(callbacks=[weights])
     fit(callbacks=[weights, CheckpointSaver(tmp_path / "whole")])
     fit(callbacks=[weights], autoresume=tmp_path / "resumed")
@@ -290,7 +291,7 @@ def test_weights_alone_and_scripts_need_something_to_resume_from(tmp_path: Path)
     def script(state: pl.State) -> Any:
         return (yield Event.FIT_END, state)
 
-    with pytest.raises(pl.ArgumentError, match="counts no seconds"):
+    with pytest.raises(ArgumentError, match="counts no seconds"):
         pl.drive(script(pl.State.create(small())), callbacks=[CheckpointSaver(tmp_path, stop_before="1h")])
 
 

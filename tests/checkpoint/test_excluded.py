@@ -77,7 +77,7 @@ def test_an_algorithm_begins_anew_whose_memory_holds_what_is_excluded(tmp_path: 
     if not further:
         assert {*state.notes[0].begun_anew} == ANEW
         assert str(state.notes[0]).endswith("; algorithms that begin anew: swa, ema, lookahead, early_stopping")
-        with pytest.raises(pl.ArgumentError, match="no best parameters"):
+        with pytest.raises(pl.errors.ArgumentError, match="no best parameters"):
             A.restored(state)
     end = pl.run(fit(state, 6, classes, algorithms()))
     steps = {name: memory for name, memory in state.algorithm_state.items() if name == "steps"}
@@ -171,7 +171,7 @@ def test_a_tied_weight_is_excluded_by_either_name(tmp_path: Path, weights_only: 
 
 def test_weights_of_which_all_are_excluded(tmp_path: Path) -> None:
     pl.save(pl.State.create(Net()), tmp_path / "x.safetensors")
-    with pytest.raises(pl.ResumeError, match=r"nothing to load into Net: exclude= excludes all of its weights"):
+    with pytest.raises(pl.errors.ResumeError, match=r"nothing to load into Net: exclude= excludes all of its weights"):
         pl.load(tmp_path / "x.safetensors", model=Net(), weights_only=True, exclude="*")
 
 

@@ -300,7 +300,7 @@ class Machine(RuleBasedStateMachine):
         self.newest = ""
 
     def whole(self, name: str) -> bool:
-        with contextlib.suppress(pl.CheckpointError):
+        with contextlib.suppress(pl.errors.CheckpointError):
             return pl.load(f"{self.folder}/{name}", model=RUNS[self.kind].get("start", small)()) is not None
         return False
 
@@ -349,7 +349,7 @@ class Machine(RuleBasedStateMachine):
     def check(self, name: str, path: str, how: str) -> None:
         model = RUNS[self.kind].get("start", small)()
         if how != "good":
-            with pytest.raises(pl.CheckpointError, match=re.escape(path)):
+            with pytest.raises(pl.errors.CheckpointError, match=re.escape(path)):
                 pl.load(path, model=model)
             return
         state = pl.load(path, model=model)

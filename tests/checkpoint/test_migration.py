@@ -177,16 +177,16 @@ def test_a_run_goes_on_under_other_names(
     needed = [old for old, name in rename.items() if old != name]
     if needed:
         less = data.draw(st.sampled_from(needed))
-        with pytest.raises((pl.ResumeError, pl.ArgumentError)):
+        with pytest.raises((pl.errors.ResumeError, pl.errors.ArgumentError)):
             pl.load(
                 path, model=model, rename={old: name for old, name in rename.items() if old != less}, exclude=exclude
             )
     for glob in exclude:
-        with pytest.raises(pl.ResumeError, match=glob.removeprefix("*.")):
+        with pytest.raises(pl.errors.ResumeError, match=glob.removeprefix("*.")):
             pl.load(path, model=model, rename=rename, exclude=[other for other in exclude if other != glob])
     # What took the name of another part can't be told.
     if (needed or exclude) and not {name for name in rename.values() if name in rename and rename[name] != name}:
-        with pytest.raises(pl.ResumeError) as caught:
+        with pytest.raises(pl.errors.ResumeError) as caught:
             pl.load(path, model=model)
         assert_same(known(by_the_error(caught.value, model)), known(loaded), "by the call in the error")
 
@@ -205,7 +205,7 @@ def test_another_head_begins_anew(tmp_path: Path, optimizer: str) -> None:
     path, model = tmp_path / "x.safetensors", Net(classes=3)
     before = kept(Net(), 3, optimizer)
     pl.save(before, path)
-    with pytest.raises(pl.ResumeError, match=r"'head\.linear\.weight'.*'head\.norm\.running_var'") as caught:
+    with pytest.raises(pl.errors.ResumeError, match=r"'head\.linear\.weight'.*'head\.norm\.running_var'") as caught:
         pl.load(path, model=model)
     state = by_the_error(caught.value, model)
     fresh = {name for name in model.state_dict() if name.startswith("head.")} - {"head.norm.num_batches_tracked"}
@@ -220,7 +220,7 @@ def test_another_head_begins_anew(tmp_path: Path, optimizer: str) -> None:
     again = pl.run(fit(model, optimizer, batches=4, classes=3, load_path=tmp_path / "y.safetensors"))
     assert_same(known(again), known(ends), "from a file")
     # A new parameter that no call has named is refused.
-    with pytest.raises(pl.ResumeError, match=r"lacks head\.linear\.bias|opt_state"):
+    with pytest.raises(pl.errors.ResumeError, match=r"lacks head\.linear\.bias|opt_state"):
         fit(state.replace(notes=()), optimizer, classes=3)
 
 
@@ -233,7 +233,7 @@ def test_a_migrated_run_is_resumed_by_the_same_command(tmp_path: Path) -> None:
         assert path is not None
         return pl.run(fit(pl.load(path, model=model, rename={"first": "stem"}), batches=batches, autoresume=folder))
 
-    with pytest.raises(pl.ResumeError, match="autoresume= then needs a folder of its own"):
+    with pytest.raises(pl.errors.ResumeError, match="autoresume= then needs a folder of its own"):
         command(old, 4)
     command(tmp_path / "new", 4)
     state = command(tmp_path / "new", 5)
@@ -262,7 +262,7 @@ def test_adapters_alone_on_a_base_of_other_names(tmp_path: Path) -> None:
     assert torch.equal(loaded.params["stem.linear.weight"], state.params["first.linear.weight"])
     other = frozen("stem")
     other.get_parameter("stem.linear.bias").data += 1
-    with pytest.raises(pl.ResumeError, match=r"params\['stem\.linear\.bias'\]"):
+    with pytest.raises(pl.errors.ResumeError, match=r"params\['stem\.linear\.bias'\]"):
         pl.load(path, model=other, rename={"first": "stem"})
     state = pl.load(path, model=other, rename={"first": "stem"}, exclude="stem.linear.bias")
     assert torch.equal(state.params["stem.linear.bias"], other.get_parameter("stem.linear.bias"))
@@ -285,7 +285,7 @@ def test_weights_under_a_prefix_and_of_another_head(tmp_path: Path, prefix: str,
         state = pl.load(path, model=model, weights_only=True)
     else:
         for call in (lambda: pl.load(path, model=model, weights_only=True), lambda: pl.run(fit(model, load_path=path))):
-            with pytest.raises(pl.ResumeError) as caught:
+            with pytest.raises(pl.errors.ResumeError) as caught:
                 call()
             state = by_the_error(caught.value, model)
     for name, tensor in {**state.params, **state.buffers}.items():
@@ -312,7 +312,7 @@ def test_layers_of_an_algorithm_are_named(tmp_path: Path) -> None:
         (lambda: pl.run(images(load_path=plain, **gates)), "'gates' in algorithms= has changed these layers at INIT"),
     ]
     for call, says in calls:
-        with pytest.raises(pl.ResumeError, match=says):
+        with pytest.raises(pl.errors.ResumeError, match=says):
             call()
     assert pl.load(path, model=state.module()).notes == state.notes
 
@@ -338,7 +338,7 @@ def tried(call: str, names: dict[str, Any]) -> Any:
     """What a call returns, or its error."""
     try:
         return eval(call, names)
-    except (pl.CheckpointError, pl.ResumeError) as error:
+    except (pl.errors.CheckpointError, pl.errors.ResumeError) as error:
         return error
 
 
@@ -389,7 +389,7 @@ def test_leaves_of_an_optimizer_state_are_named_before_training(
 
     state = pl.run(run(problem.noisy(), 1))
     path = leaf.split("/")
-    with pytest.raises(pl.ResumeError) as caught:
+    with pytest.raises(pl.errors.ResumeError) as caught:
         run(state.replace(opt_state=put(state.opt_state, path, value)), 2)
     assert says in str(caught.value)
     assert "opt_state['" + "']['".join(path) + "']" in str(caught.value)

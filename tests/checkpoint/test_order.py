@@ -21,6 +21,7 @@ from pure_loop.checkpoint.index import INDEX
 from pure_loop.checkpoint.paths import Names
 from pure_loop.checkpoint.run_folder import Links, Retention, RunFolder, Saved
 from pure_loop.checkpoint.storage import storage_of
+from pure_loop.errors import ArgumentError
 from tests.support.checkpoint_runs import DATA, fit, messages, names, place, small, state_at, trained
 from tests.support.streams import assert_same
 from tests.support.tiers import examples
@@ -112,10 +113,10 @@ def test_autoresume_takes_the_furthest_on_of_the_run_that_is_resumed(tmp_path: P
     assert starts_at() == (0, 8)
     for kept in (pl.State.create(small(), seed=1), pl.load(tmp_path / "seed1-3.safetensors", model=small())):
         assert starts_at(kept) == (1, 5)
-    with pytest.raises(pl.ArgumentError, match=r"seed=7, and .*seed0-8\.safetensors has seed 0"):
+    with pytest.raises(ArgumentError, match=r"seed=7, and .*seed0-8\.safetensors has seed 0"):
         fit(seed=7, autoresume=tmp_path)
     for start in (pl.State.create(small(), seed=7), state_at(9, position=Event.BATCH_END)):
-        with pytest.raises(pl.ArgumentError, match="is not of a run that began with the State passed"):
+        with pytest.raises(ArgumentError, match="is not of a run that began with the State passed"):
             fit(start, autoresume=tmp_path)
 
 
@@ -174,12 +175,12 @@ def test_the_best_by_what_notes_say(tmp_path: Path) -> None:
     note("none", state_at(), None)
     assert pl.best_path(tmp_path) is None
     some = note("some", state_at(), 0.5)
-    with pytest.raises(pl.ArgumentError, match='write mode="max" or mode="min"'):
+    with pytest.raises(ArgumentError, match='write mode="max" or mode="min"'):
         pl.best_path(tmp_path)
     assert pl.best_path(tmp_path, mode="min") == some
     note("some", state_at(), 0.5, mode="max")
     note("none", state_at(), 0.25, mode="min")
-    with pytest.raises(pl.ArgumentError, match="say both"):
+    with pytest.raises(ArgumentError, match="say both"):
         pl.best_path(tmp_path)
     # Of equal ones that with the fewest batches, and of one batch the end of its epoch.
     of: dict[str, Any] = {"metric": "val/f1", "mode": "max"}
@@ -187,9 +188,9 @@ def test_the_best_by_what_notes_say(tmp_path: Path) -> None:
     first = note("a", state_at(4, 1, position=Event.EPOCH_CHECKPOINT), 0.5, **of)
     note("b", state_at(5), 0.5, **of)
     assert pl.best_path(tmp_path, metric="val/f1") == first
-    with pytest.raises(pl.ArgumentError, match=r"has scores of val/f1, val/loss: say by which, metric='val/f1'"):
+    with pytest.raises(ArgumentError, match=r"has scores of val/f1, val/loss: say by which, metric='val/f1'"):
         pl.best_path(tmp_path)
-    with pytest.raises(pl.ArgumentError, match=r"did you mean 'val/loss'\?; there are val/f1, val/loss"):
+    with pytest.raises(ArgumentError, match=r"did you mean 'val/loss'\?; there are val/f1, val/loss"):
         pl.best_path(tmp_path, metric="val/los")
 
 
@@ -207,14 +208,14 @@ def test_links_and_what_has_their_names(tmp_path: Path, monkeypatch: pytest.Monk
     pl.run(run(tmp_path / "c", CheckpointSaver(tmp_path / "c")))
     links = [path.name for path in sorted(tmp_path.rglob("*")) if path.is_symlink()]
     assert links == ["least-loss", "latest"]
-    with pytest.raises(pl.ArgumentError, match=r"link to their best in .* under one name"):
+    with pytest.raises(ArgumentError, match=r"link to their best in .* under one name"):
         run(tmp_path, saver(tmp_path), saver(tmp_path, filename="other-{batch}.safetensors"))
     for kind in ("local", "memory"):
         with place(kind) as folder:
             for name in ("best", "latest"):
                 with storage_of(f"{folder}/{name}").writing() as file:
                     file.write(b"precious")
-                with pytest.raises(pl.ArgumentError, match=rf"{name}='{name}': .* is no link, and stays as it is"):
+                with pytest.raises(ArgumentError, match=rf"{name}='{name}': .* is no link, and stays as it is"):
                     pl.run(run(folder))
                 with storage_of(f"{folder}/{name}").open() as file:
                     assert file.read() == b"precious"

@@ -20,7 +20,7 @@ from tests.support.checkpoint_runs import DATA, fit, small
 from tests.support.problem import cross_entropy
 from tests.support.refused import Refusal, check, rows
 
-WRONG, TYPE, OTHER = pl.ArgumentError, pl.ArgumentTypeError, pl.ResumeError
+WRONG, TYPE, OTHER = pl.errors.ArgumentError, pl.errors.ArgumentTypeError, pl.errors.ResumeError
 
 
 class Strange:
@@ -130,7 +130,7 @@ REFUSED = [
     Refusal("a metric of other outputs",
             lambda: of(**ACCURACY, evaluators={"val": REGRESSION}, data=REGRESSION, loss=mse_loss),
             WRONG, ("metric='val/accuracy' is not measured; there are val/loss",), False),
-    Refusal("a folder in a file", lambda: of(folder="x.safetensors/run"), pl.CheckpointWriteError,
+    Refusal("a folder in a file", lambda: of(folder="x.safetensors/run"), pl.errors.CheckpointWriteError,
             ("no file can be written to the folder", "x.safetensors/run"), at_once=False),
     Refusal("a memory that no file can hold",
             lambda: of(algorithms=[pl.Algorithm("odd", {pl.Event.BATCH_END: lambda s: s}, init=lambda s: object())]),
@@ -190,7 +190,7 @@ REFUSED = [
             tensors={"weight": ONES.to(torch.int8)}, strict=False),
     weights("nothing of the model", OTHER, "other weights than Linear", tensors={"other": ONES}, strict=False),
     Refusal("a description of weights alone", lambda: (save_file({"w": ONES}, "w.safetensors"),
-            pl.checkpoint.describe("w.safetensors")), pl.CheckpointError, ("weights alone",)),
+            pl.checkpoint.describe("w.safetensors")), pl.errors.CheckpointError, ("weights alone",)),
     Refusal("no folder", lambda: pl.latest_path(), TYPE, ("latest_path needs folder",)),  # type: ignore[call-arg]
     Refusal("another mode", lambda: pl.best_path(".", mode="least"), WRONG, ("mode='least'",)),  # type: ignore[arg-type]
     Refusal("a protocol unknown", lambda: pl.latest_path("carrier-pigeon://home"), WRONG, ("carrier-pigeon://home",)),

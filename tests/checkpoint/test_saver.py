@@ -216,6 +216,6 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     def breaks(state: pl.State) -> pl.State:
         return state.replace(loss=state.loss * float("nan")) if state.timestamp.batch == 1 else state
 
-    with pytest.raises(pl.NonFiniteError):
+    with pytest.raises(pl.errors.NonFiniteError):
         pl.run(fit(algorithms=[pl.Algorithm("nan", {Event.AFTER_LOSS: breaks})], autoresume=tmp_path))
     assert names(tmp_path) == []

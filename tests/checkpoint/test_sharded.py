@@ -90,7 +90,7 @@ def test_parts_are_loaded_as_replicas_and_on_one_rank_and_the_other_way_round(tm
     weights = pl.load(parts, model=network(), weights_only=True, exclude="0.*", rename=lambda name: name)
     assert (weights.timestamp.batch, weights.opt_state) == (0, None)
     assert torch.equal(weights.params["1.weight"], alone.params["1.weight"])
-    with pytest.raises(pl.ArgumentError, match=r"both become '1\.weight'"):
+    with pytest.raises(pl.errors.ArgumentError, match=r"both become '1\.weight'"):
         pl.load(parts, model=network(), rename={"0": "1"})
     wrapped = pl.load(parts, model=nn.Sequential(network()), rename={"": "0."}, exclude="0.1.bias")
     assert torch.equal(wrapped.params["0.1.weight"], alone.params["1.weight"])

@@ -16,6 +16,7 @@ import pure_loop as pl
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.document import METADATA_KEY
 from pure_loop.checkpoint.index import INDEX, INDEX_KEY
+from pure_loop.errors import CheckpointError, ResumeError
 from tests.support.checkpoint_runs import messages, place
 from tests.support.sharding import network, parts, small, train
 from tests.support.streams import assert_same
@@ -25,7 +26,7 @@ from tests.support.tiers import examples
 def passed_over(folder, says=None):
     """The newer of the two is refused, and ``latest`` gives the older one."""
     newer, older = (os.path.join(folder, f"{each}.sharded") for each in ("newer", "older"))
-    with pytest.raises(pl.CheckpointError, match=says) as caught:
+    with pytest.raises(CheckpointError, match=says) as caught:
         pl.load(newer, model=network())
     assert newer in str(caught.value)
     with messages() as said:
@@ -68,7 +69,7 @@ def test_a_folder_that_is_not_whole(name, sharded_copy):
     if name != "without its index":
         passed_over(sharded_copy)
         return
-    with pytest.raises(pl.CheckpointError, match="is a folder"):
+    with pytest.raises(CheckpointError, match="is a folder"):
         pl.load(newer, model=network())
     with messages():
         assert pl.latest_path(sharded_copy) == older
@@ -154,7 +155,7 @@ def test_an_index_of_a_stranger(sharded_copy):
     for change, says in STRANGE:
         Path(index_of(path)).write_bytes(content)
         rewrite(path, change)
-        with pytest.raises(pl.CheckpointError) as caught:
+        with pytest.raises(CheckpointError) as caught:
             pl.load(path, model=network())
         assert says in str(caught.value)
     Path(index_of(path)).write_bytes(content)
@@ -169,7 +170,7 @@ def test_numbers_that_no_state_has(path, number, sharded_copy):
     """In the description that an index has, as in that of a file."""
     rewrite(os.path.join(sharded_copy, "newer.sharded"), lambda index: None, put(*path, number))
     passed_over(sharded_copy)
-    with pytest.raises(pl.ResumeError, match=r"older\.sharded"):  # it has another optimizer's memory
+    with pytest.raises(ResumeError, match=r"older\.sharded"):  # it has another optimizer's memory
         train(network(), autoresume=sharded_copy, max_duration="3ba")
 
 
@@ -207,7 +208,7 @@ def test_any_change_to_an_index_is_refused_or_none(sharded_saves, tmp_path_facto
     rewrite(path, change)
     try:
         found = pl.load(path, model=network())
-    except (pl.CheckpointError, pl.ResumeError):
+    except (CheckpointError, ResumeError):
         return
     wanted = pl.load(os.path.join(sharded_saves, "newer.sharded"), model=network())
     assert_same(found, wanted, "after a change that was taken")
@@ -216,12 +217,12 @@ def test_any_change_to_an_index_is_refused_or_none(sharded_saves, tmp_path_facto
 def test_what_is_no_folder_of_ours(sharded_copy):
     newer = os.path.join(sharded_copy, "newer.sharded")
     for name in (INDEX, parts(newer)[0]):
-        with pytest.raises(pl.CheckpointError, match="pass the folder that it is in"):
+        with pytest.raises(CheckpointError, match="pass the folder that it is in"):
             pl.load(os.path.join(newer, name), model=network())
     assert pl.latest_path(newer) is None
-    with pytest.raises(pl.ResumeError, match=r"params\['0.weight'\] is \(5, 3\) float64 in the file and \(4, 3\)"):
+    with pytest.raises(ResumeError, match=r"params\['0.weight'\] is \(5, 3\) float64 in the file and \(4, 3\)"):
         pl.load(newer, model=network(width=4))
-    with pytest.raises(pl.ResumeError, match="another optimizer"):
+    with pytest.raises(ResumeError, match="another optimizer"):
         train(network(), load_path=newer)
 
 

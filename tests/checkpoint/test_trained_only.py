@@ -129,7 +129,7 @@ def test_another_base_is_refused_by_each_way_to_load(tmp_path: Path) -> None:
         change(model)
         with pytest.raises(ResumeError, match=match):
             pl.load(path, model=model)
-    with pytest.raises(pl.ArgumentError, match="are trained: freeze some"):
+    with pytest.raises(pl.errors.ArgumentError, match="are trained: freeze some"):
         pl.run(checkpoint_runs.fit(callbacks=CheckpointSaver(tmp_path / "none", trained_only=True)))
     assert not (tmp_path / "none").exists()
 

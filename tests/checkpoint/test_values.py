@@ -25,6 +25,7 @@ from pure_loop._internal import registry
 from pure_loop.checkpoint import container, document
 from pure_loop.checkpoint.digests import digest_of
 from pure_loop.checkpoint.document import FORMAT
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from pure_loop.testing import differences
 from tests.support import sharding
 from tests.support.checkpoint_runs import fit, small
@@ -159,7 +160,7 @@ def test_values_are_as_deep_in_files_as_a_writer_and_a_reader_go(tmp_path: Path)
             value = wrap(value)
         try:
             found = saved(value, tmp_path / "x.safetensors")
-        except pl.ArgumentTypeError:
+        except ArgumentTypeError:
             assert depth > 90
         else:
             assert depth < 101
@@ -204,19 +205,19 @@ def test_a_class_that_has_other_fields_by_now_or_is_gone(tmp_path: Path) -> None
     try:
         pl.checkpoint.register(Old, name="evolving")
         assert saved(Old(1), path) == Old(1)
-        with pytest.raises(pl.ArgumentError, match="checkpoints call"):
+        with pytest.raises(ArgumentError, match="checkpoints call"):
             pl.checkpoint.register(Pair, name="evolving")
         for cls, says in ((New, ""), (Other, r"missing \['needed'\]"), (Fewer, r"unknown \['kept'\]")):
             registry._by_name.pop("evolving")
             pl.checkpoint.register(cls, name="evolving")
             if says:
-                with pytest.raises(pl.CheckpointError, match=f"other fields than it has now: {says}"):
+                with pytest.raises(CheckpointError, match=f"other fields than it has now: {says}"):
                     pl.load(path, model=small())
             else:
                 assert pl.load(path, model=small()).algorithm_state["mine"] == New(1, "new")
     finally:
         registry._by_name.pop("evolving")
-    with pytest.raises(pl.CheckpointError, match="'evolving', a class unknown to this program: import the module"):
+    with pytest.raises(CheckpointError, match="'evolving', a class unknown to this program: import the module"):
         pl.load(path, model=small())
     assert pl.latest_path(tmp_path) == str(path)  # another program may know it
 

@@ -101,7 +101,7 @@ def test_a_saver_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     same_weights(pl.run(fit(watch=(), eval_interval="1ba")), state)
     model = mlp()
     model.register_buffer("odd", torch.zeros(1, dtype=torch.complex128))
-    with pytest.raises(pl.ArgumentTypeError, match=r"state.buffers\['odd'\] has dtype"):  # before training
+    with pytest.raises(pl.errors.ArgumentTypeError, match=r"state.buffers\['odd'\] has dtype"):  # before training
         pl.run(fit(model, callbacks=CheckpointSaver(tmp_path / "odd", weights_only=True)))
 
 

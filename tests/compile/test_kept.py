@@ -250,7 +250,7 @@ def failed(**options: Any) -> tuple[Any, Any]:
     kept: Any = None
     state: Any = None
     data = [*DATA[:3], (DATA[3][0] * float("nan"), DATA[3][1])]
-    with pytest.raises(pl.NonFiniteError, match="batch 3"):  # noqa: PT012 - it is the loop that fails
+    with pytest.raises(pl.errors.NonFiniteError, match="batch 3"):  # noqa: PT012 - it is the loop that fails
         for event, state in fit(data=data, **options):
             if event is Event.BATCH_END and state.timestamp.batch == 2:
                 kept = state

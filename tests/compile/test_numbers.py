@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import record
+from pure_loop.errors import CompileError
 from tests.support import problem
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -176,5 +177,5 @@ def test_a_function_of_pythons_math_needs_a_graph_for_each_number() -> None:
     with record() as graphs:
         remembered(lambda t: {"": math.cos(t.batch)}, 3, compile=True)
     assert len([graph for graph in graphs if graph.segment == "step"]) == 3
-    with pytest.raises(pl.CompileError, match=r"A function of Python's math asks for it: numpy\.cos\(x\) does not"):
+    with pytest.raises(CompileError, match=r"A function of Python's math asks for it: numpy\.cos\(x\) does not"):
         remembered(lambda t: {"": math.cos(t.batch)}, 9, compile=True)

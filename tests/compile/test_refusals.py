@@ -213,10 +213,10 @@ def test_what_can_not_be_is_refused() -> None:
 
 
 def test_what_is_not_finite_is_named_with_its_batch() -> None:
-    with pytest.raises(pl.NonFiniteError, match=r"batch 1 .*the loss is not finite"):
+    with pytest.raises(pl.errors.NonFiniteError, match=r"batch 1 .*the loss is not finite"):
         fit(compile=True, data=WITH_NAN)
     huge = PLAIN | {"optimizer": pl.optim.sgd(lr=1e38), "loss": lambda o, t: 1e10 * cross_entropy(o, t)}
-    with pytest.raises(pl.NonFiniteError, match=r"batch 0 .*optimizer's step"):
+    with pytest.raises(pl.errors.NonFiniteError, match=r"batch 0 .*optimizer's step"):
         fit(compile=True, **huge)
 
 

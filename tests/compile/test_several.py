@@ -148,9 +148,9 @@ def test_what_fails_fails_after_the_steps_before_it() -> None:
     dividing = pl.Algorithm("divides", {Event.AFTER_LOSS: divides})
     for bad in (3, 6):
         data = [(x * float("nan") if i == bad else x, y) for i, (x, y) in enumerate(SEVEN)]
-        with pytest.raises(pl.NonFiniteError, match=rf"batch {bad} \(epoch 0, batch {bad} in it\)"):
+        with pytest.raises(pl.errors.NonFiniteError, match=rf"batch {bad} \(epoch 0, batch {bad} in it\)"):
             fit(steps_per_call=3, data=data, **settings)
-        with pytest.raises(pl.NonFiniteError if bad < 4 else ZeroDivisionError):
+        with pytest.raises(pl.errors.NonFiniteError if bad < 4 else ZeroDivisionError):
             fit(steps_per_call=4, data=data, algorithms=[dividing], **settings)
 
 

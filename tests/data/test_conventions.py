@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.data.samples import num_samples, split
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError, LossError
 from pure_loop.random import seeded
 from tests.support.extras import needs
 from tests.support.problem import close, noise
@@ -253,7 +254,7 @@ def test_images_without_boxes_are_counted_where_they_can_be_nothing_else(
         if masks and rows != channels:
             assert call(batch) == n if call is num_samples else len(call(batch)) == n
         else:
-            with pytest.raises(pl.DataError, match=rf"{n} images.*{channels} rows.*pl.Task.detection\(\).*samples="):
+            with pytest.raises(DataError, match=rf"{n} images.*{channels} rows.*pl.Task.detection\(\).*samples="):
                 call(batch)
 
 
@@ -312,20 +313,20 @@ def no(call: Any, error: type[Exception], *says: str, at_once: bool = False) -> 
 
 FIRST, SHIFTED, BOXES = pictures([1, 2])[0], pl.Task.from_transformers(shifted=True), [pictures([1])]
 REFUSED = [
-    no(lambda: text(without="labels"), pl.DataError, "has no 'labels'", "pl.Task.from_transformers", "collator"),
-    no(lambda: text(labels=[{}, {}]), pl.DataError, "of type list", "weight="),
-    no(lambda: text(kind=lambda b: (*b.values(),), task=attrs.evolve(SHIFTED, weight=None)), pl.DataError, "a mapping"),
-    no(lambda: text(Plain), pl.DataError, "class Plain", "shifted=True", "shape (2, 5)"),
+    no(lambda: text(without="labels"), DataError, "has no 'labels'", "pl.Task.from_transformers", "collator"),
+    no(lambda: text(labels=[{}, {}]), DataError, "of type list", "weight="),
+    no(lambda: text(kind=lambda b: (*b.values(),), task=attrs.evolve(SHIFTED, weight=None)), DataError, "a mapping"),
+    no(lambda: text(Plain), DataError, "class Plain", "shifted=True", "shape (2, 5)"),
     *(
-        no(lambda kind=kind: text(type(kind, (Plain,), {})), pl.ArgumentError, f"{kind} is not known", at_once=True)
+        no(lambda kind=kind: text(type(kind, (Plain,), {})), ArgumentError, f"{kind} is not known", at_once=True)
         for kind in (f"For{name}" for name in NO_MEAN)
     ),
-    no(lambda: pl.Task.from_transformers(shifted=1), pl.ArgumentTypeError, "shifted", "True or F", at_once=True),
-    no(lambda: text(task=pl.Task(loss=cross_entropy)), pl.DataError, "tensor (2, 5)", "pl.Task.from_transformers()"),
-    no(lambda: image(FIRST), pl.DataError, "pl.Task.detection: a batch is (images, targets)", "tuple(zip(*rows))"),
-    no(lambda: image((FIRST, [{}])), pl.DataError, "It is ([tensor (2, 3, 5) float64", "[{}])"),
-    no(lambda: image(evaluators=BOXES), pl.LossError, "boxes, and has no loss", "metrics=", "before training"),
-    no(lambda: pl.evaluate(Detector(), BOXES, loss=pl.Task.detection()), pl.LossError, "evaluator 'eval'", "no loss"),
+    no(lambda: pl.Task.from_transformers(shifted=1), ArgumentTypeError, "shifted", "True or F", at_once=True),
+    no(lambda: text(task=pl.Task(loss=cross_entropy)), DataError, "tensor (2, 5)", "pl.Task.from_transformers()"),
+    no(lambda: image(FIRST), DataError, "pl.Task.detection: a batch is (images, targets)", "tuple(zip(*rows))"),
+    no(lambda: image((FIRST, [{}])), DataError, "It is ([tensor (2, 3, 5) float64", "[{}])"),
+    no(lambda: image(evaluators=BOXES), LossError, "boxes, and has no loss", "metrics=", "before training"),
+    no(lambda: pl.evaluate(Detector(), BOXES, loss=pl.Task.detection()), LossError, "evaluator 'eval'", "no loss"),
 ]
 
 

@@ -40,7 +40,7 @@ def test_a_tensor_is_its_own_inputs() -> None:
     batch, other = torch.ones(3, 2), torch.zeros(3, 2)
     assert part_of(batch, 0, "f", "input_key") is batch
     assert with_part(batch, 0, other) is other
-    with pytest.raises(pl.DataError, match=r"a batch is a Tensor and has no batch\[1\]"):
+    with pytest.raises(pl.errors.DataError, match=r"a batch is a Tensor and has no batch\[1\]"):
         part_of(batch, 1, "f", "target_key")
 
 
@@ -51,7 +51,7 @@ WITHOUT = ((X, "y"), (X, "items"), ((1,), 1), ((1,), "count"), (Data(1, 2), "z")
 def test_what_is_no_part_and_no_lens() -> None:
     says = r'^mixup: a batch is a .* and has no batch.*mixup\(target_key="labels"\)'
     for batch, key in WITHOUT:
-        with pytest.raises(pl.DataError, match=says):
+        with pytest.raises(pl.errors.DataError, match=says):
             part_of(batch, key, "mixup", "target_key")
-    with pytest.raises(pl.ArgumentTypeError, match="Lens: put=3 is not a function"):
+    with pytest.raises(pl.errors.ArgumentTypeError, match="Lens: put=3 is not a function"):
         pl.Lens(len, 3)  # type: ignore[arg-type]

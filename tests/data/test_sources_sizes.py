@@ -15,6 +15,7 @@ from torch.utils.data._utils import collate
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.errors import ResumeError
 from tests.support.loaders import Wrapper, loader, same
 from tests.support.tiers import examples
 
@@ -56,7 +57,7 @@ def test_each_sample_of_the_epoch_comes_once(
     kept, data = seen[boundary - 1], numbers(n, other, shuffle=shuffle)
     options: dict[str, Any] = {"max_duration": "2ep", "microbatch_size": microbatch}
     if boundary * size < other:
-        with pytest.raises(pl.ResumeError, match=r"The first batch|They end within the first batch"):
+        with pytest.raises(ResumeError, match=r"The first batch|They end within the first batch"):
             run(kept, data, **options)
         return
     rest = run(kept, data, **options)
@@ -84,7 +85,7 @@ def test_a_library_may_add_its_classes_to_torchs_collate(monkeypatch: pytest.Mon
     for n, size, other in ((5, 3, 4), (5, 4, 3), (9, 5, 8), (9, 8, 5)):
         seen, data = run(None, numbers(n, size, shuffle=True)), numbers(n, other, shuffle=True)
         if size < other:
-            with pytest.raises(pl.ResumeError, match="They end within the first batch"):
+            with pytest.raises(ResumeError, match="They end within the first batch"):
                 run(seen[0], data)
         else:
             assert samples(run(seen[0], data)) == samples(seen)[size:]
@@ -102,7 +103,7 @@ def test_other_ways_to_divide_an_epoch() -> None:
     assert [len(state.batch[0]) for state in rest] == [2, 7, 7, 7]
     seen = run(None, numbers(40, 4))
     assert samples(run(seen[3], numbers(40, 4), batches_per_step=2)) == samples(seen)[16:]
-    with pytest.raises(pl.ResumeError, match="They end within a step"):
+    with pytest.raises(ResumeError, match="They end within a step"):
         run(seen[2], numbers(40, 4), batches_per_step=2)
     # Another batches_per_epoch alone changes nothing of what was seen.
     assert samples(run(seen[1], numbers(40, 4), batches_per_epoch=4)) == samples(seen)[8:16]
@@ -130,7 +131,7 @@ def test_what_has_no_order_of_samples_says_so_before_training() -> None:
     for make in WITHOUT.values():
         seen = run(None, make(4))
         for other in (2, 8):
-            with pytest.raises(pl.ResumeError, match=r"first 3 batches of epoch 0, and the State has seen \d+ in as"):
+            with pytest.raises(ResumeError, match=r"first 3 batches of epoch 0, and the State has seen \d+ in as"):
                 run(seen[2], make(other))
         assert len(run(seen[2], make(4))) == 3
 

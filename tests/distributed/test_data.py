@@ -137,7 +137,7 @@ def test_a_sampler_that_repeats_or_leaves_out_is_refused_in_evaluation(monkeypat
                 assert reads_its_own(Parallel(), make(8, rank), stream)
                 fault = "leaves out 1" if kind in ("drop last", "factory") else "gives 1 of them twice"
                 says = rf"the {stream} dataloader's \w+ divides 7 samples .* {fault}"
-                with pytest.raises(pl.ArgumentError, match=says):
+                with pytest.raises(pl.errors.ArgumentError, match=says):
                     reads_its_own(Parallel(), make(7, rank), stream)
             assert reads_its_own(Parallel(), make(7, rank), "train")
         assert reads_its_own(Parallel(), DataLoader(_table(7), 2, sampler=_Own(7, rank, pads=False)), "predict")

@@ -132,7 +132,7 @@ def test_what_contradicts_itself_is_refused_wherever_it_is_read(monkeypatch):
         set_only(monkeypatch, environ)
         reads = (pl.distributed.rank, pl.distributed.world_size, CALLS["fit"], lambda: CALLS["fit"]("replicate"))
         for read in (world, *reads):
-            with pytest.raises(pl.DistributedError, match=message):
+            with pytest.raises(pl.errors.DistributedError, match=message):
                 read()
 
 
@@ -148,12 +148,12 @@ def test_several_processes_without_parallel_are_refused_and_run_apart_on_purpose
     for environ in (*SEVERAL.values(), TORCHRUN):
         set_only(monkeypatch, environ)
         for name, call in CALLS.items():
-            with pytest.raises(pl.ArgumentError, match=APART):
+            with pytest.raises(pl.errors.ArgumentError, match=APART):
                 call(None)
             assert pl.run(call(False)).timestamp.batch == (name == "fit")
 
     def program(rank):
-        with pytest.raises(pl.ArgumentError, match=f"is rank {rank} of 2, by its process group"):
+        with pytest.raises(pl.errors.ArgumentError, match=f"is rank {rank} of 2, by its process group"):
             fit()
         return pl.run(CALLS["fit"](False)).timestamp.batch
 
@@ -165,7 +165,7 @@ def test_several_processes_that_believe_to_be_alone_are_refused(monkeypatch):
 
     def refused(says):
         for parallel in (None, "replicate", pl.distributed.Parallel(data="own")):
-            with pytest.raises(pl.ArgumentError, match=says):
+            with pytest.raises(pl.errors.ArgumentError, match=says):
                 fit(parallel=parallel)
 
     for launcher, environ in SEVERAL.items():
@@ -206,7 +206,7 @@ def test_where_rank_0_is_not_known_the_call_says_what_to_set(monkeypatch):
         for call in CALLS.values():
             set_only(monkeypatch, environ)
             with pytest.raises(
-                pl.DistributedError, match=r"MASTER_ADDR and MASTER_PORT are not set .* set MASTER_ADDR to"
+                pl.errors.DistributedError, match=r"MASTER_ADDR and MASTER_PORT are not set .* set MASTER_ADDR to"
             ):
                 call("replicate")
             set_only(monkeypatch, environ | THERE)
@@ -225,7 +225,7 @@ def test_cuda_is_the_gpu_of_this_rank(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert [device_of_rank(device) for device in ("cuda", "cpu", "cuda:5")] == [expected, "cpu", "cuda:5"]
     set_only(monkeypatch, TWO)
-    with pytest.raises(pl.DistributedError, match=r"set LOCAL_RANK .* device=\"cuda:0\""):
+    with pytest.raises(pl.errors.DistributedError, match=r"set LOCAL_RANK .* device=\"cuda:0\""):
         device_of_rank("cuda")
 
 
@@ -235,7 +235,7 @@ def test_lists_of_nodes():
     assert " ".join(nodes("rack[1-2]n[8-10],10.0.0.1")) == "rack1n8 rack1n9 rack1n10 rack2n8 rack2n9 rack2n10 10.0.0.1"
     assert launched(step(0, 2, nodelist="n[0-999999999999]")).host == "n0"
     for text in ("", "a,", ",a", "a[", "a]", "a[]", "a[1-]", "a[1;2]", "a[[1]]", "a[1x2]", "a[-1]"):
-        with pytest.raises(pl.DistributedError, match="can't be read; it is a list such as"):
+        with pytest.raises(pl.errors.DistributedError, match="can't be read; it is a list such as"):
             list(nodes(text))
 
 

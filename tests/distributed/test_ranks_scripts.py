@@ -158,7 +158,7 @@ try:
         if rank == 1 and event is Event.BATCH_END and state.timestamp.batch == 2:
             say("done")
             raise ValueError("the disk is full")
-except pl.DistributedError as error:
+except pl.errors.DistributedError as error:
     say(error)
     say("done")
 """

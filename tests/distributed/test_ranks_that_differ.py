@@ -164,7 +164,7 @@ def test_other_data_is_named_with_both_numbers():
         texts = []
         for sizes in ((4, 3), (4, 4, 1)):
             data = batches(sizes if rank else (4, 4), seed=1)
-            with pytest.raises(pl.DistributedError) as caught:
+            with pytest.raises(pl.errors.DistributedError) as caught:
                 pl.run(pl.evaluate(model(), iter(data), loss=mse, parallel="replicate"))
             texts.append(str(caught.value))
         return texts, [outcome(rank, kind, mine, other, 1) for kind in KINDS for mine, other, _ in DATA]

@@ -62,7 +62,7 @@ def together(*calls):
     def call(each):
         try:
             return each()
-        except pl.DistributedError as error:
+        except pl.errors.DistributedError as error:
             return str(error)
 
     with ThreadPoolExecutor(len(calls)) as threads:
@@ -112,7 +112,7 @@ def test_rank_0_hosts_one_store_for_all_streams(port):
 
 
 def test_rank_0_names_the_others(port):
-    with pytest.raises(pl.DistributedError, match=r"rank 0 of 3 could not meet .*: ranks 1, 2 did not come"):
+    with pytest.raises(pl.errors.DistributedError, match=r"rank 0 of 3 could not meet .*: ranks 1, 2 did not come"):
         Rendezvous(0, 3, 0.3).meet()
 
 
@@ -151,7 +151,7 @@ def test_a_host_that_never_starts_is_named_and_an_environment_without_it_refused
     assert "rank 0, which hosts the store" in text
     assert "not started, stopped or dead" in text
     monkeypatch.delenv("MASTER_PORT")
-    with pytest.raises(pl.DistributedError, match=r"MASTER_ADDR and MASTER_PORT are not set .* torchrun"):
+    with pytest.raises(pl.errors.DistributedError, match=r"MASTER_ADDR and MASTER_PORT are not set .* torchrun"):
         Rendezvous(1, 2, 0.5).meet()
 
 
@@ -170,7 +170,7 @@ def test_in_a_new_group_ranks_meet_after_a_call_to_which_one_came_alone():
 
     def alone(rank):
         if rank == 0:
-            with suppress(pl.ArgumentError):
+            with suppress(pl.errors.ArgumentError):
                 run(parallel="replicate", max_duration="no duration")
 
     pool().run(alone)

@@ -123,5 +123,5 @@ def test_what_would_train_apart_is_refused_and_a_rank_that_fails_is_named():
     assert "rank 1 raised ValueError after BATCH_START of batch 0: no more" in one[-1]
     assert other[-1].startswith("ValueError: no more")
     for weight in (-1, float("nan"), "4"):
-        with pytest.raises(pl.ArgumentError, match="give a number of at least 0"):
+        with pytest.raises(pl.errors.ArgumentError, match="give a number of at least 0"):
             pl.distributed.mean(torch.ones(1), weight=weight)

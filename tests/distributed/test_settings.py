@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import pure_loop as pl
 from pure_loop import Event, testing
 from pure_loop.distributed import Parallel
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.order import Plan
 from tests.support.problem import fit
 from tests.support.worlds import KINDS, an_epoch, pool, told
@@ -92,7 +93,7 @@ def test_a_parameter_without_a_dimension_is_refused_before_training():
     def program(rank):
         stream = an_epoch(Scaled(), [(torch.ones(2, 1), torch.ones(2, 1))], parallel="shard")
         assert next(stream)[0] is Event.INIT
-        with pytest.raises(pl.ModelError, match=r"Scaled can't be sharded: the parameters \['scale'\] are scalars"):
+        with pytest.raises(ModelError, match=r"Scaled can't be sharded: the parameters \['scale'\] are scalars"):
             next(stream)
 
     pool(kind="shard").run(program)
@@ -134,5 +135,5 @@ def test_what_parallel_and_its_settings_can_be():
     ):
         calls.append((lambda given=given: fit(parallel=given), message))
     for call, message in calls:
-        with pytest.raises((pl.ArgumentTypeError, pl.ArgumentError), match=message):
+        with pytest.raises((ArgumentTypeError, ArgumentError), match=message):
             call()

@@ -68,12 +68,12 @@ def test_one_rank_that_gathers_alone_is_told_so_and_ends_no_process(tmp_path):
         state = pl.run(an_epoch(nn.Linear(2, 2), data, parallel=parallel))
         found = []
         for call in calls if rank == 0 else ():
-            with pytest.raises(pl.DistributedError) as caught:
+            with pytest.raises(pl.errors.DistributedError) as caught:
                 call(state)
             found.append(str(caught.value))
         torch.distributed.barrier()  # longer than a rank waits
         weight = state.module().weight.tolist()
-        with pytest.raises(pl.DistributedError) as caught:
+        with pytest.raises(pl.errors.DistributedError) as caught:
             list(body(rank))
         return weight, [*found, str(caught.value)]
 

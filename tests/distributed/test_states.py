@@ -105,7 +105,7 @@ def test_going_on_is_bitwise_the_rest(tmp_path):
                         found.append((rest(pl.load(path, model=case.model()))[1:], wanted, 0.0))
                         found.append((rest(state, another)[-1:], wanted[-1:], 1e-5))
             assert keeper.changed() is None
-        with pytest.raises(pl.ResumeError, match="this State is sharded over several ranks"):
+        with pytest.raises(pl.errors.ResumeError, match="this State is sharded over several ranks"):
             case.run(algorithms(), start=state, parallel=False)
         return found
 
@@ -186,7 +186,7 @@ def test_a_state_resumes_after_an_error_in_the_stream_that_it_was_kept_of():
         found = []
         for kind in KINDS:
             every = []
-            with pytest.raises((ValueError, pl.DistributedError)):
+            with pytest.raises((ValueError, pl.errors.DistributedError)):
                 every.extend(case.stream([fails], parallel=kind))
             kept = [state for event, state in every if event is Event.BATCH_END][-1]
             for then in KINDS:

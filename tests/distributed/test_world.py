@@ -112,13 +112,13 @@ def test_ranks_leave_a_step_out_together():
             scaled = {"precision": "amp_fp16", "loss": square, "optimizer": pl.optim.sgd(lr=1e-3)}
             states = ends(large, parallel=kind, **scaled)
             found.append([(float(each.loss_scale), int(each.skipped), each.timestamp.sample) for each in states])
-            with pytest.raises(pl.NonFiniteError, match=r"batch 0 .*the optimizer's step made"):
+            with pytest.raises(pl.errors.NonFiniteError, match=r"batch 0 .*the optimizer's step made"):
                 ends(parallel=kind, optimizer=pl.optim.sgd(lr=1e39))
         with interpreted():
             for compiled in ({}, {"compile": True}):
                 states = ends(algorithms=[spoils_its_part], parallel="shard", **compiled)
                 assert [int(state.skipped) for state in states] == [0, 1, 1]
-            with pytest.raises(pl.NonFiniteError, match="the optimizer's step made"):
+            with pytest.raises(pl.errors.NonFiniteError, match="the optimizer's step made"):
                 ends(parallel="shard", optimizer=pl.optim.sgd(lr=1e39), compile=True, watch={Event.BATCH_END})
         return found
 

@@ -67,9 +67,9 @@ def loaders() -> list[Any]:
 
 
 MISFITS: list[tuple[Any, type[Exception], str]] = [
-    (confusion_matrix(7), pl.DataError, r"'confusion_matrix' \(confusion_matrix\(classes=7\)\) does not"),
-    (mean(lambda outputs, batch: outputs["logits"], "logits"), pl.DataError, "'logits'"),
-    (mean(lambda outputs, batch: outputs.mean(), "total"), pl.ArgumentTypeError, "'total'.*one number"),
+    (confusion_matrix(7), pl.errors.DataError, r"'confusion_matrix' \(confusion_matrix\(classes=7\)\) does not"),
+    (mean(lambda outputs, batch: outputs["logits"], "logits"), pl.errors.DataError, "'logits'"),
+    (mean(lambda outputs, batch: outputs.mean(), "total"), pl.errors.ArgumentTypeError, "'total'.*one number"),
 ]
 
 

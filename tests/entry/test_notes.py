@@ -148,7 +148,7 @@ def test_an_error_that_has_no_text_stays_itself() -> None:
 
 
 def test_what_a_trace_stumbles_over_has_the_notes_of_the_eager_error() -> None:
-    with interpreted(), pytest.raises(pl.CompileError) as caught:
+    with interpreted(), pytest.raises(pl.errors.CompileError) as caught:
         pl.run(fit(data=[(X[:, :3], Y)], compile=True))
     assert MODULE in caught.value.__notes__
 

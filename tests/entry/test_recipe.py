@@ -228,7 +228,7 @@ REFUSED = [
         ("microbatches", lambda: recipe(microbatch_size=0), VALUE, ("microbatch_size=0",)),
         ("a loss", lambda: recipe(loss="mse"), TYPE, ("loss is 'mse'",)),
         ("evaluators", lambda: recipe(evaluators=3), TYPE, ("evaluator 'eval'",)),
-        ("interval", lambda: recipe().replace(eval_interval=3), ValueError, ('write "3ep"',)),
+        ("interval", lambda: recipe().replace(eval_interval=3), ValueError, ('Write "3ep"',)),
         ("duration", lambda: recipe().replace(max_duration="2 weeks"), ValueError, ("max_duration",)),
         ("a generator", lambda: recipe().replace(train_dataloader=drawn()).fit(mlp()), VALUE, GONE),
         ("an iterator", lambda: twice(iter(points(9))), VALUE, GONE),

@@ -68,8 +68,8 @@ def given(error: type[Exception], *says: str, **arguments: Any) -> Refusal:
     return Refusal(f"fit({', '.join(arguments)}): {says[0]}", lambda: fit(**arguments), error, says)
 
 
-TYPES, VALUES, TIMES = pl.ArgumentTypeError, pl.ArgumentError, pl.TimeFormatError
-TYPE, VALUE, DATA_ERROR, RESUME = map(of, (TYPES, VALUES, pl.DataError, ResumeError))
+TYPES, VALUES, TIMES = pl.errors.ArgumentTypeError, pl.errors.ArgumentError, pl.errors.TimeFormatError
+TYPE, VALUE, DATA_ERROR, RESUME = map(of, (TYPES, VALUES, pl.errors.DataError, ResumeError))
 ACCURACY = pl.metrics.accuracy()
 
 
@@ -314,7 +314,7 @@ def predicted() -> pl.State:
 
 
 AMSGRAD, MOMENTUM = pl.optim.adamw(lr=0.1, amsgrad=True), pl.optim.sgd(lr=0.1, momentum=0.9)
-FROZEN = of(pl.FrozenStateError)
+FROZEN = of(pl.errors.FrozenStateError)
 STATES = [
     resuming(evaluated, "EVAL_STANDALONE_START", "the State that you evaluated"),
     resuming(predicted, "PREDICT_BATCH_END", "the State that you predicted from"),
@@ -397,7 +397,7 @@ def test_mappings_of_a_state_are_not_written_to() -> None:
     writes: dict[str, tuple[Any, ...]] = {"__setitem__": (WEIGHT, X), "__delitem__": (WEIGHT,), "pop": (WEIGHT,)}
     writes |= {"update": ({WEIGHT: X},), "__ior__": ({WEIGHT: X},), "setdefault": ("more", X), "clear": ()}
     for method, given in writes.items():
-        with pytest.raises(pl.FrozenDictError, match=re.escape("state.replace(...)")):
+        with pytest.raises(pl.errors.FrozenDictError, match=re.escape("state.replace(...)")):
             getattr(params, method)(*given)
     assert params[WEIGHT] is weight
 
@@ -416,9 +416,17 @@ def test_between_boundaries_the_next_one_is_named() -> None:
 
 
 def test_every_error_is_ours_and_a_builtin() -> None:
-    errors = [getattr(pl, name) for name in pl.errors.__all__]
+    errors = [getattr(pl.errors, name) for name in pl.errors.__all__]
     for error in (each for each in errors if not issubclass(each, Warning)):
         assert issubclass(error, pl.PureLoopError)
         builtins = [base for base in error.__mro__ if base.__module__ == "builtins"]
         assert builtins[0] is not Exception or error is pl.PureLoopError, f"{error.__name__} is none of Python's"
         assert error.__doc__
+
+
+def test_the_base_of_errors_is_at_the_top_and_the_earlier_names_are_not_listed() -> None:
+    names = {*pl.errors.__all__}
+    assert names & {*dir(pl), *pl.__all__} == {"PureLoopError"}
+    assert all(getattr(pl, name) is getattr(pl.errors, name) for name in names)
+    with pytest.raises(AttributeError, match=r"did you mean 'errors\.ArgumentError'"):
+        pl.ArgumentErorr  # type: ignore[attr-defined]  # noqa: B018

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import pure_loop as pl
-from pure_loop import Event
+from pure_loop import Event, errors
 from pure_loop.errors import LossError, ModelError
 from tests.support import problem
 from tests.support.refused import Refusal, check
@@ -57,7 +57,7 @@ class Wider(pl.State): ...
 LINEAR = pl.State.create(nn.Linear(4, 3))
 INIT, START, FORWARD, LOSS = Event.INIT, Event.BATCH_START, Event.BEFORE_FORWARD, Event.AFTER_LOSS
 BACKWARD, GRADS, TRAINED, END = Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END
-STRUCTURE, RETURN, EARLY = pl.AlgorithmStructureError, pl.AlgorithmReturnError, pl.GradientsNotReadyError
+STRUCTURE, RETURN, EARLY = errors.AlgorithmStructureError, errors.AlgorithmReturnError, errors.GradientsNotReadyError
 MINE: list[tuple[Event, Any, type[Exception], str]] = [
     (INIT, lambda state: None, RETURN, "returned None. An algorithm returns the next State: end it with `return state"),
     (Event.EVAL_START, lambda state: state.module(), RETURN, "returned Sequential, not a State"),
@@ -79,7 +79,7 @@ MINE: list[tuple[Event, Any, type[Exception], str]] = [
     (
         INIT,
         lambda s: s.replace(model=problem.mlp()),
-        pl.ArgumentTypeError,
+        errors.ArgumentTypeError,
         "given Sequential: for a module write state.w",
     ),
     (END, lambda s: s.with_module(nn.Linear(4, 3)), STRUCTURE, "model surgery is done at INIT, with state.with_module"),
@@ -99,10 +99,10 @@ MINE: list[tuple[Event, Any, type[Exception], str]] = [
     (LOSS, sets(loss=lambda loss: loss.expand(2)), LossError, "the loss that algorithm 'mine' returned at AFTER_LOSS,"),
     (BACKWARD, sets(loss=lambda loss: loss.detach()), LossError, "has no graph"),
     (TRAINED, sets(loss=1.0), LossError, "is 1.0 of type float"),
-    (START, lambda s: setattr(s, "loss", 1), pl.FrozenStateError, "raised by algorithm"),
-    (END, lambda s: s.params.pop(WEIGHT), pl.FrozenDictError, "raised by algorithm 'mine' at BATCH_END, batch 1"),
-    (END, sets(losss=3), pl.ArgumentError, "no field 'losss'"),
-    (GRADS, again, pl.ArgumentError, "stages.gradients was called at AFTER_BACKWARD"),
+    (START, lambda s: setattr(s, "loss", 1), errors.FrozenStateError, "raised by algorithm"),
+    (END, lambda s: s.params.pop(WEIGHT), errors.FrozenDictError, "raised by algorithm 'mine' at BATCH_END, batch 1"),
+    (END, sets(losss=3), errors.ArgumentError, "no field 'losss'"),
+    (GRADS, again, errors.ArgumentError, "stages.gradients was called at AFTER_BACKWARD"),
     (BACKWARD, lambda s: s.grads is None, EARLY, "Bind the algorithm to one of"),
     (Event.EVAL_BATCH_END, lambda s: s.grads is None, EARLY, "Bind the algorithm to one of"),
 ]
@@ -169,7 +169,7 @@ def lost(make: Callable[[Any, Any, Any], Any], *says: str) -> Refusal:
 
 
 def on(batch: Any, *says: str) -> Refusal:
-    return row(pl.DataError, lambda: fit(data=[batch]), *says)
+    return row(errors.DataError, lambda: fit(data=[batch]), *says)
 
 
 def clips(error: type[Exception], clip: Any, says: str) -> Refusal:
@@ -189,7 +189,12 @@ def calling(**methods: Any) -> Callable[[], Any]:
     return lambda: fit(callbacks=[type("Mine", (pl.Callback,), methods)()])
 
 
-DATA_ERROR, TYPE, VALUE, BACK = pl.DataError, pl.ArgumentTypeError, pl.ArgumentError, pl.CallbackReturnError
+DATA_ERROR, TYPE, VALUE, BACK = (
+    errors.DataError,
+    errors.ArgumentTypeError,
+    errors.ArgumentError,
+    errors.CallbackReturnError,
+)
 FIRST = "the loss at AFTER_LOSS of batch 0, which"
 HELD_OUT = {"good": [(X, Y)], "held out": [(X, Y), OTHER_SIZE]}
 NO_SPLIT = {"data": [(X, Y, object())], "loss": pl.Task(forward=lambda model, batch: model(batch[0]), loss=nothing)}

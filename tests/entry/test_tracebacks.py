@@ -67,7 +67,7 @@ def test_a_refusal_ends_at_the_line_of_the_call(name: str, monkeypatch: pytest.M
     assert files_and_functions(caught.value)[-1][0].startswith((PACKAGE, "<attrs"))
 
 
-@pytest.mark.parametrize("kind", [KeyError, pl.ArgumentError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [KeyError, pl.errors.ArgumentError, KeyboardInterrupt])
 @pytest.mark.parametrize(
     "through",
     [
@@ -99,6 +99,6 @@ def test_a_fault_of_the_package_keeps_its_whole_traceback(monkeypatch: pytest.Mo
 
 
 def test_a_compiled_forward_that_fails_ends_at_the_line_of_the_call() -> None:
-    with interpreted(), pytest.raises(pl.CompileError) as caught:
+    with interpreted(), pytest.raises(pl.errors.CompileError) as caught:
         pl.run(fit(data=[(DATA[0][0][:, :3], DATA[0][1])], compile=True))
     assert files_and_functions(caught.value)[-1][0] == __file__

@@ -141,7 +141,7 @@ def test_an_onnx_file_takes_batches_of_any_size_named_arguments_and_several_outp
         torch.testing.assert_close(torch.from_numpy(found.copy()), outputs(state, inputs))
     sample = {"rows": INPUTS, "places": torch.arange(15).reshape(5, 3) * 4}
     pl.export(pl.State.create(Gathering()), path, "onnx", sample=sample)
-    with pytest.raises(pl.ExportError, match="Gathering can't be traced on the sample"):
+    with pytest.raises(pl.errors.ExportError, match="Gathering can't be traced on the sample"):
         pl.export(
             *(pl.State.create(Gathering()), tmp_path / "other.onnx", "onnx"),
             sample={**sample, "places": torch.ones(5, 3)},
@@ -160,20 +160,20 @@ def test_what_is_not_like_the_module_or_can_not_be_loaded_is_removed(
 
     written = container.write
     monkeypatch.setattr(container, "write", rounded)
-    with pytest.raises(pl.ExportError, match=r"differs from the model: the tensor '0\.weight'"):
+    with pytest.raises(pl.errors.ExportError, match=r"differs from the model: the tensor '0\.weight'"):
         pl.export(STATE, tmp_path / "model", "safetensors")
     monkeypatch.setattr(torch, "load", fails)
-    with pytest.raises(pl.ExportError, match=r"can't be loaded or run, so it was removed: not today"):
+    with pytest.raises(pl.errors.ExportError, match=r"can't be loaded or run, so it was removed: not today"):
         pl.export(STATE, tmp_path / "model", "module")
     assert list(tmp_path.iterdir()) == []
     pl.export(STATE, tmp_path / "model", "safetensors", verify=False)
 
 
-E = pl.ArgumentError
+E = pl.errors.ArgumentError
 REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-    ((mlp(), "model.pt"), {}, pl.ArgumentTypeError, "of a module: pl.State.create(module)"),
-    (("model.pt", STATE), {}, pl.ArgumentTypeError, "write export(state, path)"),
-    ((STATE, 3), {}, pl.ArgumentTypeError, "3 is no path"),
+    ((mlp(), "model.pt"), {}, pl.errors.ArgumentTypeError, "of a module: pl.State.create(module)"),
+    (("model.pt", STATE), {}, pl.errors.ArgumentTypeError, "write export(state, path)"),
+    ((STATE, 3), {}, pl.errors.ArgumentTypeError, "3 is no path"),
     ((STATE, "model.onnx", "onxx"), {}, E, "format"),
     ((STATE, "model.onnx", "onnx"), {}, E, "give sample=inputs"),
     ((STATE, "model.pt2", "torch.export"), {"sample": INPUTS[:1]}, E, "give more"),
@@ -184,9 +184,9 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((STATE, "model.bin"), {}, E, "'model.bin' has the suffix .bin, which names no format: write one of .onnx"),
     ((STATE, "model"), {}, E, "'model' has no suffix"),
     ((STATE, "."), {}, E, "is a folder"),
-    ((STATE, "model.pt"), {"smaple": INPUTS}, pl.ArgumentTypeError, "did you mean sample="),
-    ((STATE, "model.pt"), {"verify": 1}, pl.ArgumentTypeError, "verify"),
-    ((STATE, f"{__file__}/model.pt"), {}, pl.CheckpointWriteError, "test_export.py"),
+    ((STATE, "model.pt"), {"smaple": INPUTS}, pl.errors.ArgumentTypeError, "did you mean sample="),
+    ((STATE, "model.pt"), {"verify": 1}, pl.errors.ArgumentTypeError, "verify"),
+    ((STATE, f"{__file__}/model.pt"), {}, pl.errors.CheckpointWriteError, "test_export.py"),
 ]
 
 
@@ -196,7 +196,7 @@ def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         export: Any = pl.export
         check(Refusal(says, lambda a=arguments, o=options: export(*a, **o), error, (says,)))
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(pl.MissingExtraError, match=r"pure_loop\[onnx\]"):
+    with pytest.raises(pl.errors.MissingExtraError, match=r"pure_loop\[onnx\]"):
         pl.export(STATE, "model.onnx", "onnx", sample=INPUTS)
     assert list(tmp_path.iterdir()) == []
 
@@ -209,7 +209,7 @@ def test_all_ranks_gather_what_is_sharded(tmp_path: Path) -> None:
         state = run(mlp(), points(size=4), parallel="shard", max_duration="1ep")
         no_folder = f"{__file__}/model.safetensors"
         if rank == 0:  # which alone finds out, and leaves no other rank waiting
-            with pytest.raises(pl.CheckpointWriteError):
+            with pytest.raises(pl.errors.CheckpointWriteError):
                 pl.export(state, no_folder, "safetensors")
         else:
             pl.export(state, no_folder, "safetensors")

@@ -208,7 +208,7 @@ def test_a_loss_on_the_host_that_is_not_finite_is_told() -> None:
     data = points(4, size=8)
     data[2] = (data[2][0] * float("nan"), data[2][1])
     for options in ({}, WHOLE_STEP, {"compile": True, "watch": frozenset(), "steps_per_call": 4}):
-        with interpreted(), pytest.raises(pl.NonFiniteError, match="batch 2"):
+        with interpreted(), pytest.raises(pl.errors.NonFiniteError, match="batch 2"):
             run(noisy(), data, loss=on_host, **options)
 
 

@@ -303,12 +303,12 @@ def test_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is named with its extra."""
     assert {*BACKENDS, *KEEPS_NO_RECORD} == set(pl.loggers.__all__)
     for says, call in (AT_ONCE | LATER).items():
-        check(Refusal(says, call, pl.ArgumentError, (says,), says in AT_ONCE))
+        check(Refusal(says, call, pl.errors.ArgumentError, (says,), says in AT_ONCE))
     for name, (package, extra, arguments) in PACKAGES.items():
         for module in [module for module in sys.modules if module == package or module.startswith(f"{package}.")]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(pl.MissingExtraError, match=rf"{package}.*pip install 'pure_loop\[{extra}\]'"):
+        with pytest.raises(pl.errors.MissingExtraError, match=rf"{package}.*pip install 'pure_loop\[{extra}\]'"):
             getattr(pl.loggers, name)(**arguments)
 
 
@@ -335,7 +335,7 @@ def test_trackers_refuse_bad_input_at_once(tmp_path: Path, monkeypatch: pytest.M
             ({"mode": "online" if name == "CometMLLogger" else "async"}, r'api_key="\.\.\.".*mode="offline"|mode'),
         ):
             if name in INSTALLED:
-                with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=says):
+                with pytest.raises((pl.errors.ArgumentError, pl.errors.ArgumentTypeError), match=says):
                     getattr(pl.loggers, name)(**{"mode": "offline", **options})
 
 

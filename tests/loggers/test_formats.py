@@ -118,12 +118,12 @@ def test_memory_is_a_table_of_which_no_value_is_dropped(tmp_path: Path, monkeypa
     assert len(reads) == 1, "values are read from the device at once"
     wanted = "batch,epoch,sample,a,metric/batch,v/0,v/1 0,0,0,7,,, 1,0,4,1,0.5,2.0,3.0 1,0,4,nan,,,"
     assert list(csv.reader((tmp_path / "table.csv").read_text().splitlines())) == list(csv.reader(wanted.split()))
-    with pytest.raises(pl.ArgumentError, match="RemoteUploader"):
+    with pytest.raises(pl.errors.ArgumentError, match="RemoteUploader"):
         memory.to_csv("s3://bucket/table.csv")
     with pytest.raises(OSError, match="to_csv can't write to the folder"):
         memory.to_csv(tmp_path / "empty.csv" / "table.csv")
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(pl.MissingExtraError, match=r"to_pandas needs.*pip install 'pure_loop\[pandas\]'"):
+    with pytest.raises(pl.errors.MissingExtraError, match=r"to_pandas needs.*pip install 'pure_loop\[pandas\]'"):
         memory.to_pandas()
 
 

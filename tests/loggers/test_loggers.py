@@ -13,6 +13,7 @@ import torch
 
 import pure_loop as pl
 from pure_loop.callback import LoggerGroup
+from pure_loop.errors import ArgumentError, ArgumentTypeError, NonFiniteError
 from pure_loop.loggers import ConsoleLogger, InMemoryLogger
 from pure_loop.recorder import Recorder
 from tests.loggers.records import DATA
@@ -44,7 +45,7 @@ def test_what_is_recorded_are_the_numbers_of_the_states_and_changes_no_training(
     for name, value in pairs[-1][1].metrics["val"].items():
         assert (logger.series(f"val/{name}")[0], logger.series(f"val/{name}")[1][-1]) == ([6, 12], float(value))
     assert_same(pairs[-1][1], pl.run(fit(evaluators=VAL, strict=True)), "without loggers")
-    with pytest.raises(pl.ArgumentError, match="did you mean 'train/loss'"):
+    with pytest.raises(ArgumentError, match="did you mean 'train/loss'"):
         logger.series("train/los")
 
 
@@ -253,7 +254,7 @@ def test_the_console_checks_that_losses_are_finite_when_it_reads_them() -> None:
     state = pl.State.create(mlp(), timestamp=pl.Timestamp(batch=7))
     pl.run(pl.drive(script(state), loggers=[ConsoleLogger("1ba", stream=stream)]))
     assert "loss 0.2500" in stream.getvalue()
-    with pytest.raises(pl.NonFiniteError, match="batch 5"):
+    with pytest.raises(NonFiniteError, match="batch 5"):
         ConsoleLogger(stream=io.StringIO()).fit_end(state.replace(nonfinite=torch.tensor(5)), LoggerGroup())
 
 
@@ -292,9 +293,9 @@ def test_it_is_refused() -> None:
     group, logger, state = LoggerGroup([InMemoryLogger()]), InMemoryLogger(), pl.State.create(mlp())
     for call, error, says in (
         (lambda: ConsoleLogger(1.5), pl.PureLoopError, "interval"),  # type: ignore[arg-type]
-        (lambda: ConsoleLogger(stream="log.txt"), pl.ArgumentTypeError, "open text file"),  # type: ignore[arg-type]
-        (lambda: fit(logger, logger), pl.ArgumentError, "InMemoryLogger() is given twice"),
-        (lambda: fit(logger, callbacks=[logger]), pl.ArgumentError, "InMemoryLogger() is given twice"),
-        (lambda: group.log_images("x", torch.zeros(16, 4), state), pl.ArgumentError, "log_images('x'): images are"),
+        (lambda: ConsoleLogger(stream="log.txt"), ArgumentTypeError, "open text file"),  # type: ignore[arg-type]
+        (lambda: fit(logger, logger), ArgumentError, "InMemoryLogger() is given twice"),
+        (lambda: fit(logger, callbacks=[logger]), ArgumentError, "InMemoryLogger() is given twice"),
+        (lambda: group.log_images("x", torch.zeros(16, 4), state), ArgumentError, "log_images('x'): images are"),
     ):
         check(Refusal(says, call, error, (says,)))

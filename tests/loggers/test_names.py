@@ -103,17 +103,17 @@ def test_what_is_no_name_or_leads_out_of_its_folder_is_refused(tmp_path: Path) -
         with pytest.raises(pl.PureLoopError, match=f"callback Records records something under the name .*{words}"):
             run([InMemoryLogger()], names=[name])
     for name in ["", " ", "a/b", "a\\b", ".hidden", "x" * 200, "tab\t", "a:b", 3]:
-        with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match="run_name"):
+        with pytest.raises((pl.errors.ArgumentError, pl.errors.ArgumentTypeError), match="run_name"):
             run([], run_name=name)
     memory = InMemoryLogger()
     others: list[Any] = [JSONLinesLogger(tmp_path / "m.jsonl"), pl.loggers.RemoteUploader("memory://a/b/c")]
     for logger in [LoggerGroup([memory]), memory, *others]:
         for name in OUTSIDE:
-            with pytest.raises(pl.ArgumentError, match="no name of a file inside a folder"):
+            with pytest.raises(pl.errors.ArgumentError, match="no name of a file inside a folder"):
                 logger.log_file(name, "/tmp/x")
     LoggerGroup([memory]).log_file("samples/final..txt", "/tmp/x")
     assert memory.files == {"samples/final..txt": "/tmp/x"}
-    with pytest.raises(pl.ArgumentTypeError, match="a text"):
+    with pytest.raises(pl.errors.ArgumentTypeError, match="a text"):
         LoggerGroup([memory]).log_file(3, "/tmp/x")  # type: ignore[arg-type]
 
 
@@ -144,7 +144,7 @@ def test_a_recorded_name_of_a_run_is_checked_as_one_that_is_passed(tmp_path: Pat
         if beside:
             (folder / beside).write_text("batch,epoch,time\n" if beside.endswith("csv") else "")
         logger, before = make(folder), sorted(place.rglob("*"))
-        with pytest.raises(pl.ArgumentError, match="was changed, or is not of this library") as caught:
+        with pytest.raises(pl.errors.ArgumentError, match="was changed, or is not of this library") as caught:
             run([logger], autoresume=place / "checkpoints", run_name=None)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 1000

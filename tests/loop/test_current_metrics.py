@@ -100,7 +100,7 @@ def test_metrics_are_of_the_last_evaluation_and_not_there_where_new_ones_are_to_
         found = {label: -round(float(state.metrics[label]["loss"])) for label in labels if label in state.metrics}
         assert found == expected, (index, event, state.timestamp)
         if event is Event.EPOCH_END and last.keys() - found.keys():
-            with pytest.raises(pl.MissingNameError, match="read the new ones at BATCH_CHECKPOINT or EPOCH_CHE"):
+            with pytest.raises(pl.errors.MissingNameError, match="read the new ones at BATCH_CHECKPOINT or EPOCH_CHE"):
                 state.metrics[min(last.keys() - found.keys())]
         assert [label for label in state.metrics if label != "train"] == [label for label in labels if label in found]
         assert seen[index] == list(state.metrics)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.errors import AlgorithmStructureError, ArgumentError, ArgumentTypeError, LossError, ModelError
 from pure_loop.random import seeded
 from tests.support.problem import cross_entropy, fit, mlp, points, run
 from tests.support.streams import assert_same, assert_same_stream
@@ -69,7 +70,7 @@ def test_a_state_that_an_algorithm_kept_is_not_written_to_and_not_taken_back() -
     both = (Event.BATCH_START, Event.BEFORE_TRAIN_BATCH)
     for events, says in ((both[:1], "changed timestamp"), (both, r"State of BATCH_START: .*had\s+kept.*Return state")):
         kept.clear()
-        with pytest.raises(pl.AlgorithmStructureError, match=f"algorithm 'mine' at .*{says}"):
+        with pytest.raises(AlgorithmStructureError, match=f"algorithm 'mine' at .*{says}"):
             run(algorithms=[pl.algorithm(*events, name="mine")(return_the_first)])
 
 
@@ -104,7 +105,7 @@ def test_scripts_of_ones_own() -> None:
     assert pl.run(pl.drive(script(start))).event is Event.BATCH_END
     assert (start.event, start.position) == (None, None)
     for what in (Event.BATCH_START, (Event.BATCH_START, None), ("batch_start", start), None):
-        with pytest.raises(pl.ArgumentTypeError, match=r"state = yield Event\.BATCH_START, state"):
+        with pytest.raises(ArgumentTypeError, match=r"state = yield Event\.BATCH_START, state"):
             pl.run(pl.drive(each for each in [what]))
 
 
@@ -162,7 +163,7 @@ def test_an_optimizer_gives_parameters_of_the_same_names() -> None:
         return pl.Optimizer(name="own", init=lambda params: None, update=update, lr=lambda timestamp: 0.1)
 
     for wrong in (lambda new: {**new, "more": torch.ones(1)}, lambda new: {"0.weight": new["0.weight"]}):
-        with pytest.raises(pl.ArgumentError, match=r"'own': update returned parameters of other names: \['(more|0\.b)"):
+        with pytest.raises(ArgumentError, match=r"'own': update returned parameters of other names: \['(more|0\.b)"):
             run(optimizer=own(wrong))
 
 
@@ -231,7 +232,7 @@ def test_predicting_in_a_callback_and_autocast_around_the_loop_change_nothing() 
 
 
 def test_what_differentiates_outside_of_the_loop_is_refused() -> None:
-    with pytest.raises(pl.ModelError, match="use_reentrant=False"):
+    with pytest.raises(ModelError, match="use_reentrant=False"):
         run(Checkpointed(reentrant=True))
-    with torch.inference_mode(), pytest.raises(pl.LossError, match=r"inside torch\.inference_mode"):
+    with torch.inference_mode(), pytest.raises(LossError, match=r"inside torch\.inference_mode"):
         run()

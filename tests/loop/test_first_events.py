@@ -52,7 +52,7 @@ def fit(model: Any = None, data: Any = DATA, **options: Any) -> Any:
 
 
 def refused(stream: Any, says: str) -> None:
-    with pytest.raises(pl.ImpurityError, match=f"^{says}"):
+    with pytest.raises(pl.errors.ImpurityError, match=f"^{says}"):
         pl.run(stream)
 
 
@@ -81,7 +81,7 @@ def written(author: str, event: Event, batch: int = 0, leaf: str = "state.params
         for at, state in fit(evaluators=DATA[:2], iteration_length="1ep", **attached, **options):
             if author == "the loop's body":
                 act(at, state)
-    except pl.ImpurityError as error:
+    except pl.errors.ImpurityError as error:
         return str(error)
     assert wrote
     return ""
@@ -182,7 +182,7 @@ def test_other_streams_and_rehearsal() -> None:
         refused(stream, r"callback zeroing changed state\.params\['2\.bias'\]")
     options = {"loss": cross_entropy, "optimizer": pl.optim.adamw(lr=0.1), "max_duration": "2ep"}
     for strict in (None, False):
-        with pytest.raises(pl.RehearsalError, match="purity: ImpurityError: callback zeroing changed state"):
+        with pytest.raises(pl.errors.RehearsalError, match="purity: ImpurityError: callback zeroing changed state"):
             pl.rehearse(mlp(), DATA, strict=strict, callbacks=[zeroing], **options)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import SpeedMonitor, TimeLeft
-from pure_loop.errors import ArgumentError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.order import Plan
 from pure_loop.state import POSITIONS
 from pure_loop.testing.comparison import differences
@@ -91,11 +91,11 @@ def test_seconds_only_increase(times: list[float]) -> None:
 def test_what_is_no_finite_number_is_refused() -> None:
     """At the first reading and at a later one, and where training is over."""
     for earlier, wrong in itertools.product(([], [0.0, 0.0]), (math.nan, math.inf, -math.inf, 1e308)):
-        with pytest.raises(pl.ArgumentError, match=r"clock returned (nan|inf|-inf|1e.308): fit\(clock=...\) is a func"):
+        with pytest.raises(ArgumentError, match=r"clock returned (nan|inf|-inf|1e.308): fit\(clock=...\) is a func"):
             pl.run(ticking([*earlier, wrong], max_duration="10s"))
     for wrong in (None, "soon", [1.0]):
-        with pytest.raises(pl.ArgumentTypeError, match=r"clock returned .* of type .*time\.monotonic"):
+        with pytest.raises(ArgumentTypeError, match=r"clock returned .* of type .*time\.monotonic"):
             pl.run(ticking([wrong]))
     for order in ("current", "2021"):
-        with pytest.raises(pl.ArgumentError, match="clock returned nan"):
+        with pytest.raises(ArgumentError, match="clock returned nan"):
             run(run(max_duration="1ba"), max_duration="1ba", clock=lambda: math.nan, order=order)

@@ -305,7 +305,7 @@ def test_what_can_not_be_carried_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         check(Refusal(says, lambda make=make: from_torchmetrics(make()), error, (says,)))
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(pl.MissingExtraError, match=r"pip install 'pure_loop\[torchmetrics\]'"):
+    with pytest.raises(pl.errors.MissingExtraError, match=r"pip install 'pure_loop\[torchmetrics\]'"):
         from_torchmetrics(3)
 
 

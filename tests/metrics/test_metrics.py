@@ -19,6 +19,7 @@ from torchmetrics.classification import MulticlassAUROC, MulticlassCalibrationEr
 
 import pure_loop as pl
 from pure_loop import metrics as m
+from pure_loop.errors import ArgumentError, DataError
 from tests.support import problem
 from tests.support.refused import Refusal, check
 from tests.support.tiers import examples
@@ -178,7 +179,7 @@ def test_the_dice_loss_trains_alike_however_batches_are_split() -> None:
 
 two, image = torch.zeros(2).long(), torch.zeros(2, 3)
 REFUSED = [
-    Refusal(says, lambda metric=metric, given=given: measured(metric(), *given), pl.DataError, (says,))
+    Refusal(says, lambda metric=metric, given=given: measured(metric(), *given), DataError, (says,))
     for says, metric, *given in (
         ("have 3 classes along axis 1", partial(m.confusion_matrix, 4), image, two),
         ("write pl.metrics.confusion_matrix(classes=10)", m.confusion_matrix, two, two),
@@ -191,10 +192,10 @@ REFUSED = [
         ("perplexity: the target 3 is no class", m.perplexity, image, two + 3),
     )
 ] + [
-    Refusal("no loss of shapes", lambda: m.dice_loss(image, torch.zeros(3).long()), pl.DataError, ("targets (3,)",)),
-    Refusal("no loss of classes", lambda: m.dice_loss(image, two + 3), pl.DataError, ("the target 3 is no class",)),
-    Refusal("smoothing", lambda: m.dice_loss(image, two, smooth=-1.0), pl.ArgumentError, ("smooth",)),
-    Refusal("a part of the loss", lambda: m.loss().on(outputs=abs), pl.ArgumentError, ("'loss' is of the loss",)),
+    Refusal("no loss of shapes", lambda: m.dice_loss(image, torch.zeros(3).long()), DataError, ("targets (3,)",)),
+    Refusal("no loss of classes", lambda: m.dice_loss(image, two + 3), DataError, ("the target 3 is no class",)),
+    Refusal("smoothing", lambda: m.dice_loss(image, two, smooth=-1.0), ArgumentError, ("smooth",)),
+    Refusal("a part of the loss", lambda: m.loss().on(outputs=abs), ArgumentError, ("'loss' is of the loss",)),
 ]
 
 

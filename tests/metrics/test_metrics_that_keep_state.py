@@ -71,7 +71,7 @@ WRITES = {
 def test_a_metric_that_keeps_state_is_refused_before_training() -> None:
     says = r"evaluator 'val': the metric 'own' .* measured one batch twice.*let init\(\) return a new accumulator"
     for kind, make in BAD.items():
-        with pytest.raises(pl.ArgumentError, match=says):
+        with pytest.raises(pl.errors.ArgumentError, match=says):
             pytest.fail(f"{kind}: {fit(make())}")
     for kind, make in GOOD.items():
         assert "own" in fit(make()).metrics["val"], kind
@@ -80,5 +80,5 @@ def test_a_metric_that_keeps_state_is_refused_before_training() -> None:
 def test_a_metric_that_writes_to_what_it_measures_is_refused_for_that() -> None:
     """It measures another batch the second time, and keeps nothing."""
     for field, update in WRITES.items():
-        with pytest.raises(pl.ImpurityError, match=rf"a metric changed {field}.* in place"):
+        with pytest.raises(pl.errors.ImpurityError, match=rf"a metric changed {field}.* in place"):
             fit(metric(update))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.errors import CheckpointError, CompileError, ModelError, ResumeError
 from pure_loop.order import BOUNDARIES
 from tests.support import problem
 from tests.support.holding import DATA, WAYS, assert_holds, by_hand, ends, fit, last, made, mse
@@ -97,7 +98,7 @@ def test_any_script_of_changes(script: list[list[tuple[Any, ...]]], tied: bool, 
     expected = list(map(copy.deepcopy, by_hand(copy.deepcopy(model))))
     settings: dict[str, Any] = {"evaluators": DATA[:1], "eval_interval": "1ba", **options}
     if any(map(shares_memory, expected)):
-        with pytest.raises(pl.ModelError, match="in the same memory"):
+        with pytest.raises(ModelError, match="in the same memory"):
             pl.run(fit(model, **settings))
         return
     pairs = list(fit(model, **settings))
@@ -189,7 +190,7 @@ def test_files_that_list_other_buffers_are_refused(tmp_path: Path) -> None:
     content = bad.read_bytes()
     for slots, said, passed_over in SLOTS:
         bad.write_bytes(described(content, json.dumps({**document_of(content), "buffers": slots})))
-        kinds: Any = pl.CheckpointError if passed_over else pl.ResumeError
+        kinds: Any = CheckpointError if passed_over else ResumeError
         with pytest.raises(kinds) as caught:
             pl.load(bad, model=First())
         assert said in str(caught.value)
@@ -211,7 +212,7 @@ def test_apply_follows_what_a_function_registers() -> None:
 def test_a_compiled_step_says_that_it_needs_one_shape() -> None:
     """And runs such a forward eagerly where possible; from a State that has the buffers it is compiled."""
     model = made(First)
-    with pytest.raises(pl.CompileError, match=r"a graph has buffers of one shape|reads a number out of a tensor"):
+    with pytest.raises(CompileError, match=r"a graph has buffers of one shape|reads a number out of a tensor"):
         pl.run(fit(model, compile=True))
     compiled = pl.run(fit(ends(model)[0], compile=True))
     eager = pl.run(fit(model, compile="where possible", evaluators=DATA[:1]))

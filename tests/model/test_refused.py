@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from tests.support.holding import fit, mse
 from tests.support.refused import Refusal, check
 from tests.support.subclassing import KINDS, Wrapped
@@ -68,10 +69,10 @@ def test_tensors_that_share_memory_are_refused_by_name() -> None:
         model = holding(fill)
         says = ("share memory", "assign the object itself", *map(repr, tensors))
         for door in (fit, pl.State.create, pl.State.create(nn.Linear(1, 1)).with_module):
-            refused(lambda: door(model), pl.ModelError, *says)  # type: ignore[operator]
+            refused(lambda: door(model), ModelError, *says)  # type: ignore[operator]
     for kind, value in (("buffer", FOUR), ("parameter", nn.Parameter(FOUR))):
         fill = buffers(four=lambda m: FOUR) if kind == "buffer" else lambda m: setattr(m, "four", value)
-        refused(lambda: fit(holding(fill)), pl.ModelError, f"{kind} 'four' of shape (4,) has strides (0,)", "clone")
+        refused(lambda: fit(holding(fill)), ModelError, f"{kind} 'four' of shape (4,) has strides (0,)", "clone")
 
 
 def test_memory_that_is_not_shared_passes() -> None:
@@ -163,10 +164,10 @@ def test_what_a_forward_makes_and_no_state_can_hold() -> None:
     """And so it is where few events are observed."""
     for options in ({}, {"watch": {Event.BATCH_END}}):
         for make, says in MADE[: 3 if options else None]:
-            refused(lambda: fit(Makes(make), **options), pl.ModelError, says, "batch 0", at_once=False)
+            refused(lambda: fit(Makes(make), **options), ModelError, says, "batch 0", at_once=False)
         for loss in LOSSES[: 1 if options else None]:
             says = "the forward sets model.penalty, "
-            refused(lambda: fit(NET, loss=loss, **options), pl.ModelError, says, "Return the value", at_once=False)
+            refused(lambda: fit(NET, loss=loss, **options), ModelError, says, "Return the value", at_once=False)
     sparse = lambda: fit(nn.Linear(4, 2), loss=lambda y, t: mse(y, t).to_sparse())  # noqa: E731
     refused(sparse, pl.errors.LossError, "has the layout torch.sparse_coo; return a dense tensor", at_once=False)
 
@@ -203,7 +204,7 @@ KEPT: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
 def test_tensors_of_other_classes() -> None:
     for make, says in KEPT:
         for donate in ("auto", True, False):
-            refused(lambda: fit(make(), donate=donate), pl.ModelError, *says)
+            refused(lambda: fit(make(), donate=donate), ModelError, *says)
 
 
 # What a module may have in an attribute and Python can't copy, and what the error says of it.
@@ -225,7 +226,7 @@ def test_what_cant_be_copied_is_named_at_the_call() -> None:
         model.layer = nn.Linear(4, 4)
         model.layer.resource = make()
         try:
-            refused(lambda: fit(model), pl.ModelError, says, "model.layer.resource", "Keep it outside of the module")
+            refused(lambda: fit(model), ModelError, says, "model.layer.resource", "Keep it outside of the module")
         finally:
             getattr(model.layer.resource, "close", lambda: None)()
 
@@ -237,7 +238,7 @@ def test_parameters_and_buffers_of_other_names() -> None:
     def apply(params: Any, **more: Tensor) -> Any:
         return state.model.apply(lambda m: m(x), params, {**state.buffers, **more}, training=True)
 
-    refused(lambda: apply(params), pl.ArgumentError, "missing ['bias']")
-    refused(lambda: apply(state.params, x=x), pl.ArgumentError, "unknown ['x']")
-    refused(lambda: apply(list(params)), pl.ArgumentTypeError, "params is list")
-    refused(lambda: state.module(training="eval"), pl.ArgumentTypeError, "training=False")  # type: ignore[arg-type]
+    refused(lambda: apply(params), ArgumentError, "missing ['bias']")
+    refused(lambda: apply(state.params, x=x), ArgumentError, "unknown ['x']")
+    refused(lambda: apply(list(params)), ArgumentTypeError, "params is list")
+    refused(lambda: state.module(training="eval"), ArgumentTypeError, "training=False")  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pure_loop as pl
+from pure_loop.errors import ArgumentError, EventNameError
 from pure_loop.event import Event
 from tests.support.problem import cross_entropy, fit, mlp, points, run
 from tests.support.tiers import examples
@@ -101,7 +102,7 @@ def test_a_text_is_an_event_or_can_not_be_compared_with_one(event: Event, text: 
         if text in VALUES:
             assert ask() is (text == event.value)
         else:
-            with pytest.raises(pl.EventNameError, match="is no event and never comes"):
+            with pytest.raises(EventNameError, match="is no event and never comes"):
                 ask()
 
 
@@ -140,14 +141,14 @@ DOORS: list[Callable[[], Any]] = [
 
 def test_errors_name_the_event_that_was_meant_at_every_door() -> None:
     for text, near in MEANT.items():
-        with pytest.raises(pl.EventNameError, match=rf"did you mean '{near.lower()}' \(Event\.{near}\)\?"):
+        with pytest.raises(EventNameError, match=rf"did you mean '{near.lower()}' \(Event\.{near}\)\?"):
             _ = text == Event.INIT
         with pytest.raises(AttributeError, match=rf"Event\.{near}S is not an event; did you mean Event\.{near}\?"):
             getattr(Event, f"{near}S")
         with pytest.raises(KeyError, match=rf"did you mean Event\.{near}\?"):
             Event[f"{near}S"]
     for call in DOORS:
-        with pytest.raises(pl.ArgumentError, match=r"'batch_ends' is not an event; did you mean Event\.BATCH_END\?"):
+        with pytest.raises(ArgumentError, match=r"'batch_ends' is not an event; did you mean Event\.BATCH_END\?"):
             pytest.fail(f"accepted: {call()}")
 
 
@@ -171,7 +172,7 @@ def test_a_body_that_waits_for_no_event_ends_at_its_first_one() -> None:
         *(lambda: loop(compile=False), lambda: loop(compile=True)),
         *(lambda: run(callbacks=[body]), lambda: run(algorithms=[handler])),
     ):
-        with pytest.raises(pl.EventNameError, match=rf"is compared with '{text}'"):
+        with pytest.raises(EventNameError, match=rf"is compared with '{text}'"):
             call()
 
 
@@ -187,11 +188,11 @@ def test_a_method_of_a_callback_that_is_named_after_no_event_is_refused_and_help
 
     kinds = (lambda self, state: None, classmethod(observe), staticmethod(observe), functools.partialmethod(observe))
     for name, method in [*((name, observe) for name in NAMES), *(("batch_ends", kind) for kind in kinds)]:
-        with pytest.raises(pl.ArgumentError, match=rf"a method '{name}', which is no event .* did you mean \w+\(self"):
+        with pytest.raises(ArgumentError, match=rf"a method '{name}', which is no event .* did you mean \w+\(self"):
             fit(callbacks=[callback(**{name: method})])
     own = callback(_batch_ends=observe, summary=observe, epochs=lambda self: 3, eval_start_time=lambda self, state: 0.0)
     own.batch_starts, own.epoch_ended = [], lambda: True
     run(callbacks=[own])
     own.batch_ends = lambda state, logger: None
-    with pytest.raises(pl.ArgumentError, match=r"did you mean batch_end\("):
+    with pytest.raises(ArgumentError, match=r"did you mean batch_end\("):
         fit(callbacks=[own])

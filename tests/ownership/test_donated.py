@@ -133,7 +133,7 @@ def test_donate_true_takes_nothing_of_the_state_that_training_starts_from() -> N
     assert set(start.opt_state["skipped"].values()) == {0}
     assert_same(pl.run(other), wanted)
     for donate in (None, 1, "True"):
-        with pytest.raises(pl.ArgumentError, match="donate="):
+        with pytest.raises(pl.errors.ArgumentError, match="donate="):
             fit(donate=donate)
 
 

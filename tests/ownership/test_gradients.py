@@ -129,5 +129,5 @@ def test_an_update_that_overflows_by_itself_is_an_error(device: str) -> None:
     """Loss and gradients are finite, so no batch is to blame: left out, every later one would be, too."""
     says = r"batch \d+ .*the optimizer's step made" if device == "cpu" else r"of batch \d+ was NaN or infinite"
     for options in ({}, {"donate": False}, {"compile": True, "watch": {"epoch_end"}}, *SETTINGS):
-        with pytest.raises(pl.NonFiniteError, match=says):
+        with pytest.raises(pl.errors.NonFiniteError, match=says):
             pl.run(fit(optimizer=pl.optim.sgd(lr=1e39), device=device, **options))

@@ -95,7 +95,7 @@ ENDS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-ERRORS = (ArithmeticError, KeyboardInterrupt, pl.ArgumentError, pl.errors.AlgorithmStructureError)
+ERRORS = (ArithmeticError, KeyboardInterrupt, pl.errors.ArgumentError, pl.errors.AlgorithmStructureError)
 
 
 def _whole(one: Any, other: Any, lost: bool = False) -> bool:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.support.extras import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.slow, needs("hatchling")]
+pytestmark = [pytest.mark.slow, needs("hatchling", "hatch_fancy_pypi_readme")]
 
 
 def output(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
@@ -114,8 +115,16 @@ def test_a_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if name.startswith("pure_loop/")} == package
     assert "pure_loop/py.typed" in package
     # A package index shows the README at another address than the repository.
-    readme = text.partition("\n\n")[2]
-    assert len(readme) > 1000
+    source = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+    raw, tag = source.replace("//github.com", "//raw.githubusercontent.com"), f"v{pl.__version__}"
+
+    def absolute(link: re.Match[str]) -> str:
+        place = f"{raw}/{tag}" if link[1].endswith((".png", ".svg")) else f"{source}/blob/{tag}"
+        return link[0] if link[1].startswith("https://") else f"]({place}/{link[1]})"
+
+    expected = re.sub(r"\]\(([^)\s]+)\)", absolute, (ROOT / "README.md").read_text())
+    assert text.partition("\n\n")[2].rstrip() == expected.rstrip()
+    assert expected.count(source) > 10
 
 
 @pytest.mark.parametrize(

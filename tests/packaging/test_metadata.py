@@ -77,9 +77,20 @@ def test_an_extra_is_used() -> None:
 
 def test_the_version_is_the_same_everywhere() -> None:
     path = PYPROJECT["tool"]["hatch"]["version"]["path"]
-    assert PROJECT["dynamic"] == ["version"]
+    assert "version" in PROJECT["dynamic"]
     assert f'__version__ = "{pl.__version__}"' in (ROOT / path).read_text()
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == pl.__version__
+
+
+def test_the_address_of_the_repository_is_that_of_the_project() -> None:
+    """Whatever repeats it: a page of the site, which has no file outside of docs/, and what others read."""
+    urls, found = PROJECT["urls"], set()
+    for pattern in ("*.*", ".github/**/*.yml", "docs/**/*.md", "*/**/*.py"):
+        for text in (path.read_text() for path in ROOT.glob(pattern) if path.is_file()):
+            found |= {*re.findall(r"https://[\w.-]+/[\w.-]+/pure_loop\b|https://[\w.-]+/pure_loop/", text)}
+    raw = urls["Source"].replace("//github.com", "//raw.githubusercontent.com")
+    assert found == {urls["Source"], urls["Documentation"], raw}
+    assert all(url.startswith((urls["Source"], urls["Documentation"])) for url in urls.values())
 
 
 def test_the_installed_version_is_that_of_the_code() -> None:
@@ -158,7 +169,8 @@ def test_what_development_installs_is_not_in_the_metadata() -> None:
     listed = {Requirement(line).name for lines in EXTRAS.values() for line in lines}
     assert tools & (listed | {Requirement(line).name for line in PROJECT["dependencies"]}) == {"pure_loop"}
     # So that all machines check by the same rules.
-    assert {"ruff", "mypy", "pyright", "pytest", "hatchling", "twine", "coverage", "sp-repo-review"} <= set(CONSTRAINTS)
+    checked = {Requirement(line).name for group in ("lint", "release", "coverage") for line in groups[group]}
+    assert checked | {"mypy", "pyright", "pytest"} <= set(CONSTRAINTS)
 
 
 def test_every_extra_but_one_is_tested() -> None:

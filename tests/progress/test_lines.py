@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import pure_loop as pl
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.progress import display as _display
 from pure_loop.progress import estimate as _readings
 from pure_loop.progress.display import progress
@@ -173,10 +174,10 @@ def test_a_reading_of_a_real_device():
 
 @rows(
     [
-        Refusal("description", lambda: progress(fit(), description=3), pl.ArgumentTypeError, ("description",)),
-        Refusal("nan", lambda: progress(fit(), refresh_seconds=float("nan")), pl.ArgumentError, ("refresh_seconds",)),
-        Refusal("file", lambda: progress(fit(), file="log.txt"), pl.ArgumentTypeError, ("file",)),
-        Refusal("model", lambda: progress(torch.nn.Linear(1, 1)), pl.ArgumentTypeError, ("the stream itself",)),
+        Refusal("description", lambda: progress(fit(), description=3), ArgumentTypeError, ("description",)),
+        Refusal("nan", lambda: progress(fit(), refresh_seconds=float("nan")), ArgumentError, ("refresh_seconds",)),
+        Refusal("file", lambda: progress(fit(), file="log.txt"), ArgumentTypeError, ("file",)),
+        Refusal("model", lambda: progress(torch.nn.Linear(1, 1)), ArgumentTypeError, ("the stream itself",)),
     ]
 )
 def test_a_wrong_argument_is_refused_at_the_call(refusal):

@@ -81,7 +81,7 @@ def test_an_evaluation_has_a_bar_of_its_own_and_an_error_stays(notebook, monkeyp
     assert "<table>" not in notebook.messages[-1][0]
     pl.run(progress(pl.predict(state, DATA)))
     assert "batch 6/6" in notebook.messages[-1][0]
-    with pytest.raises(pl.NonFiniteError):
+    with pytest.raises(pl.errors.NonFiniteError):
         pl.run(progress(fit(loss=lambda outputs, targets: outputs.sum() * float("nan"))))
     assert "failed: NonFiniteError" in notebook.messages[-1][0]
     notebook.messages.clear()

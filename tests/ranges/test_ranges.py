@@ -55,7 +55,7 @@ def test_what_is_inside_is_taken_and_what_is_outside_is_refused_by_its_name(data
     for name, setting in SETTINGS.items():
         others = {"rate": 0.5} | ({} if name == "life" else {"share": 0.5})
         for value in setting.outside:
-            with pytest.raises((pl.ArgumentError, pl.ArgumentTypeError), match=name):
+            with pytest.raises((pl.errors.ArgumentError, pl.errors.ArgumentTypeError), match=name):
                 method(**others | {name: value})
     taken = method(1, life="3ba")
     assert (type(taken["rate"]), taken["life"]) == (float, pl.Time("3ba"))
@@ -91,7 +91,7 @@ class Schedule:
 
 ANY_OF: Any = {"method": method, "sam": pl.algorithms.sam, "speed": pl.callbacks.SpeedMonitor}
 ONE_OF = "method: give one of share and life, got "
-TYPE, VALUE = pl.ArgumentTypeError, pl.ArgumentError
+TYPE, VALUE = pl.errors.ArgumentTypeError, pl.errors.ArgumentError
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: method(0.1), VALUE, ONE_OF + "neither"),
     (lambda: method(0.1), VALUE, 'or method(0.1, life="3ba")'),

@@ -11,6 +11,7 @@ import torch
 import pure_loop as pl
 from pure_loop import Event, algorithms, schedules
 from pure_loop.compile import record
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from tests.support import problem
 from tests.support.streams import assert_same
 
@@ -48,10 +49,10 @@ def test_each_batch_uses_its_own_value_in_one_graph(name: str) -> None:
 def test_what_is_no_number_in_the_range_is_refused_with_its_batch_and_a_tensor_is_one() -> None:
     sam: Any = algorithms.sam
     for wrong, error, says in (
-        (schedules.linear(0.5, -0.5, "1dur"), pl.ArgumentError, r"must be .*got -?0\.\d*.* linear\(.*\) gave it for b"),
-        (lambda timestamp: None, pl.ArgumentTypeError, r"sam: rho must be .*got None.*<lambda> gave it"),
-        (schedules.linear, pl.ArgumentTypeError, r"sam: rho is the class linear; give a schedule"),
-        (lambda: 0.5, pl.ArgumentTypeError, "one argument"),
+        (schedules.linear(0.5, -0.5, "1dur"), ArgumentError, r"must be .*got -?0\.\d*.* linear\(.*\) gave it for b"),
+        (lambda timestamp: None, ArgumentTypeError, r"sam: rho must be .*got None.*<lambda> gave it"),
+        (schedules.linear, ArgumentTypeError, r"sam: rho is the class linear; give a schedule"),
+        (lambda: 0.5, ArgumentTypeError, "one argument"),
     ):
         with pytest.raises(error, match=says):
             trained(sam(rho=wrong))

@@ -25,7 +25,7 @@ def rehearse(model: Any = None, data: Any = DATA, **options: Any) -> Any:
 
 
 def phases(*args: Any, **options: Any) -> list[str]:
-    with pytest.raises(pl.RehearsalError) as caught:
+    with pytest.raises(pl.errors.RehearsalError) as caught:
         rehearse(*args, **options)
     return [phase for phase, _ in caught.value.failures]
 
@@ -240,9 +240,9 @@ def test_the_report_is_text_and_a_table() -> None:
 
 def test_wrong_arguments_are_errors_of_fit_and_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, error, says in (
-        ({"epochs": 3}, pl.ArgumentTypeError, "no argument 'epochs'"),
-        ({"world_size": 0}, pl.ArgumentError, "world_size must be"),
-        ({"call_callbacks": 1}, pl.ArgumentTypeError, "call_callbacks"),
+        ({"epochs": 3}, pl.errors.ArgumentTypeError, "no argument 'epochs'"),
+        ({"world_size": 0}, pl.errors.ArgumentError, "world_size must be"),
+        ({"call_callbacks": 1}, pl.errors.ArgumentTypeError, "call_callbacks"),
     ):
         with pytest.raises(error, match=says):
             rehearse(**options)
@@ -266,7 +266,7 @@ def test_a_step_that_is_to_be_compiled_is_traced() -> None:
     state = pl.run(pl.fit(nn.Linear(3, 2), DATA, **RUN, max_duration="1ep", seed=7))
     assert rehearse(state, compile=True, seed=7).phases[-1].name == "compile"
     options = {"algorithms": [branching], "watch": {E.BATCH_END}}
-    with pytest.raises(pl.RehearsalError) as caught:
+    with pytest.raises(pl.errors.RehearsalError) as caught:
         rehearse(compile=True, **options)
     ((phase, error),) = caught.value.failures
     assert phase == "compile=, tracing of a step"

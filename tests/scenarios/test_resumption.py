@@ -110,7 +110,7 @@ def test_autoresume_goes_on_from_the_newest_that_it_can_go_on_from(
         (other, r"seed 0, batch 9\) is not of a run that began with the State passed \(seed 9"),
         (further, "Give each run a folder of its own"),
     ):
-        with pytest.raises(pl.ArgumentError, match=says):
+        with pytest.raises(pl.errors.ArgumentError, match=says):
             small(start, autoresume=folder)
 
 

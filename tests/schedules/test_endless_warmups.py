@@ -65,7 +65,7 @@ def test_a_warmup_is_refused_exactly_where_no_batch_has_the_peak(
     try:
         fit(make(f"{warmup}{unit}"), f"{amount}{of}", [BATCH] * length)
         refused = False
-    except pl.ArgumentError:
+    except pl.errors.ArgumentError:
         refused = True
     if refused:
         assert not any(batch >= peak for batch in range(run))
@@ -89,7 +89,7 @@ def pieces(*values: float) -> Any:
 
 LATE = "comes after the end of the run"
 REFUSED = [
-    Refusal(name, call, pl.ArgumentError, (says,))
+    Refusal(name, call, pl.errors.ArgumentError, (says,))
     for says, calls in {
         "which is not over before the end of the run": {
             "an epoch without a length": lambda: fit(warm("1ep"), "1ep", Unsized(TEN)),
@@ -142,7 +142,7 @@ def test_a_run_that_resumes_with_a_shorter_duration() -> None:
     kept = next(
         state for event, state in fit(rate, "10ep") if event == "batch_checkpoint" and state.timestamp.batch == 5
     )
-    with pytest.raises(pl.ArgumentError, match=r"rises over '20ba', which is not over .* max_duration='15ba'"):
+    with pytest.raises(pl.errors.ArgumentError, match=r"rises over '20ba', which is not over .* max_duration='15ba'"):
         fit(rate, "15ba", start=kept)
     assert pl.run(fit(rate, "21ba", start=kept)).timestamp.batch == 21
     pl.run(fit(rate, "5ba", start=kept))  # which has ended: there is nothing to train

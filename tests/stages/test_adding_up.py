@@ -238,7 +238,7 @@ def test_what_only_some_microbatches_have_and_what_others_see(watch: Any, reques
     for batch in (0, 2):
         data = [(torch.rand(4, WIDTH), torch.randn(4, WIDTH)) for _ in range(3)]
         data[batch][0][2:] = 0
-        with pytest.raises(pl.LossError, match="depend"):
+        with pytest.raises(pl.errors.LossError, match="depend"):
             trained(partial(Skipping, WIDTH, WIDTH), data, watch=watch)
     request.getfixturevalue("every_gradient_is_large")
     images = [(torch.randint(9, (7, 5, 5)), torch.randn(7, 4)) for _ in range(3)]

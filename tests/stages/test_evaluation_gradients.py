@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.distributed import Parallel
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ModelError
 from pure_loop.random import seeded
 from pure_loop.testing.ranks import shared_pool
 from tests.support.refused import Refusal, check, rows
@@ -97,7 +98,7 @@ def test_without_the_error_says_what_to_write(which: str) -> None:
     """Torch's own is about an element of tensors."""
     what, stream = DIFFERENTIATING[which]
     for traced in (False, True) if which != "fit" else (False,):
-        with pytest.raises(pl.ModelError, match=rf"the {what} differentiates .*pl\.Evaluator\(data, gradients=True\)"):
+        with pytest.raises(ModelError, match=rf"the {what} differentiates .*pl\.Evaluator\(data, gradients=True\)"):
             pl.run(stream(compile=traced))
 
 
@@ -126,18 +127,18 @@ _MADE: list[tuple[Any, ...]] = [
     ("microbatch_size", 0, "at least 1", "0"),
     ("precision", "fp4", "amp_bf16", "'fp4'"),
 ]
-_BOTH: Any = (pl.ArgumentError, pl.ArgumentTypeError)
+_BOTH: Any = (ArgumentError, ArgumentTypeError)
 _ONE, _YES, _BOOL = torch.tensor(1.0), {"gradients": "yes"}, "gradients must be True or False, got"
 
 
 @rows(
     [
         *[Refusal(f"{n}={v!r:.9}", partial(made, **{n: v}), _BOTH, (n, *says)) for n, v, *says in _MADE],
-        Refusal("no loss", updated, pl.ArgumentError, ("state.loss is None", "stages.backward")),
-        Refusal("no grads", partial(updated, loss=_ONE), pl.ArgumentError, ("state.grads is", "s.backward")),
+        Refusal("no loss", updated, ArgumentError, ("state.loss is None", "stages.backward")),
+        Refusal("no grads", partial(updated, loss=_ONE), ArgumentError, ("state.grads is", "s.backward")),
         Refusal("an Evaluator", partial(pl.Evaluator, FORCES, **_YES), TypeError, (f"Evaluator: {_BOOL} 'y",)),  # type: ignore[arg-type]
         Refusal("pl.predict", partial(pl.predict, Net(), FORCES, **_YES), TypeError, (f"predict: {_BOOL} 'y",)),  # type: ignore[arg-type]
-        Refusal("inference mode", in_inference_mode, pl.ModelError, ("outside of torch.inference_mode",)),
+        Refusal("inference mode", in_inference_mode, ModelError, ("outside of torch.inference_mode",)),
         # Other errors of a forward stay what they are.
         Refusal("shapes", lambda: pl.run(pl.predict(Net(), POINTS)), RuntimeError, ("shapes cannot be multiplied",)),
     ]

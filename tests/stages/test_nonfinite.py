@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.errors import NonFiniteError
 from pure_loop.stages import nonfinite as searched
 from pure_loop.stages.nonfinite import gradients_nonfinite
 from pure_loop.testing import differences
@@ -66,7 +67,7 @@ def test_the_error_names_the_batch(kind: str) -> None:
     spoil, says = SPOILERS[kind]
     for options in ({}, {"microbatch_size": 3}, *([{"precision": "amp_fp16"}] if "loss" in kind else [])):
         pairs: list[tuple[Event, pl.State]] = []
-        with pytest.raises(pl.NonFiniteError) as caught:
+        with pytest.raises(NonFiniteError) as caught:
             pairs.extend(fit(algorithms=[spoil], **options))
         assert isinstance(caught.value, FloatingPointError)
         message = str(caught.value)
@@ -116,9 +117,9 @@ def test_what_a_step_would_hide_is_found() -> None:
     """Rprop looks at signs: an infinite gradient makes a finite step."""
     infinite = pl.algorithm(Event.AFTER_TRAIN_BATCH, name="infinite")(with_gradients(lambda grad: grad * math.inf))
     hides = {"optimizer": pl.optim.from_torch(torch.optim.Rprop, lr=0.1), "algorithms": [infinite]}
-    with pytest.raises(pl.NonFiniteError, match=r"batch 0 .*gradient"):
+    with pytest.raises(NonFiniteError, match=r"batch 0 .*gradient"):
         pl.run(fit(**hides))
-    with pytest.raises(pl.NonFiniteError, match=r"batch 0 .*the loss is inf"):
+    with pytest.raises(NonFiniteError, match=r"batch 0 .*the loss is inf"):
         pl.run(fit(loss=infinite_in_parts))
 
 
@@ -143,7 +144,7 @@ def test_an_algorithm_may_repair_gradients_and_a_parameter_without_one_may_be_in
     for options, clip_grad in itertools.product(HOW, (None, 1.0)):
         final = pl.run(fit(algorithms=[spoil, repair], clip_grad=clip_grad, **options))
         assert all(torch.isfinite(tensor).all() for tensor in final.params.values())
-        with pytest.raises(pl.NonFiniteError, match="the gradient of"):
+        with pytest.raises(NonFiniteError, match="the gradient of"):
             pl.run(fit(algorithms=[spoil], clip_grad=clip_grad, **options))
     for options, optimizer in itertools.product(HOW, (pl.optim.adamw, pl.optim.sgd, pl.optim.lamb)):
         final = pl.run(fit(Masked(), optimizer=optimizer(lr=0.01), **options))
@@ -154,7 +155,7 @@ def test_check_finite() -> None:
     state = pl.State.create(problem.mlp())
     state.check_finite()
     state.replace(nonfinite=None).check_finite()
-    with pytest.raises(pl.NonFiniteError, match=r"batch 7 was NaN or infinite .noticed at batch 0.*nonfinite=.skip"):
+    with pytest.raises(NonFiniteError, match=r"batch 7 was NaN or infinite .noticed at batch 0.*nonfinite=.skip"):
         state.replace(nonfinite=torch.tensor(7)).check_finite()
 
 
@@ -165,14 +166,14 @@ def test_on_a_device_the_batch_is_noted_and_raised_when_asked(kind: str) -> None
     states: list[pl.State] = []
     for precision in ("fp32", *(["amp_fp16"] if kind == "nan loss" else [])):
         states.clear()
-        with pytest.raises(pl.NonFiniteError, match=rf"of batch {BAD} "):  # noqa: PT012 - it is the loop that fails
+        with pytest.raises(NonFiniteError, match=rf"of batch {BAD} "):  # noqa: PT012 - it is the loop that fails
             for event, state in fit(algorithms=[SPOILERS[kind][0]], device="cuda", precision=precision):
                 states += [state] if event is Event.BATCH_END else []
         assert [int(state.nonfinite) for state in states] == ([-1] * BAD + [BAD] * (6 - BAD))[: len(states)]
-        with pytest.raises(pl.NonFiniteError, match=rf"batch {BAD} "):
+        with pytest.raises(NonFiniteError, match=rf"batch {BAD} "):
             states[-1].check_finite()
     always = pl.algorithm(Event.AFTER_LOSS, name="spoil")(lambda s: s.replace(loss=s.loss * math.nan))
-    with pytest.raises(pl.NonFiniteError, match="of batch 0 "):
+    with pytest.raises(NonFiniteError, match="of batch 0 "):
         pl.run(fit(algorithms=[always], device="cuda"))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pure_loop as pl
+from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError, LossError, ModelError
 from pure_loop.random import seeded
 from tests.support.problem import LR, close, fit, mlp, points
 from tests.support.refused import Refusal, check, rows
@@ -139,23 +140,17 @@ OF_ONE = pl.optim.adam(lr=LR).init(pl.State.create(Players()).params)
 
 @rows(
     [
-        Refusal("tuple", lambda: fit(loss=parts), pl.LossError, ("is a tuple of 2", SUM), at_once=False),
-        Refusal("dict", lambda: fit(loss=KINDS["a, b"]), pl.LossError, ("keys ['a', 'b']", SUM), at_once=False),
-        Refusal("no part", lambda: part("critc"), pl.ArgumentError, ("'critc'", "critic, critics, generator")),
-        Refusal("one optimizer", lambda: part(opt_state=torch.ones(())), pl.ArgumentError, ("opt_state is a Tensor",)),
-        Refusal(
-            "its state", lambda: part(opt_state=OF_ONE), pl.ArgumentError, ("['step', 'skipped'", "opt_state=None")
-        ),
-        Refusal(
-            "swapped", lambda: part(loss=pl.optim.sgd(lr=1.0)), pl.ArgumentTypeError, ("loss is of type Optimizer",)
-        ),
-        Refusal("no loss", lambda: part(loss=lambda model: 1.0), pl.LossError, ("tensor of shape ()",)),
-        Refusal("text", lambda: text("evaluators"), pl.ArgumentTypeError, (SAYS, "evaluator 'eval'"), at_once=False),
-        Refusal("text in training", lambda: text("train_metrics"), pl.ArgumentTypeError, (SAYS,), at_once=False),
-        Refusal("tensors", lambda: fit(data=(X, Y)), pl.DataError, ("TensorDataset(inputs",), at_once=False),
-        Refusal(
-            "nothing", lambda: pl.evaluate(nn.Identity(), [X]), pl.ModelError, ("To evaluate", "register_parameter")
-        ),
+        Refusal("tuple", lambda: fit(loss=parts), LossError, ("is a tuple of 2", SUM), at_once=False),
+        Refusal("dict", lambda: fit(loss=KINDS["a, b"]), LossError, ("keys ['a', 'b']", SUM), at_once=False),
+        Refusal("no part", lambda: part("critc"), ArgumentError, ("'critc'", "critic, critics, generator")),
+        Refusal("one optimizer", lambda: part(opt_state=torch.ones(())), ArgumentError, ("opt_state is a Tensor",)),
+        Refusal("its state", lambda: part(opt_state=OF_ONE), ArgumentError, ("['step', 'skipped'", "opt_state=None")),
+        Refusal("swapped", lambda: part(loss=pl.optim.sgd(lr=1.0)), ArgumentTypeError, ("loss is of type Optimizer",)),
+        Refusal("no loss", lambda: part(loss=lambda model: 1.0), LossError, ("tensor of shape ()",)),
+        Refusal("text", lambda: text("evaluators"), ArgumentTypeError, (SAYS, "evaluator 'eval'"), at_once=False),
+        Refusal("text in training", lambda: text("train_metrics"), ArgumentTypeError, (SAYS,), at_once=False),
+        Refusal("tensors", lambda: fit(data=(X, Y)), DataError, ("TensorDataset(inputs",), at_once=False),
+        Refusal("nothing", lambda: pl.evaluate(nn.Identity(), [X]), ModelError, ("To evaluate", "register_parameter")),
     ]
 )
 def test_refused(refusal: Refusal) -> None:

@@ -39,8 +39,8 @@ def model() -> Any:
         return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
-def error_of(net: nn.Module, data: Any, **options: Any) -> pl.NonFiniteError:
-    with pytest.raises(pl.NonFiniteError) as caught:
+def error_of(net: nn.Module, data: Any, **options: Any) -> pl.errors.NonFiniteError:
+    with pytest.raises(pl.errors.NonFiniteError) as caught:
         pl.run(pl.fit(net, data, **SETTINGS | options))
     return caught.value
 
@@ -168,10 +168,10 @@ def test_the_line_that_rewinds_is_of_the_run_that_failed(tmp_path: Path) -> None
     """A run that is started where the error of another one is handled adds no line of its own to it."""
     data = [PAIR, with_row(5, math.nan)]
     recording = partial(pl.fit, model(), **SETTINGS)
-    caught: list[pl.NonFiniteError] = []
+    caught: list[pl.errors.NonFiniteError] = []
     try:
         pl.run(recording(data, callbacks=[pl.callbacks.FlightRecorder(tmp_path / "a")]))
-    except pl.NonFiniteError as error:
+    except pl.errors.NonFiniteError as error:
         caught.append(error)
         pl.run(recording(data[:1], callbacks=[pl.callbacks.FlightRecorder(tmp_path / "b")]))
     (note,) = caught[0].__notes__

@@ -112,7 +112,7 @@ def test_a_gradient_that_is_not_finite_or_is_written_to_is_named() -> None:
     def spoil(grads: Any, params: Any) -> Any:
         return {**grads, ROWS: grads[ROWS] * float("inf")}
 
-    with pytest.raises(pl.NonFiniteError, match=r"gradient of 'rows\.weight'"):
+    with pytest.raises(pl.errors.NonFiniteError, match=r"gradient of 'rows\.weight'"):
         fit(Bag(), clip_grad=spoil)
     assert int(fit(Bag(), clip_grad=spoil, nonfinite="skip").skipped) == 4
 

@@ -280,7 +280,7 @@ def test_smoothed_targets_of_class_weight_0_alone_are_an_error(reads: bool) -> N
     loss = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 1, 1], dtype=torch.float64), label_smoothing=0.1)
     for size in (None, 2):
         same(trained(batch, loss=loss, microbatch_size=size), whole(loss, batch))
-    with reading(reads), pytest.raises(pl.DataError if reads else pl.NonFiniteError):
+    with reading(reads), pytest.raises(pl.errors.DataError if reads else pl.errors.NonFiniteError):
         trained(batch, loss=loss, microbatch_size=1)
     batch[1][0] = -100
     same(trained(batch, loss=loss, microbatch_size=1), whole(loss, batch))
@@ -290,7 +290,7 @@ def test_probabilities_in_the_place_of_indices_are_refused_where_classes_have_we
     batch = batch_of([0, 3, 1, 2])
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
     options: dict[str, Any] = {"loss": loss, "algorithms": [pl.algorithms.label_smoothing(0.1)]}
-    with pytest.raises(pl.ArgumentError, match=r"CrossEntropyLoss.* has class weights.*label_smoothing="):
+    with pytest.raises(pl.errors.ArgumentError, match=r"CrossEntropyLoss.* has class weights.*label_smoothing="):
         trained(batch, microbatch_size=2, **options)
     own_weight = pl.Task(loss=loss, weight=lambda batch: len(batch[1]))
     same(trained(batch, microbatch_size=2, **options | {"loss": own_weight}), trained(batch, **options))
@@ -402,7 +402,7 @@ def test_a_batch_of_weight_0_is_an_error_or_is_left_out(size: Any, kind: str) ->
     for watch, reads in ((None, True), (ONE, False), (WATCHED["two"], True)):
         fit = partial(pl.fit, Words(), max_duration="1ep", watch=watch, **settings)
         with reading(reads):
-            with pytest.raises((pl.DataError, pl.NonFiniteError), match="batch 1"):
+            with pytest.raises((pl.errors.DataError, pl.errors.NonFiniteError), match="batch 1"):
                 pl.run(fit([something, nothing]))
             ends = [state for event, state in fit([nothing], nonfinite="skip") if event is Event.BATCH_END]
             assert all(each is None or not each.isnan().any() for each in ends[0].grads.values())
@@ -436,7 +436,7 @@ def _weighing(weight: Any, evaluates: bool) -> Any:
 
 @rows(
     [
-        Refusal(says[0], partial(_weighing, value, evaluates), pl.DataError, says, at_once=False)
+        Refusal(says[0], partial(_weighing, value, evaluates), pl.errors.DataError, says, at_once=False)
         for value, evaluates, *says in [
             (None, False, "NoneType", "return"),
             (torch.ones(3), True, "shape (3,)"),
@@ -484,7 +484,7 @@ def test_accuracy_ignores_what_the_loss_ignores() -> None:
     for index, wanted in ((1, 1.0), (None, 3 / 4)):
         metrics = pl.metrics.loss(), pl.metrics.accuracy(ignore_index=index)
         assert float(accuracy(scores, torch.tensor([0, 1, 1, 0]), no_loss, *metrics)) == pytest.approx(wanted), index
-    with pytest.raises(pl.ArgumentTypeError, match=r"ignore_index.*whole number"):
+    with pytest.raises(pl.errors.ArgumentTypeError, match=r"ignore_index.*whole number"):
         pl.metrics.accuracy(ignore_index=0.5)  # type: ignore[arg-type]
 
 
@@ -496,7 +496,7 @@ def test_accuracy_finds_the_classes_by_shapes_and_is_refused_where_two_axes_fit(
         if words == 3:
             for outputs in (scores, scores.movedim(-1, 1)):
                 torch.testing.assert_close(accuracy(outputs, targets, no_loss), right[-1])
-    with pytest.raises(pl.DataError, match=r"axis 1 or along the last one.*\(5, 4, 4\).*accuracy\(axis=-1\)"):
+    with pytest.raises(pl.errors.DataError, match=r"axis 1 or along the last one.*\(5, 4, 4\).*accuracy\(axis=-1\)"):
         accuracy(scores, targets, no_loss)
     # Torch's own loss has its classes along axis 1.
     torch.testing.assert_close(accuracy(scores, targets, F.cross_entropy), right[1])

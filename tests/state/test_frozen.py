@@ -186,5 +186,5 @@ def test_evaluations_may_differentiate_by_what_is_frozen() -> None:
 def test_a_loss_of_what_is_frozen_says_so() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
     task = pl.Task(forward=lambda module, batch: module[0](batch[0]), loss=cross_entropy)
-    with pytest.raises(pl.LossError, match=r"state\.frozen has 2 of the model's, 0\.bias, 0\.weight"):
+    with pytest.raises(pl.errors.LossError, match=r"state\.frozen has 2 of the model's, 0\.bias, 0\.weight"):
         run(model, algorithms=[freezing((FIRST,))], loss=task)

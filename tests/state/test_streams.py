@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import pure_loop as pl
-from pure_loop import Event
+from pure_loop import Event, errors
 from tests.support.problem import cross_entropy, fit, mlp, points, run
 from tests.support.refused import Refusal, check
 
@@ -45,11 +45,11 @@ def test_a_stream_is_no_state_and_no_list(name: str) -> None:
     for field in ("timestamp", "params", "state", "module", "anything"):
         of_state = f"state.{field}" if hasattr(pl.State, field) else "state = pl.run(stream)"
         says = (repr(field), "pl.run(stream)", of_state)
-        refused(lambda field=field: getattr(stream, field), pl.MissingAttributeError, *says)
+        refused(lambda field=field: getattr(stream, field), errors.MissingAttributeError, *says)
         assert not hasattr(stream, field)
-    refused(lambda: len(stream), pl.ArgumentTypeError, "a stream has no length")
-    refused(lambda: stream[0], pl.ArgumentTypeError, "stream[0]", "list(stream)")
-    refused(lambda: stream["val"], pl.ArgumentTypeError, "stream['val']", "state.metrics['val']", "pl.run")
+    refused(lambda: len(stream), errors.ArgumentTypeError, "a stream has no length")
+    refused(lambda: stream[0], errors.ArgumentTypeError, "stream[0]", "list(stream)")
+    refused(lambda: stream["val"], errors.ArgumentTypeError, "stream['val']", "state.metrics['val']", "pl.run")
     assert bool(stream)
     assert isinstance(stream, Generator)
     assert isinstance(stream, pl.Stream)
@@ -83,9 +83,9 @@ def test_what_is_no_stream() -> None:
         (pl.fit, "call it"),
         (pl.State.create(mlp()), "State"),
     ):
-        refused(lambda value=value: pl.run(value), pl.ArgumentTypeError, says, "pl.run(pl.fit(...))")
+        refused(lambda value=value: pl.run(value), errors.ArgumentTypeError, says, "pl.run(pl.fit(...))")
         wanted = "pl.progress(pl.fit(...))"
-        refused(lambda value=value: list(pl.progress(value)), pl.ArgumentTypeError, says, wanted)
+        refused(lambda value=value: list(pl.progress(value)), errors.ArgumentTypeError, says, wanted)
 
 
 def test_what_run_takes() -> None:
@@ -94,12 +94,14 @@ def test_what_run_takes() -> None:
     for given in (pairs, iter(pairs), (pair for pair in pairs)):
         assert pl.run(given) is pairs[-1][1]
     for empty in ([], stream):
-        refused(lambda empty=empty: pl.run(empty), pl.ArgumentError, "the stream yielded nothing", "run to its end be")
+        refused(
+            lambda empty=empty: pl.run(empty), errors.ArgumentError, "the stream yielded nothing", "run to its end be"
+        )
 
 
 def test_names_that_mappings_lack() -> None:
     """Neighbours: an empty mapping, another label, a metric, a parameter, an algorithm."""
-    missing, none = pl.MissingNameError, run()
+    missing, none = errors.MissingNameError, run()
     refused(lambda: none.metrics["val"], missing, "'val'", 'evaluators={"val": dataloader}')
     with pytest.raises(KeyError, match=r"^'val' is not here"):  # no repr of a message
         none.metrics["val"]
@@ -111,7 +113,7 @@ def test_names_that_mappings_lack() -> None:
     refused(lambda: state.params[0], missing, "0 is not here")
     assert state.metrics.get("val") is None
     assert "val" not in state.metrics
-    refused(lambda: state["eval"], pl.ArgumentTypeError, "state.metrics['eval']")
+    refused(lambda: state["eval"], errors.ArgumentTypeError, "state.metrics['eval']")
     with pytest.raises(TypeError, match="not iterable"):
         iter(state)
 
@@ -123,7 +125,7 @@ def warned(call: Callable[[], object]) -> list[str]:
         warnings.simplefilter("always")
         call()
         gc.collect()
-    return [item.filename for item in caught if item.category is pl.NeverIteratedWarning]
+    return [item.filename for item in caught if item.category is errors.NeverIteratedWarning]
 
 
 def dropped(make: Callable[[], Any]) -> None:

@@ -254,7 +254,7 @@ def test_which_algorithms_commute() -> None:
     matrix = testing.commutation_matrix(makers, problems="convolution", max_examples=2)
     assert (matrix.commute("cutmix", "mixup"), matrix.commute("gradient_clipping", "mixup")) == (None, True)
     assert str(matrix).splitlines()[1:3] == ["           cutmix  - .", "gradient_clipping  = = ."]
-    with pytest.raises(pl.ArgumentError, match="give two of mixup, cutmix"):
+    with pytest.raises(pl.errors.ArgumentError, match="give two of mixup, cutmix"):
         matrix.commute("mixup", "mixup")
 
 
@@ -314,7 +314,7 @@ def test_parametrized_checks() -> None:
     assert (good.subject, good(right).result) == ("gradient_clipping", "passed")
     with pytest.raises(pytest.xfail.Exception, match="warms up by microbatches"):
         bad(second)
-    with pytest.raises(pl.ArgumentError, match="this check is that of"):
+    with pytest.raises(pl.errors.ArgumentError, match="this check is that of"):
         good(second)
     # An expected failure of all must fail somewhere.
     (_, check), *_ = pairs(law, [clip(), A.ema(half_life="2ba")], expected_failures=WARMS_UP)
@@ -360,7 +360,7 @@ pydoc.render_doc(pl)
 assert fit is pl.fit and "testing" not in dir(pl)
 try:
     import pure_loop.testing
-except pl.MissingExtraError as error:
+except pl.errors.MissingExtraError as error:
     assert "pip install 'pure_loop[testing]'" in str(error)
 else:
     raise SystemExit("no error")

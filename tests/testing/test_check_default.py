@@ -66,5 +66,5 @@ def test_what_is_not_asked_is_said_and_progress_is_shown(
 
 def test_a_law_is_not_tried_on_a_problem_on_which_it_cannot_hold() -> None:
     case = Case(plan=pl.order.Plan(batches=(2,), max_duration="1ba"), problem="mlp")
-    with pytest.raises(pl.ArgumentError, match=r"microbatch_invariance is a law for .* 'mlp' is not"):
+    with pytest.raises(pl.errors.ArgumentError, match=r"microbatch_invariance is a law for .* 'mlp' is not"):
         laws.microbatch_invariance.on(AlgorithmSubject(None), case)

@@ -307,4 +307,4 @@ def test_what_is_neither_a_callback_nor_a_script_is_refused() -> None:
         ("not a State", check_script, right, lambda seed: seed),
     ]
     for says, call, *given in refused:
-        check(Refusal(says, partial(call, *given), pl.ArgumentTypeError, (says,)))
+        check(Refusal(says, partial(call, *given), pl.errors.ArgumentTypeError, (says,)))

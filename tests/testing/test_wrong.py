@@ -142,5 +142,5 @@ IN_PLACE: list[tuple[str, Callable[[], Any]]] = [
 
 def test_strict_names_what_writes_in_place() -> None:
     for says, stream in IN_PLACE:
-        with pytest.raises(pl.ImpurityError, match=says):
+        with pytest.raises(pl.errors.ImpurityError, match=says):
             pl.run(stream())

@@ -69,7 +69,7 @@ def test_algorithms_that_change_the_model() -> None:
     result = pl.ablate(convnet(), images(), algorithms=[blurpool()], steps="1ep", **settings)
     assert result.everything != result.without["blurpool"] == result.nothing
     state = problem.run("convnet", algorithms=[blurpool()], max_duration="1ep")
-    with pytest.raises(pl.ArgumentError, match="'blurpool' binds INIT, and changed the model of this State"):
+    with pytest.raises(pl.errors.ArgumentError, match="'blurpool' binds INIT, and changed the model of this State"):
         pl.ablate(state, images(), algorithms=[blurpool()], steps="1ep", **settings)
 
 

@@ -67,7 +67,7 @@ def test_the_table_and_algorithms_that_change_nothing() -> None:
     idle = pl.Algorithm("idle", {Event.BATCH_END: lambda state: state.replace(params=dict(state.params))})
     report = pl.blame(fit(algorithms=[idle, pl.algorithms.sam()]), strict=False)
     for strict in (True, None):  # None: as the stream was made
-        with pytest.raises(pl.IdleAlgorithmError, match="blame: 'idle' changed no leaf"):
+        with pytest.raises(pl.errors.IdleAlgorithmError, match="blame: 'idle' changed no leaf"):
             pl.blame(fit(algorithms=[idle, pl.algorithms.sam()]), strict=strict)
     assert report.idle == ("idle",)
     assert "changed nothing: idle" in str(report)

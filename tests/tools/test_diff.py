@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import FlightRecorder
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointNotFoundError, RewindError
 from pure_loop.testing import Case
 from pure_loop.testing import wrong_algorithms as wrong
 from pure_loop.tools import diff as tool
@@ -248,15 +249,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
     later = next(state for event, state in a[2](a[1]) if event is pl.Event.BATCH_END and state.timestamp.batch == 7)
     problem.run(later, DATA, callbacks=[FlightRecorder(tmp_path / "c", keep="99ba")], optimizer=changed_from(99))
     for other, error, says in (
-        ((a[0], a[1], lambda state: 1), pl.ArgumentTypeError, r"make\(state\) of .* returned a int"),
-        ((b[0], b[1], lambda _: b[2](b[1])), pl.ArgumentError, "after 10 batches, and its stream begins elsewhere"),
-        (str(tmp_path / "b"), pl.ArgumentTypeError, "a stream|write each as"),
+        ((a[0], a[1], lambda state: 1), ArgumentTypeError, r"make\(state\) of .* returned a int"),
+        ((b[0], b[1], lambda _: b[2](b[1])), ArgumentError, "after 10 batches, and its stream begins elsewhere"),
+        (str(tmp_path / "b"), ArgumentTypeError, "a stream|write each as"),
         # A difference that does not come back.
-        ((b[0], b[1], a[2]), pl.RewindError, "differ with 14 batches finished, and trained again from 10 on"),
-        (problem.fit(), pl.ArgumentTypeError, "A stream can only be compared with a stream"),
-        ((a[0], "model", a[2]), pl.ArgumentTypeError, "has a str and a function"),
-        ((tmp_path / "none", a[1], a[2]), pl.CheckpointNotFoundError, "none"),
-        ((tmp_path / "c", a[1], a[2]), pl.ArgumentError, "b those after 7, 24 batches"),
+        ((b[0], b[1], a[2]), RewindError, "differ with 14 batches finished, and trained again from 10 on"),
+        (problem.fit(), ArgumentTypeError, "A stream can only be compared with a stream"),
+        ((a[0], "model", a[2]), ArgumentTypeError, "has a str and a function"),
+        ((tmp_path / "none", a[1], a[2]), CheckpointNotFoundError, "none"),
+        ((tmp_path / "c", a[1], a[2]), ArgumentError, "b those after 7, 24 batches"),
     ):
         with pytest.raises(error, match=says):
             pl.diff(a, other)

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import pure_loop as pl
+from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from tests.support.problem import mlp, noise, noisy, points
 from tests.support.refused import Refusal, check
@@ -59,7 +60,7 @@ def test_indices_are_those_of_the_dataset() -> None:
     inputs = torch.cat([part[0] for part in state.batch])
     assert all(torch.equal(INPUTS[sample.index], inputs[sample.row]) for sample in report.samples)
     assert sum(sample.loss or 0.0 for sample in report.samples) / 14 == pytest.approx(float(state.loss), rel=1e-5)  # type: ignore[arg-type]
-    with pytest.raises(pl.ArgumentError, match="is 2 batches of the dataloader; pass batches_per_step="):
+    with pytest.raises(ArgumentError, match="is 2 batches of the dataloader; pass batches_per_step="):
         pl.inspect(state, SHUFFLED, **PLAIN)
 
 
@@ -189,7 +190,7 @@ def test_a_loss_of_the_whole_batch_in_the_outputs_and_time_first() -> None:
         assert (one.row, one.loss) == (other.row, pytest.approx(other.loss, rel=1e-5))
         assert one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-5)
     state = start(OwnLoss(noisy()), batch, loss=OF_ITSELF)
-    with pytest.raises(pl.ArgumentError, match=r"'layers.1' \(BatchNorm1d\) normalises over the microbatch.*pl.Task"):
+    with pytest.raises(ArgumentError, match=r"'layers.1' \(BatchNorm1d\) normalises over the microbatch.*pl.Task"):
         pl.inspect(state, loss=OF_ITSELF, **NEEDED)
     for time in (5, 8):  # as many times as samples, too
         x, y = torch.randn(8, time, 4, generator=noise()), torch.arange(8) % 3

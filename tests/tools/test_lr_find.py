@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_finite_ends_the_test() -> None:
     found = find(model, [(torch.ones(4, 1), torch.zeros(4, 1))], loss=loss, lowest=1e-9)
     assert found.diverged
     assert all(each < float("inf") for each in found.losses)
-    with pytest.raises(pl.NonFiniteError, match="before any learning rate has had an effect"):
+    with pytest.raises(pl.errors.NonFiniteError, match="before any learning rate has had an effect"):
         find(data=[(torch.full((4, 4), float("nan")), torch.zeros(4, dtype=torch.int64))])
 
 
@@ -172,9 +172,9 @@ def test_the_report_says_what_it_found(tmp_path: Path, monkeypatch: pytest.Monke
         found = RangeTest(rates, losses, 1.0, diverged=False)
         assert all(len(line) <= 80 for line in repr(found).splitlines())
         for name in ("suggestion", "tenth_of_minimum"):
-            with pytest.raises(pl.ArgumentError, match="does not fall by more than it fluctuates"):
+            with pytest.raises(pl.errors.ArgumentError, match="does not fall by more than it fluctuates"):
                 getattr(found, name)
-    with pytest.raises(pl.ArgumentError, match="begin lower"):
+    with pytest.raises(pl.errors.ArgumentError, match="begin lower"):
         _ = RangeTest((), (), 1.0, diverged=True).suggestion
 
 

@@ -123,7 +123,7 @@ def test_a_row_for_everything_that_was_called() -> None:
     assert "on cpu" in lines[0]
     assert lines[-1].lstrip().startswith("unattributed")
     assert report._repr_html_().startswith("<table><caption>profile: 12 batches")
-    with pytest.raises(pl.ArgumentError, match="what must be"):
+    with pytest.raises(pl.errors.ArgumentError, match="what must be"):
         report.by("kinds")  # type: ignore[arg-type]
 
 

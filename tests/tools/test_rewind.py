@@ -18,7 +18,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.callbacks import CheckpointSaver, FlightRecorder
 from pure_loop.checkpoint.flight import Flight, line_of, read_flight
-from pure_loop.errors import RewindError
+from pure_loop.errors import ArgumentError, CheckpointError, CheckpointNotFoundError, NonFiniteError, RewindError
 from pure_loop.testing.comparison import differences
 from pure_loop.time import Timestamp
 from tests.support import problem
@@ -81,12 +81,12 @@ def test_a_line_that_no_kill_has_cut_and_facts_that_are_cut_are_named(tmp_path: 
     for line, says in DAMAGED:
         for number in (4, len(lines)):
             journal.write_bytes(b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
-            with pytest.raises(pl.CheckpointError, match=rf"journal\.jsonl, line {number}: .*{says}"):
+            with pytest.raises(CheckpointError, match=rf"journal\.jsonl, line {number}: .*{says}"):
                 read_flight(tmp_path)
     journal.write_bytes(b"".join(lines))
     for content in (b'{"seed": 0, "mod', b"\xff{}", b"[" * 100_000, b"[]"):
         facts.write_bytes(content)
-        with pytest.raises(pl.CheckpointError, match=r"run\.json can't be read"):
+        with pytest.raises(CheckpointError, match=r"run\.json can't be read"):
             next(back(tmp_path, "2ba", "after_loss"))
 
 
@@ -211,7 +211,7 @@ def test_the_worst_batch_of_a_run_and_its_picture(tmp_path: Path) -> None:
     axes = rewound.plot(tmp_path / "spike.png", around=2)
     assert (tmp_path / "spike.png").read_bytes().startswith(b"\x89PNG")
     assert dict(zip(*axes.lines[0].get_data(), strict=True))[worst] == losses[worst]
-    with pytest.raises(pl.ArgumentError, match="around"):
+    with pytest.raises(ArgumentError, match="around"):
         rewound.plot(around=0)
     _, state = next(rewound)
     assert (state.timestamp.batch, float(state.loss.detach())) == (worst, losses[worst])
@@ -226,7 +226,7 @@ def test_the_batch_that_is_not_finite(tmp_path: Path) -> None:
         settings: dict[str, Any] = {"max_duration": "1ep", "nonfinite": nonfinite}
         try:
             record(folder, data, **settings)
-        except pl.NonFiniteError:
+        except NonFiniteError:
             assert nonfinite == "error"
         event, state = next(back(folder, "nonfinite", "before_forward", data, **settings))
         assert (event, state.timestamp.batch) == (Event.BEFORE_FORWARD, batch)
@@ -258,7 +258,7 @@ def test_what_is_another_run_is_refused_on_the_way(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pl.CheckpointNotFoundError, match=r"is not the folder of a FlightRecorder"):
+    with pytest.raises(CheckpointNotFoundError, match=r"is not the folder of a FlightRecorder"):
         back(tmp_path, "1ba", "after_loss")
     record(tmp_path)
     for when, event, more, says in (
@@ -283,9 +283,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert [event for event, _ in pairs] == [Event.AFTER_LOSS, Event.BATCH_END, Event.BATCH_END]
     assert Event.AFTER_BACKWARD in seen
     (tmp_path / "start-ba0.safetensors").unlink()
-    with pytest.raises(pl.ArgumentError, match=r"no State is kept before AFTER_LOSS of batch 2; there are .* 4, 6"):
+    with pytest.raises(ArgumentError, match=r"no State is kept before AFTER_LOSS of batch 2; there are .* 4, 6"):
         back(tmp_path, "2ba", "after_loss")
-    with pytest.raises(pl.ArgumentError, match=r"its journal is a local file"):
+    with pytest.raises(ArgumentError, match=r"its journal is a local file"):
         FlightRecorder("memory://runs")
     sparse = [(torch.eye(4).to_sparse(), torch.zeros(4, 1))] * 3
     task = pl.Task(forward=lambda m, batch: m(batch[0].to_dense()), loss=lambda out, batch: out.square().mean())

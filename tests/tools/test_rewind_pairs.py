@@ -163,7 +163,7 @@ def test_events_of_random_runs_come_back(run: Run, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             recorded = run.record(folder)
-        except pl.ArgumentError:
+        except pl.errors.ArgumentError:
             reject()  # what an algorithm needs, the length of the data for example, this run does not have
         for position in data.draw(st.lists(st.integers(0, len(recorded) - 1), min_size=5, max_size=5)):
             note(repr(recorded[position][:2]))

@@ -67,6 +67,7 @@ def count(state: pl.State, stages: LoopStages) -> pl.State:
 assert_type(halve, pl.Algorithm)
 assert_type(sam(rho=0.1), pl.Algorithm)
 assert_type(ema(half_life="10ba"), pl.Algorithm)
+assert_type(pl.errors.NonFiniteError("at batch 3").rows, tuple[int, ...])
 explicit = pl.Algorithm("explicit", {pl.Event.BATCH_END: lambda state: state}, init=lambda state: None)
 
 
