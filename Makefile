@@ -83,6 +83,7 @@ gpu:  ## try and measure all on a GPU, offline, into OUT/gpu.json: PYTHON=python
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 88 docs/*.md docs/*/*.md
 
 typecheck: $(STAMP)
 	$(BIN)/mypy

@@ -11,9 +11,9 @@ from the first that holds A to the next that holds B; a page's blocks are run in
 tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchmark NAME`` is a table of
 ``docs/benchmark.json``, which ``make bench-page`` measures; ``peers PART`` is one of ``docs/peers.json``, which ``make
 laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``source FILE`` is a file of
-the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names; only the whole is run as
-the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first sentence of its
-docstring.
+the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH; only
+the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first
+sentence of its docstring.
 
 The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the modules and from ``docs/cards.json``,
 which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are entries of docs/reference (docs/api.py).
@@ -34,6 +34,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -48,8 +49,8 @@ import pure_loop as pl
 from pure_loop import Event, order
 
 __all__ = [
-    *("PACKAGES", "Block", "Module", "blocks", "cards", "is_public", "main", "modules", "pages"),
-    *("render", "render_package", "run"),
+    *("PACKAGES", "WIDTH", "Block", "Module", "blocks", "cards", "formatted", "is_public", "main", "modules"),
+    *("pages", "render", "render_package", "run"),
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +60,8 @@ _PART = re.compile(r"(<!-- generated: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 
 
 PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "schedules")
+
+WIDTH = 88  # of code on pages, in columns: as much as a page shows without a bar to scroll it
 
 
 @attrs.frozen
@@ -397,10 +400,16 @@ def _source(path: str, *names: str) -> str:
     lines, tree = text.splitlines(), ast.parse(text)
     if not names:
         first, last = tree.body[1], next(node for node in tree.body if getattr(node, "name", None) == "main")
-        return _fenced("python", "\n".join(lines[first.lineno - 1 : last.lineno - 1]))
+        return _fenced("python", formatted("\n".join(lines[first.lineno - 1 : last.lineno - 1])))
     defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     shown = ["\n".join(lines[defined[name].lineno - 1 : defined[name].end_lineno]) for name in names]
-    return _fenced("py", "\n\n\n".join(shown))
+    return _fenced("py", formatted("\n\n\n".join(shown)))
+
+
+def formatted(code: str) -> str:
+    """Code in lines of WIDTH, as Ruff breaks them; longer strings and comments stay."""
+    command = [sys.executable, "-m", "ruff", "format", "--isolated", f"--line-length={WIDTH}", "-"]
+    return subprocess.run(command, input=code, capture_output=True, text=True, check=True).stdout
 
 
 def _methods(package: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -62,6 +63,19 @@ def test_a_page_begins_with_an_example() -> None:
         before = PAGES[page].read_text().partition("```")[0]
         paragraphs = re.sub(r"<!-- generated: source .*? -->", "", before).strip().split("\n\n")
         assert len(paragraphs) == (4 if page == "README.md" else 1), page
+
+
+def test_code_on_pages_is_88_columns_wide_as_ruff_breaks_it() -> None:
+    """What Ruff can't break, strings and comments, is no wider; of a diff, without the sign of a line."""
+    of_docs = sorted((ROOT / "docs").rglob("*.md"))
+    command = [sys.executable, "-m", "ruff", "format", "--check", f"--line-length={generate.WIDTH}", *map(str, of_docs)]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    fence = re.compile(r"^ *```(python|py|pycon|sh|diff)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+    for path in of_docs:
+        for language, code in fence.findall(path.read_text()):
+            wide = [line for line in code.splitlines() if len(line) > generate.WIDTH + (language == "diff")]
+            assert not wide, f"{path.name}: {wide}"
 
 
 def test_tables_are_as_they_would_be_now() -> None:
