@@ -6,9 +6,10 @@
     python docs/generate.py --tables   # that, the tables and the cards, and no page's code: seconds (make tables)
 
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Tables and diagrams come from
-``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
-from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
-tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchmark NAME`` is a table of
+``pure_loop.order``; the diagrams are the files ``docs/pictures/order-*.svg`` (docs/diagram.py). ``output`` is what the
+Python block before it prints, and ``output from "A" to "B"`` only the lines from the first that holds A to the next
+that holds B; a page's blocks are run in order, as one program, for that. The tables of laws, fields and strategies come
+from ``pure_loop.testing``. ``benchmark NAME`` is a table of
 ``docs/benchmark.json``, which ``make bench-page`` measures; ``peers PART`` is one of ``docs/peers.json``, which ``make
 laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``source FILE`` is a file of
 the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH; only
@@ -49,8 +50,8 @@ import pure_loop as pl
 from pure_loop import Event, order
 
 __all__ = [
-    *("PACKAGES", "WIDTH", "Block", "Module", "blocks", "cards", "formatted", "is_public", "main", "modules"),
-    *("pages", "render", "render_package", "run"),
+    *("PACKAGES", "WIDTH", "Block", "Module", "blocks", "cards", "diagrams", "formatted", "is_public", "main"),
+    *("modules", "pages", "render", "render_package", "run"),
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -242,8 +243,17 @@ def _wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, 95, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _mermaid(which: order.Order) -> str:
-    return _fenced("mermaid", order.mermaid(which))
+def diagrams() -> dict[Path, str]:
+    """The text of each diagram, by its path: Scalable Vector Graphics, as a page that is read fetches no script."""
+    draw = _by_path("docs/diagram.py").draw
+    return {ROOT / "docs" / "pictures" / f"order-{which}.svg": draw(which) for which in order.GRAMMARS}
+
+
+def _diagram(which: order.Order) -> str:
+    letters = _by_path("docs/diagram.py").conditions(which)
+    said = "; ".join(f"**{letter}**: {when}" for letter, when in letters.items())
+    shown = f"![The order of events, from top to bottom](pictures/order-{which}.svg)"
+    return f"{shown}\n\nWhere an arrow has a letter, it is taken where: {said}."
 
 
 def _grammar(which: order.Order) -> str:
@@ -446,7 +456,7 @@ _PARTS: dict[str, Callable[..., str]] = {
     "api-of": _api_of,
     "benchmark": _benchmark,
     "gpu": _gpu,
-    "mermaid": _mermaid,
+    "diagram": _diagram,
     "methods": _methods,
     "grammar": _grammar,
     "outline": _outline,
@@ -471,7 +481,7 @@ def main(arguments: list[str] | None = None) -> int:
     initial = [path for path in (ROOT / "pure_loop" / package / "__init__.py" for package in PACKAGES) if path.exists()]
     texts = {path: render_package(path.parent.name) for path in initial}
     if not options.packages:
-        texts |= {path: render(path, None if options.tables else run(path)) for path in pages()} | cards()
+        texts |= {path: render(path, None if options.tables else run(path)) for path in pages()} | cards() | diagrams()
     for path, new in texts.items():
         if not path.exists() or new != path.read_text():
             drifted.append(path.relative_to(ROOT))

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import attrs
 import pytest
@@ -84,6 +85,20 @@ def test_tables_are_as_they_would_be_now() -> None:
     assert [path.name for path, text in texts.items() if path.read_text() != text] == [], "run make tables"
 
 
+def test_diagrams_are_files_that_show_what_mermaid_would_and_no_page_asks_for_its_script() -> None:
+    for path, text in generate.diagrams().items():
+        assert path.read_text() == text, "run make tables"
+        drawn, flowchart = ElementTree.fromstring(text), pl.order.mermaid(path.stem.removeprefix("order-"))
+        shown = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+        assert set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", flowchart)) <= set(shown)
+        assert text.count('class="arrow"') == flowchart.count("-->")
+        assert text.count('class="when"') == flowchart.count("-->|")
+        assert text.count("http") == 1, "the namespace"
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "```mermaid" in path.read_text()]
+    assert pages == []
+    assert "mermaid" not in (ROOT / "mkdocs.yml").read_text()
+
+
 def test_packages_list_what_their_modules_have() -> None:
     for package in generate.PACKAGES:
         text = (generate.ROOT / "pure_loop" / package / "__init__.py").read_text()
@@ -101,7 +116,7 @@ def test_every_marker_is_closed() -> None:
         text = path.read_text()
         found = re.findall(r"<!-- (generated|end)", text.replace("<!-- end of", ""))
         assert found == ["generated", "end"] * (len(found) // 2), page
-    assert "<!-- generated: mermaid current -->" in PAGES["docs/events.md"].read_text()
+    assert "<!-- generated: diagram current -->" in PAGES["docs/events.md"].read_text()
 
 
 def test_drift_is_found_and_mended_and_running_a_page_leaves_nothing_behind(
@@ -113,7 +128,7 @@ def test_drift_is_found_and_mended_and_running_a_page_leaves_nothing_behind(
         '<!-- generated: output from "a" to "b" -->\n<!-- end -->\n\n<!-- generated: grammar 2021 -->\n<!-- end -->\n'
     )
     page.write_text(before)
-    for name, value in (("pages", lambda: [page]), ("ROOT", tmp_path), ("cards", dict)):
+    for name, value in (("pages", lambda: [page]), ("ROOT", tmp_path), ("cards", dict), ("diagrams", dict)):
         monkeypatch.setattr(generate, name, value)
     folder, random = Path.cwd(), torch.get_rng_state()
     assert generate.main(["--check"]) == 1
