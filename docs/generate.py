@@ -16,8 +16,9 @@ the repository up to its ``main``, and ``source FILE NAME ...`` what it defines 
 the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first
 sentence of its docstring.
 
-The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the modules and from ``docs/cards.json``,
-which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are entries of docs/reference (docs/api.py).
+The pages of algorithms, ``docs/cards/NAME.md``, and the gallery of them, ``docs/cards/index.md``, are generated whole,
+from the modules and from ``docs/cards.json``, which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are
+entries of docs/reference (docs/api.py).
 
 The ``__init__.py`` of packages with a method in each module (PACKAGES) are generated, too, but for their docstrings:
 what their modules list in ``__all__``; that of algorithms lists factories alone, and imports the rest by name.
@@ -396,12 +397,11 @@ def _by_path(path: str) -> Any:
 
 
 def cards() -> dict[Path, str]:
-    """The text of each card, by its path."""
-    path, render_card = ROOT / "docs" / "cards.json", _by_path("bench/cards/pages.py").render
-    return {
-        path.parent / "cards" / f"{name}.md": render_card(name, record)
-        for name, record in json.loads(path.read_text()).items()
-    }
+    """The text of each card, and of the gallery of them, by its path."""
+    folder, records = ROOT / "docs" / "cards", json.loads((ROOT / "docs" / "cards.json").read_text())
+    written, api = _by_path("bench/cards/pages.py"), _by_path("docs/api.py")
+    of_cards = {folder / f"{name}.md": written.card(name, records[name], api.of_algorithm(name)) for name in records}
+    return {**of_cards, folder / "index.md": written.gallery(records)}
 
 
 def _source(path: str, *names: str) -> str:
@@ -432,14 +432,11 @@ def _methods(package: str) -> str:
             continue
         for name in module.public:
             made = getattr(getattr(pl, package), name)
-            if package in ("algorithms", "metrics") and name != module.name:
-                continue  # the arithmetic beside an algorithm, a loss beside a metric
+            if package == "metrics" and name != module.name:
+                continue  # a loss beside a metric
             sentence = " ".join(module.doc.partition("\n\n")[0].split()).rstrip(".")
             ranges = "; ".join(f"`{setting.name}` {setting.in_words}" for setting in settings_of(made).values())
-            shown = f"`pl.{package}.{name}`"
-            if package == "algorithms":
-                shown = f"[{shown}](cards/{name}.md)"
-            lines.append(f"| {shown} | {sentence.replace('``', '`')} | {ranges} |")
+            lines.append(f"| `pl.{package}.{name}` | {sentence.replace('``', '`')} | {ranges} |")
     return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 

@@ -1,4 +1,7 @@
-"""Measure cards anew and write docs/cards.json, the pictures and the pages: ``python -m bench.cards [NAME ...]``."""
+"""Measure cards anew and write docs/cards.json and the pictures: ``python -m bench.cards [NAME ...]``.
+
+``make tables`` writes the pages.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from pathlib import Path
 
 from bench.cards.entries import ENTRIES
 from bench.cards.measure import measured
-from bench.cards.pages import render
 from bench.cards.pictures import PICTURES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -26,7 +28,6 @@ def main(names: list[str]) -> None:
         records[name] = measured(name, entry)
         # After each, so that an interruption loses one.
         path.write_text(json.dumps(dict(sorted(records.items())), indent=1) + "\n")
-        (DOCS / "cards" / f"{name}.md").write_text(render(name, records[name]))
 
 
 if __name__ == "__main__":
