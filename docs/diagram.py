@@ -186,7 +186,7 @@ def _beside(
     path += f"V{end - corner:g}Q{x:g},{end:g} {inner:g},{end:g}H{edge + side * 3:g}"
     yield f'<path class="arrow" d="{path}"/>'
     if arrow.when:
-        y = (start + end) / 2 if abs(end - start) < 3 * ROW else start + 3 * corner
+        y = (start + end) / 2 if abs(end - start) < 1.5 * ROW else start + 3 * corner
         yield f'<circle class="when" cx="{x:g}" cy="{y:g}" r="8"/>'
         yield _text(x, y + 4, letters[arrow.when])
 
