@@ -83,6 +83,7 @@ gpu:  ## try and measure all on a GPU, offline, into OUT/gpu.json: PYTHON=python
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 88 docs/*.md docs/*/*.md
 
 typecheck: $(STAMP)
 	$(BIN)/mypy
@@ -134,6 +135,7 @@ bench-ranks: $(STAMP)  ## cost of a step on two ranks against DDP and fully_shar
 
 cards: $(STAMP)  ## measure the cards of algorithms anew, or NAME=mixup alone: half an hour
 	$(BIN)/python -m bench.cards $(NAME)
+	$(BIN)/python docs/generate.py --tables
 
 tables: $(STAMP)  ## write what is made from the modules anew: __init__.py of packages, tables, reference, cards
 	$(BIN)/python docs/generate.py --tables

@@ -1,7 +1,8 @@
 """The entries of docs/reference: which public names are on which page, and the directives that mkdocstrings reads.
 
 A page has comments such as ``<!-- generated: api pl.fit pl.run -->``, or ``<!-- generated: api-of optim -->`` for every
-name of a package that no other comment lists. docs/generate.py writes the directives below them.
+name of a package that no other comment lists. docs/generate.py writes the directives below them. Each algorithm has a
+page of its own, its card, which has its directives; the reference lists these pages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 
 import pure_loop as pl
 
-__all__ = ["PUBLIC", "entries", "key_of", "names_of_package", "of_package", "of_names", "public_names", "used_in"]
+__all__ = [
+    *("PUBLIC", "entries", "key_of", "names_of_package", "of_algorithm", "of_package", "of_names", "public_names"),
+    "used_in",
+]
 
 REFERENCE = Path(__file__).parent / "reference"
 PACKAGE = Path(pl.__file__).parent
@@ -95,28 +99,43 @@ def of_names(*names: str) -> str:
 
 
 def of_package(package: str) -> str:
-    """The directives for a package; what stands beside an algorithm in its module is one level below it."""
-    lines = []
-    for name in names_of_package(package):
-        short, module = name.rpartition(".")[2], _module_of(name)
-        beside = package == "algorithms" and short != module and not module.startswith("_")
-        lines.append(_directive(name, 3 if beside else 2))
-        if package == "algorithms" and short == module:
-            lines.append(f"[What it does, and what it was measured to do](../cards/{short}.md).")
-    return "\n\n".join(lines)
+    """The directives for a package; for algorithms a table of their pages, which have the directives."""
+    names = names_of_package(package)
+    if package != "algorithms":
+        return of_names(*names)
+    by_module: dict[str, list[str]] = {}
+    for name in names:
+        by_module.setdefault(_module_of(name), []).append(name)
+    shared = [name for module, beside in by_module.items() if module.startswith("_") for name in beside]
+    rows = ["| | and, beside it in its module |", "|---|---|"]
+    for module, (name, *beside) in by_module.items():
+        if not module.startswith("_"):
+            links = ", ".join(f"[`{other.rpartition('.')[2]}`][{_target(other)}]" for other in beside)
+            rows.append(f"| [`{name}`](../cards/{module}.md) | {links} |".replace("|  |", "| |"))
+    return "\n".join(rows) + "\n\n" + of_names(*shared)
 
 
-def _directive(name: str, level: int) -> str:
+def of_algorithm(algorithm: str) -> str:
+    """The directives for the page of an algorithm: its own, and one level below it what its module has beside it."""
+    factory, *beside = [name for name in names_of_package("algorithms") if _module_of(name) == algorithm]
+    return "\n\n".join([_directive(factory, 2), *(_directive(name, 3) for name in beside)])
+
+
+def _target(name: str) -> str:
+    """By what name Griffe finds an object."""
     module, _, short = name.rpartition(".")
     path = _path(module)
     file = PACKAGE.joinpath(*path.split(".")[1:], f"{short}.py")
     found = _object(name)
-    target = f"{path}.{short}"
     if file.exists() and not isinstance(found, types.ModuleType):
         # A function beside a module of the same name: Griffe takes the name for the module.
-        target = f"{getattr(found, '__module__', path)}.{short}"
-    options = [f"heading_level: {level}", f"heading: {name}", f"toc_label: {short}"]
-    lines = [f"::: {target}", "    options:", *(f"      {option}" for option in options)]
+        return f"{getattr(found, '__module__', path)}.{short}"
+    return f"{path}.{short}"
+
+
+def _directive(name: str, level: int) -> str:
+    options = [f"heading_level: {level}", f"heading: {name}", f"toc_label: {name.rpartition('.')[2]}"]
+    lines = [f"::: {_target(name)}", "    options:", *(f"      {option}" for option in options)]
     links = [f"[{title}](../gallery.md#{anchor})" for title, anchor in used_in(name)]
     return "\n".join([*lines, "", f"In the gallery: {', '.join(links)}."] if links else lines)
 

@@ -1,12 +1,13 @@
 """An extension of Griffe: docstrings of the package as the site shows them, without raw Sphinx markup.
 
-mkdocstrings takes docstrings as Markdown. This extension changes four things before it does:
+mkdocstrings takes docstrings as Markdown. This extension changes five things before it does:
 
 * a role, ``:class:`pure_loop.State```, becomes a link where a page of docs/reference has the name, and code elsewhere;
 * a doctest and a literal block (after ``::``) become fenced blocks;
 * ``low, high: the values`` under ``Args:`` or ``Attributes:`` becomes one entry for each name;
 * names with descriptions under another title, as ``Durable:`` of a State, become a list; the text of ``Returns:`` is
-  text where it has a colon, and the type is that of the signature.
+  text where it has a colon, and the type is that of the signature;
+* ``Annotated[float, Above(0)]`` becomes ``float`` in signatures, and the range stands in words in the argument's text.
 
 mkdocs.yml names this file, and zensical loads it by its path; nothing else of the package uses it.
 """
@@ -14,17 +15,32 @@ mkdocs.yml names this file, and zensical loads it by its path; nothing else of t
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import griffe
 
-__all__ = ["Docstrings", "directives", "fenced", "lists", "one_name_an_entry", "with_type"]
+__all__ = [
+    *(
+        "Docstrings",
+        "directives",
+        "fenced",
+        "lists",
+        "objects",
+        "one_name_an_entry",
+        "plain",
+        "ranges_of",
+        "with_ranges",
+    ),
+    "with_type",
+]
 
-REFERENCE = Path(__file__).parent / "reference"
+# The pages with directives: of the reference, and one for each algorithm.
+FOLDERS = [Path(__file__).parent / name for name in ("reference", "cards")]
 
 _DIRECTIVE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`(?:([^`<]+) <|~)?([\w.]+)>?`")
@@ -35,7 +51,8 @@ _SECTION = re.compile(r"^\s*(Args|Attributes|Raises|Returns|Yields):(?: \S.*)?$"
 
 def directives() -> dict[str, Path]:
     """The names that pages of the reference document, each with its page."""
-    return {name: page for page in sorted(REFERENCE.glob("*.md")) for name in _DIRECTIVE.findall(page.read_text())}
+    pages = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
+    return {name: page for page in pages for name in _DIRECTIVE.findall(page.read_text())}
 
 
 def fenced(text: str) -> str:
@@ -135,6 +152,43 @@ def with_type(text: str, returned: str) -> str:
     return re.sub(r"^(\s*Returns:\n\s+)(\S.*)$", typed, text, flags=re.MULTILINE)
 
 
+def with_ranges(text: str, ranges: Mapping[str, str]) -> str:
+    """The ranges of arguments, in words, at the ends of their entries under Args or Attributes."""
+    written: list[str] = []
+    section = name = ""
+    for line in [*text.split("\n"), ""]:
+        if name and _depth(line) <= 4:  # the end of its entry
+            written[-1] += f"{'' if written[-1].endswith('.') else '.'} Range: {ranges[name]}."
+            name = ""
+        found, entry = _SECTION.match(line), _ENTRY.match(line)
+        section = found[1] if found else "" if line and not line[0].isspace() else section
+        if section in ("Args", "Attributes") and entry and entry[1] in ranges:
+            name = entry[1]
+        written.append(line)
+    return "\n".join(written[:-1])
+
+
+def ranges_of(path: str) -> dict[str, str]:
+    """The ranges of what a function or a class takes, in words; what says no more than the type is left out."""
+    from pure_loop.ranges import Flag, Index, Name, OneOf, settings_of
+
+    module, _, name = path.rpartition(".")
+    settings = settings_of(getattr(importlib.import_module(module), name)).items()
+    words = {key: each.in_words for key, each in settings if not isinstance(each.range, Flag | Index | Name | OneOf)}
+    return {key: text for key, text in words.items() if text.removeprefix("whole ") != "number"}
+
+
+def plain(annotation: Any) -> Any:
+    """An annotation without the ranges that ``Annotated`` adds, at its top or within a union."""
+    if isinstance(annotation, griffe.ExprSubscript):
+        inner = annotation.slice
+        if str(annotation.left).rpartition(".")[2] == "Annotated" and isinstance(inner, griffe.ExprTuple):
+            return plain(inner.elements[0])
+    if isinstance(annotation, griffe.ExprBinOp):
+        annotation.left, annotation.right = plain(annotation.left), plain(annotation.right)
+    return annotation
+
+
 class Docstrings(griffe.Extension):
     """Rewrites every docstring of a package when the package was read."""
 
@@ -142,13 +196,25 @@ class Docstrings(griffe.Extension):
         """Called by Griffe with each package, here pure_loop alone."""
         loader.expand_wildcards(pkg)
         by_target = {_target_of(pkg, name): name for name in directives()}
-        for item in _objects(pkg):
+        for item in objects(pkg):
+            ranges = ranges_of(item.path) if _unmark(item) and item.docstring is not None else {}
             if item.docstring is None:
                 continue
-            text = lists(one_name_an_entry(fenced(item.docstring.value)))
+            text = lists(with_ranges(one_name_an_entry(fenced(item.docstring.value)), ranges))
             if item.is_function and item.returns is not None:
                 text = with_type(text, str(item.returns))
             item.docstring.value = _ROLE.sub(_Roles(pkg, item, by_target), text)
+
+
+def _unmark(item: griffe.Object) -> bool:
+    """Take ``Annotated`` out of the annotations of a function, a class or an attribute; whether there was one."""
+    owner = item.members.get("__init__", item) if item.is_class else item
+    fields = [member for member in item.members.values() if item.is_class and member.is_attribute]
+    annotated = [*(owner.parameters if owner.is_function else ()), *fields, *([item] if item.is_attribute else ())]
+    marked = [each for each in annotated if not item.is_alias and "Annotated[" in str(each.annotation)]
+    for each in marked:
+        each.annotation = plain(each.annotation)
+    return bool(marked) and not item.is_attribute
 
 
 class _Roles:
@@ -196,8 +262,9 @@ def _found(package: griffe.Module, path: str) -> griffe.Object | None:
         return None
 
 
-def _objects(parent: griffe.Object) -> Iterator[griffe.Object]:
+def objects(parent: griffe.Object) -> Iterator[griffe.Object]:
+    """An object and all that it holds."""
     yield parent
     for member in parent.members.values():
         if not member.is_alias:
-            yield from _objects(member)
+            yield from objects(member)

@@ -6,17 +6,19 @@
     python docs/generate.py --tables   # that, the tables and the cards, and no page's code: seconds (make tables)
 
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Tables and diagrams come from
-``pure_loop.order``. ``output`` is what the Python block before it prints, and ``output from "A" to "B"`` only the lines
-from the first that holds A to the next that holds B; a page's blocks are run in order, as one program, for that. The
-tables of laws, fields and strategies come from ``pure_loop.testing``. ``benchmark NAME`` is a table of
+``pure_loop.order``; the diagrams are the files ``docs/pictures/order-*.svg`` (docs/diagram.py). ``output`` is what the
+Python block before it prints, and ``output from "A" to "B"`` only the lines from the first that holds A to the next
+that holds B; a page's blocks are run in order, as one program, for that. The tables of laws, fields and strategies come
+from ``pure_loop.testing``. ``benchmark NAME`` is a table of
 ``docs/benchmark.json``, which ``make bench-page`` measures; ``peers PART`` is one of ``docs/peers.json``, which ``make
 laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``source FILE`` is a file of
-the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names; only the whole is run as
-the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first sentence of its
-docstring.
+the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH; only
+the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first
+sentence of its docstring.
 
-The cards of algorithms, ``docs/cards/NAME.md``, are generated whole, from the modules and from ``docs/cards.json``,
-which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are entries of docs/reference (docs/api.py).
+The pages of algorithms, ``docs/cards/NAME.md``, and the gallery of them, ``docs/cards/index.md``, are generated whole,
+from the modules and from ``docs/cards.json``, which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are
+entries of docs/reference (docs/api.py).
 
 The ``__init__.py`` of packages with a method in each module (PACKAGES) are generated, too, but for their docstrings:
 what their modules list in ``__all__``; that of algorithms lists factories alone, and imports the rest by name.
@@ -34,6 +36,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -48,8 +51,8 @@ import pure_loop as pl
 from pure_loop import Event, order
 
 __all__ = [
-    *("PACKAGES", "Block", "Module", "blocks", "cards", "is_public", "main", "modules", "pages"),
-    *("render", "render_package", "run"),
+    *("PACKAGES", "WIDTH", "Block", "Module", "blocks", "cards", "diagrams", "formatted", "is_public", "main"),
+    *("modules", "pages", "render", "render_package", "run"),
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +62,8 @@ _PART = re.compile(r"(<!-- generated: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 
 
 PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "schedules")
+
+WIDTH = 88  # of code on pages, in columns: as much as a page shows without a bar to scroll it
 
 
 @attrs.frozen
@@ -239,8 +244,17 @@ def _wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, 95, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _mermaid(which: order.Order) -> str:
-    return _fenced("mermaid", order.mermaid(which))
+def diagrams() -> dict[Path, str]:
+    """The text of each diagram, by its path: Scalable Vector Graphics, as a page that is read fetches no script."""
+    draw = _by_path("docs/diagram.py").draw
+    return {ROOT / "docs" / "pictures" / f"order-{which}.svg": draw(which) for which in order.GRAMMARS}
+
+
+def _diagram(which: order.Order) -> str:
+    letters = _by_path("docs/diagram.py").conditions(which)
+    said = "; ".join(f"**{letter}**: {when}" for letter, when in letters.items())
+    shown = f"![The order of events, from top to bottom](pictures/order-{which}.svg)"
+    return f"{shown}\n\nWhere an arrow has a letter, it is taken where: {said}."
 
 
 def _grammar(which: order.Order) -> str:
@@ -383,12 +397,11 @@ def _by_path(path: str) -> Any:
 
 
 def cards() -> dict[Path, str]:
-    """The text of each card, by its path."""
-    path, render_card = ROOT / "docs" / "cards.json", _by_path("bench/cards/pages.py").render
-    return {
-        path.parent / "cards" / f"{name}.md": render_card(name, record)
-        for name, record in json.loads(path.read_text()).items()
-    }
+    """The text of each card, and of the gallery of them, by its path."""
+    folder, records = ROOT / "docs" / "cards", json.loads((ROOT / "docs" / "cards.json").read_text())
+    written, api = _by_path("bench/cards/pages.py"), _by_path("docs/api.py")
+    of_cards = {folder / f"{name}.md": written.card(name, records[name], api.of_algorithm(name)) for name in records}
+    return {**of_cards, folder / "index.md": written.gallery(records)}
 
 
 def _source(path: str, *names: str) -> str:
@@ -397,10 +410,16 @@ def _source(path: str, *names: str) -> str:
     lines, tree = text.splitlines(), ast.parse(text)
     if not names:
         first, last = tree.body[1], next(node for node in tree.body if getattr(node, "name", None) == "main")
-        return _fenced("python", "\n".join(lines[first.lineno - 1 : last.lineno - 1]))
+        return _fenced("python", formatted("\n".join(lines[first.lineno - 1 : last.lineno - 1])))
     defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     shown = ["\n".join(lines[defined[name].lineno - 1 : defined[name].end_lineno]) for name in names]
-    return _fenced("py", "\n\n\n".join(shown))
+    return _fenced("py", formatted("\n\n\n".join(shown)))
+
+
+def formatted(code: str) -> str:
+    """Code in lines of WIDTH, as Ruff breaks them; longer strings and comments stay."""
+    command = [sys.executable, "-m", "ruff", "format", "--isolated", f"--line-length={WIDTH}", "-"]
+    return subprocess.run(command, input=code, capture_output=True, text=True, check=True).stdout
 
 
 def _methods(package: str) -> str:
@@ -413,14 +432,11 @@ def _methods(package: str) -> str:
             continue
         for name in module.public:
             made = getattr(getattr(pl, package), name)
-            if package in ("algorithms", "metrics") and name != module.name:
-                continue  # the arithmetic beside an algorithm, a loss beside a metric
+            if package == "metrics" and name != module.name:
+                continue  # a loss beside a metric
             sentence = " ".join(module.doc.partition("\n\n")[0].split()).rstrip(".")
             ranges = "; ".join(f"`{setting.name}` {setting.in_words}" for setting in settings_of(made).values())
-            shown = f"`pl.{package}.{name}`"
-            if package == "algorithms":
-                shown = f"[{shown}](cards/{name}.md)"
-            lines.append(f"| {shown} | {sentence.replace('``', '`')} | {ranges} |")
+            lines.append(f"| `pl.{package}.{name}` | {sentence.replace('``', '`')} | {ranges} |")
     return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
@@ -437,7 +453,7 @@ _PARTS: dict[str, Callable[..., str]] = {
     "api-of": _api_of,
     "benchmark": _benchmark,
     "gpu": _gpu,
-    "mermaid": _mermaid,
+    "diagram": _diagram,
     "methods": _methods,
     "grammar": _grammar,
     "outline": _outline,
@@ -462,7 +478,7 @@ def main(arguments: list[str] | None = None) -> int:
     initial = [path for path in (ROOT / "pure_loop" / package / "__init__.py" for package in PACKAGES) if path.exists()]
     texts = {path: render_package(path.parent.name) for path in initial}
     if not options.packages:
-        texts |= {path: render(path, None if options.tables else run(path)) for path in pages()} | cards()
+        texts |= {path: render(path, None if options.tables else run(path)) for path in pages()} | cards() | diagrams()
     for path, new in texts.items():
         if not path.exists() or new != path.read_text():
             drifted.append(path.relative_to(ROOT))

@@ -57,22 +57,24 @@ _HALF: dict[str, Any] = {"precision": "amp_bf16"}
 ENTRIES: dict[str, Entry] = {
     "alibi": Entry('alibi(64, position_embeddings=["positions"], causal=True)', "text", "biases"),
     "augmix": Entry("augmix(severity=2)", picture="batch"),
-    "blurpool": Entry("blurpool()"),
+    "blurpool": Entry("blurpool()", picture="pooled"),
     "channels_last": Entry("channels_last()", note="A CPU has little of it; the layout is meant for GPUs."),
     "colout": Entry("colout(0.15, 0.15)", picture="batch"),
     "cutmix": Entry("cutmix()", picture="batch"),
     "cutout": Entry("cutout(length=0.4)", picture="batch"),
-    "early_stopping": Entry('early_stopping("val/accuracy", patience=3)', options=_EVALUATED, note=_STOPPED),
-    "ema": Entry('ema(half_life="20ba")'),
+    "early_stopping": Entry(
+        'early_stopping("val/accuracy", patience=3)', picture="metric", options=_EVALUATED, note=_STOPPED
+    ),
+    "ema": Entry('ema(half_life="20ba")', picture="average"),
     "factorize": Entry("factorize(0.5, min_features=32)"),
     "gated_linear_units": Entry('gated_linear_units(hidden="two_thirds")', "text"),
-    "ghost_batchnorm": Entry("ghost_batchnorm(16)"),
-    "gradient_clipping": Entry('gradient_clipping("norm", 1.0)', "text"),
-    "gradient_noise": Entry("gradient_noise(eta=0.001)"),
-    "gyro_dropout": Entry("gyro_dropout(subnetworks=64, concurrent=8)", "text"),
-    "label_smoothing": Entry("label_smoothing(0.1)"),
+    "ghost_batchnorm": Entry("ghost_batchnorm(16)", picture="chunks"),
+    "gradient_clipping": Entry('gradient_clipping("norm", 1.0)', "text", "norm"),
+    "gradient_noise": Entry("gradient_noise(eta=0.001)", picture="noise"),
+    "gyro_dropout": Entry("gyro_dropout(subnetworks=64, concurrent=8)", "text", "subnetworks"),
+    "label_smoothing": Entry("label_smoothing(0.1)", picture="targets"),
     "layer_freezing": Entry('layer_freezing("0.3dur")', picture="frozen"),
-    "lookahead": Entry("lookahead(interval=5, rate=0.5)"),
+    "lookahead": Entry("lookahead(interval=5, rate=0.5)", picture="slow"),
     "low_precision_groupnorm": Entry("low_precision_groupnorm()", "digits, group norms", options=_HALF),
     "low_precision_layernorm": Entry("low_precision_layernorm()", "text", options=_HALF),
     "mixup": Entry("mixup(alpha=0.2)", picture="batch"),
@@ -82,16 +84,19 @@ ENTRIES: dict[str, Entry] = {
     "reduce_on_plateau": Entry(
         'reduce_on_plateau("val/accuracy", patience=2, factor=0.3)', picture="rate", options=_EVALUATED
     ),
-    "sam": Entry("sam(rho=0.05)"),
+    "sam": Entry("sam(rho=0.05)", picture="nearby"),
     "selective_backprop": Entry(
         "selective_backprop(0.5)",
+        picture="chances",
         unkept={"order": "fewer samples are fewer microbatches, where a batch is split"},
     ),
     "sequence_length_warmup": Entry("sequence_length_warmup(max_length=64)", "text", "length"),
     "squeeze_excite": Entry("squeeze_excite(8, min_channels=32)"),
-    "stochastic_depth": Entry("stochastic_depth(Block, 0.2)"),
-    "swa": Entry("swa()", note=_SETTLED),
-    "threshold_stopping": Entry('threshold_stopping("val/accuracy", 0.97)', options=_EVALUATED, note=_STOPPED),
+    "stochastic_depth": Entry("stochastic_depth(Block, 0.2)", picture="depth"),
+    "swa": Entry("swa()", picture="average", note=_SETTLED),
+    "threshold_stopping": Entry(
+        'threshold_stopping("val/accuracy", 0.97)', picture="metric", options=_EVALUATED, note=_STOPPED
+    ),
     "transform": Entry("transform(shifted)", picture="batch", note="`shifted` moves an image by a pixel at most."),
-    "weight_standardization": Entry("weight_standardization()"),
+    "weight_standardization": Entry("weight_standardization()", picture="filters"),
 }

@@ -1,4 +1,4 @@
-"""The text of a card, from the docstrings of a module and its record in docs/cards.json."""
+"""The pages of algorithms and their gallery, from the docstrings of modules and the records in docs/cards.json."""
 
 from __future__ import annotations
 
@@ -9,41 +9,98 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from pure_loop.ranges import settings_of
-
-__all__ = ["render"]
+__all__ = ["card", "gallery"]
 
 
-def render(name: str, record: Mapping[str, Any]) -> str:
-    """docs/cards/NAME.md."""
-    module = importlib.import_module(f"pure_loop.algorithms.{name}")
-    factory = getattr(module, name)
-    head, _, formula = (inspect.getdoc(module) or "").partition("\n\n")
-    title = head.partition(":")[0]
-    parts = [f"# {title.strip().rstrip('.')}", f"```python\npl.algorithms.{record['code']}\n```", _words(factory)]
+def card(name: str, record: Mapping[str, Any], reference: str) -> str:
+    """docs/cards/NAME.md.
+
+    Args:
+        name: of the algorithm.
+        record: what was measured.
+        reference: the directives by which the page has the signature and the arguments.
+    """
+    title, sentence, formula = _head(name)
+    parts = [f"# {title}", sentence, f"```python\npl.algorithms.{record['code']}\n```"]
     if record["picture"]:
         parts.append(f"![{title}: what it does]({name}.png)")
     parts += ["## The method", _prose(formula)]
-    ranges = settings_of(factory)
-    rows = [
-        f"| `{key}` | {ranges[key].in_words if key in ranges else ''} | {_default(parameter.default)} |"
-        for key, parameter in inspect.signature(factory).parameters.items()
-        if key != "name"
-    ]
-    if rows:
-        rows = [row.replace("|  |", "| |") for row in rows]
-        parts += ["## Settings", "\n".join(["| | range | default |", "|---|---|---|", *rows])]
+    parts.append(reference)
     parts += ["## Effect and cost", _effect(record)]
     parts += ["## In a run", "\n".join(_in_a_run(record))]
     parts += ["## Laws", _laws(record["laws"])]
-    parts.append("Generated from the module and from measurements by `make cards`; [all algorithms](../algorithms.md).")
+    parts.append("Generated from the module and from measurements by `make cards`; [all algorithms](index.md).")
     return "\n\n".join(parts) + "\n"
 
 
-def _words(factory: Any) -> str:
-    """The first paragraphs of the docstring, as far as its arguments."""
-    text = (inspect.getdoc(factory) or "").partition("\nArgs:")[0].partition("\nRaises:")[0].partition("\n>>>")[0]
-    return _markdown(text.strip())
+_GALLERY = """\
+# Gallery of algorithms
+
+Each algorithm with what it does to training, and what it was measured to do; its page has the method and its formulas,
+its arguments, and what it commutes with.
+
+Effect and cost are those of small models, on digits or on text, whether a method helps them or not: the mean of five
+seeds without it and with it, the difference seed by seed with its standard deviation, and how long a run takes beside
+one without it. [Laws](../reference/laws.md) are properties that were tried on drawn cases; one that is not kept has its
+reason on the page."""
+
+# What an algorithm works on is where it is bound: the first of these that has one of its events.
+_KINDS = {
+    "Batches and targets": {"AFTER_DATALOADER", "BEFORE_TRAIN_BATCH", "BEFORE_LOSS"},
+    "Gradients": {"AFTER_TRAIN_BATCH"},
+    "Metrics": {"BATCH_CHECKPOINT"},
+    "Parameters, while training": {"BATCH_END", "EPOCH_END"},
+    "Models": {"INIT"},
+}
+
+
+def gallery(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """docs/cards/index.md: what changes the model before the first batch comes last, as there is most of it."""
+    by_kind: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+    for name, record in records.items():
+        events = set(record["events"])
+        kind = "Models" if "INIT" in events else next(kind for kind, bound in _KINDS.items() if bound & events)
+        by_kind[kind].append(_shown(name, record))
+    parts = [_GALLERY]
+    for kind, shown in by_kind.items():
+        parts += [f"## {kind}", '<div class="grid cards" markdown>', "\n\n".join(shown), "</div>"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(name: str, record: Mapping[str, Any]) -> str:
+    """One algorithm in the gallery, as an item of a list."""
+    title, sentence, _ = _head(name)
+    lines = [f"[![{title}: what it does]({name}.png)]({name}.md)"] if record["picture"] else []
+    lines += [f"[**{title}**]({name}.md)", sentence, _effect_in_brief(record), _laws_in_brief(record["laws"])]
+    return "-   " + "\n\n    ".join(lines)
+
+
+def _effect_in_brief(record: Mapping[str, Any]) -> str:
+    plain, with_it = record["scores"]["plain"], record["scores"]["with"]
+    differences = [b - a for a, b in zip(plain, with_it, strict=True)]
+    shown, points = _forms(record)
+    means = " → ".join(shown.format(statistics.mean(values)) for values in (plain, with_it))
+    return f"Test {record['metric']} {means} ({_mean(differences, points)}); takes {record['time']:.2f} times as long."
+
+
+def _laws_in_brief(laws: Mapping[str, Any]) -> str:
+    by_result: dict[str, list[str]] = {}
+    for law, (result, _) in laws.items():
+        by_result.setdefault(result, []).append(f"`{law}`")
+    kept = len(by_result["passed"])
+    text = f"All {kept} laws hold" if kept == len(laws) else f"{kept} of {len(laws)} laws hold"
+    words = {"expected failure": "not kept", "skipped": "not tried"}
+    return (
+        text + "".join(f"; {said}: {', '.join(by_result[of])}" for of, said in words.items() if of in by_result) + "."
+    )
+
+
+def _head(name: str) -> tuple[str, str, str]:
+    """What the docstring of a module says: a title, a sentence, and the method."""
+    head, _, formula = (inspect.getdoc(importlib.import_module(f"pure_loop.algorithms.{name}")) or "").partition("\n\n")
+    title, _, sentence = " ".join(head.split()).partition(":")
+    sentence = _markdown(sentence.strip())
+    return title, sentence[:1].upper() + sentence[1:], formula
 
 
 def _markdown(text: str) -> str:
@@ -75,15 +132,15 @@ def _prose(text: str) -> str:
     return "\n".join(lines).strip()
 
 
-def _default(value: Any) -> str:
-    return "" if value is inspect.Parameter.empty else f"`{value!r}`"
+def _forms(record: Mapping[str, Any]) -> tuple[str, str]:
+    """How a score is written, and how a difference is."""
+    return ("{:.1%}", "{:+.2%}") if record["metric"] == "accuracy" else ("{:.4f}", "{:+.4f}")
 
 
 def _effect(record: Mapping[str, Any]) -> str:
     plain, with_it = record["scores"]["plain"], record["scores"]["with"]
     differences = [b - a for a, b in zip(plain, with_it, strict=True)]
-    shown = "{:.1%}" if record["metric"] == "accuracy" else "{:.4f}"
-    points = "{:+.2%}" if record["metric"] == "accuracy" else "{:+.4f}"
+    shown, points = _forms(record)
     rows = [
         f"| | test {record['metric']} ({record['better']} is better) | time |",
         "|---|---|---|",

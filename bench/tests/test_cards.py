@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from bench.cards.entries import ENTRIES
@@ -21,7 +22,10 @@ TEXTS: dict[Path, str] = generate.cards()
 def test_each_algorithm_has_one() -> None:
     """One that joins needs a line in bench/cards/entries.py, and ``make cards NAME=...``."""
     assert ENTRIES.keys() == ALGORITHMS.keys() == RECORDS.keys()
-    assert {path.stem for path in CARDS.glob("*.md")} == ENTRIES.keys()
+    assert {path.stem for path in CARDS.glob("*.md")} == ENTRIES.keys() | {"index"}
+    gallery = TEXTS[CARDS / "index.md"]
+    assert sorted(re.findall(r"\[\*\*.*\*\*\]\((\w+)\.md\)", gallery)) == sorted(ENTRIES), "each once"
+    assert sorted(re.findall(r"\]\((\w+)\.png\)", gallery)) == sorted(path.stem for path in CARDS.glob("*.png"))
 
 
 def test_they_are_as_they_would_be_now() -> None:

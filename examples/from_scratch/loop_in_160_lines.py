@@ -83,15 +83,15 @@ def shuffled(inputs: Tensor, targets: Tensor, size: int, seed: int, epoch: int) 
 
 
 def gradients(state: State, task: Task) -> Script:
-    """The gradient of a batch, of microbatches that weigh as many samples as they hold."""
+    """The gradient of a batch; a microbatch weighs as many samples as it holds."""
     inputs, targets = state.batch
     samples, size, time = len(inputs), task.microbatch_size or len(inputs), state.timestamp
-    power = 2 ** (samples - 1).bit_length()  # shares of a power of two are exact; one division follows at the end
-    total: dict[str, Tensor] = {}
-    mean = 0.0
+    power = 2 ** (samples - 1).bit_length()  # shares are exact; one division follows
+    total, mean = dict[str, Tensor](), 0.0
     for index, (x, y) in enumerate(zip(inputs.split(size), targets.split(size), strict=True)):
         leaves = {name: param.detach().requires_grad_() for name, param in state.params.items()}
-        buffers = {name: buffer.clone() for name, buffer in state.buffers.items()}  # the forward writes to these
+        # The forward writes to these.
+        buffers = {name: buffer.clone() for name, buffer in state.buffers.items()}
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(derive(state.seed, "forward", time.epoch, time.batch, index, 0))
             loss = task.loss(functional_call(task.model, {**leaves, **buffers}, (x,)), y)
@@ -150,7 +150,7 @@ def script(state: State, task: Task) -> Script:
     """The order of events, from the boundary at which a State was kept."""
     at, task = state.event, task._replace(model=copy.deepcopy(task.model).train())
     if at not in BOUNDARIES:
-        raise ValueError(f"a run can't resume from {at}, where its batch is half done; use one of {BOUNDARIES[1:]}")
+        raise ValueError(f"can't resume from {at}, inside a batch; use one of {BOUNDARIES[1:]}")
     state = yield "fit_start", state
     while at in INSIDE_EPOCH or not task.until(state.timestamp):
         state, at = (yield from epoch(state, task, at)), ""
@@ -160,7 +160,7 @@ def script(state: State, task: Task) -> Script:
 
 
 def steps(state: State, task: Task, algorithms: Sequence[Algorithm]) -> Iterator[tuple[str | None, State]]:
-    """The driver: the State after the loop and after each algorithm, by its name; last, by None, as it is observed."""
+    """Each State with what made it: "loop", an algorithm, or None as it is observed."""
     run: Any = script(state, task)
     received: Any = None
     while True:
@@ -187,7 +187,7 @@ def fit(
 
 
 def blame(start: State, task: Task, algorithms: Sequence[Algorithm]) -> Counter[tuple[str | None, str]]:
-    """How often the loop and each algorithm changed each parameter, gradient and loss."""
+    """How often the loop and each algorithm changed a parameter, gradient or loss."""
 
     def leaves(state: State) -> dict[str, Any]:
         grads = {f"grads/{name}": grad for name, grad in (state.grads or {}).items()}

@@ -34,7 +34,7 @@ def begin(model: nn.Module, seed: int) -> State:
 
 
 def derive(seed: int, *path: int | str) -> int:
-    """A seed is a hash of where it is used: no generator is carried along, and none has to be saved."""
+    """A seed is a hash of where it is used: there is no generator to be saved."""
     return int.from_bytes(blake2b(ascii((seed, *path)).encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -45,7 +45,7 @@ def shuffled(inputs: Tensor, targets: Tensor, size: int, seed: int, epoch: int) 
 
 
 def script(state: State, model: nn.Module, batches: Any, loss: Any, lr: float, momentum: float, epochs: int) -> Any:
-    """The order of events: each yields a State, and receives the one that the algorithms made of it."""
+    """The order of events: each yields a State, and receives what algorithms made."""
     while state.epoch < epochs:
         if state.event in ("", "epoch_end"):
             state = yield "epoch_start", state

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import attrs
 import pytest
@@ -64,10 +66,37 @@ def test_a_page_begins_with_an_example() -> None:
         assert len(paragraphs) == (5 if page == "README.md" else 1), page
 
 
+def test_code_on_pages_is_88_columns_wide_as_ruff_breaks_it() -> None:
+    """What Ruff can't break, strings and comments, is no wider; of a diff, without the sign of a line."""
+    of_docs = sorted((ROOT / "docs").rglob("*.md"))
+    command = [sys.executable, "-m", "ruff", "format", "--check", f"--line-length={generate.WIDTH}", *map(str, of_docs)]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    fence = re.compile(r"^ *```(python|py|pycon|sh|diff)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+    for path in of_docs:
+        for language, code in fence.findall(path.read_text()):
+            wide = [line for line in code.splitlines() if len(line) > generate.WIDTH + (language == "diff")]
+            assert not wide, f"{path.name}: {wide}"
+
+
 def test_tables_are_as_they_would_be_now() -> None:
     """What code prints is tried above, and cards are by those of bench."""
     texts = {path: generate.render(path, None) for path in PAGES.values()}
     assert [path.name for path, text in texts.items() if path.read_text() != text] == [], "run make tables"
+
+
+def test_diagrams_are_files_that_show_what_mermaid_would_and_no_page_asks_for_its_script() -> None:
+    for path, text in generate.diagrams().items():
+        assert path.read_text() == text, "run make tables"
+        drawn, flowchart = ElementTree.fromstring(text), pl.order.mermaid(path.stem.removeprefix("order-"))
+        shown = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+        assert set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", flowchart)) <= set(shown)
+        assert text.count('class="arrow"') == flowchart.count("-->")
+        assert text.count('class="when"') == flowchart.count("-->|")
+        assert text.count("http") == 1, "the namespace"
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "```mermaid" in path.read_text()]
+    assert pages == []
+    assert "mermaid" not in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_packages_list_what_their_modules_have() -> None:
@@ -87,7 +116,7 @@ def test_every_marker_is_closed() -> None:
         text = path.read_text()
         found = re.findall(r"<!-- (generated|end)", text.replace("<!-- end of", ""))
         assert found == ["generated", "end"] * (len(found) // 2), page
-    assert "<!-- generated: mermaid current -->" in PAGES["docs/events.md"].read_text()
+    assert "<!-- generated: diagram current -->" in PAGES["docs/events.md"].read_text()
 
 
 def test_drift_is_found_and_mended_and_running_a_page_leaves_nothing_behind(
@@ -99,7 +128,7 @@ def test_drift_is_found_and_mended_and_running_a_page_leaves_nothing_behind(
         '<!-- generated: output from "a" to "b" -->\n<!-- end -->\n\n<!-- generated: grammar 2021 -->\n<!-- end -->\n'
     )
     page.write_text(before)
-    for name, value in (("pages", lambda: [page]), ("ROOT", tmp_path), ("cards", dict)):
+    for name, value in (("pages", lambda: [page]), ("ROOT", tmp_path), ("cards", dict), ("diagrams", dict)):
         monkeypatch.setattr(generate, name, value)
     folder, random = Path.cwd(), torch.get_rng_state()
     assert generate.main(["--check"]) == 1

@@ -10,6 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,10 @@ def test_docstrings_become_markdown_and_roles_become_links() -> None:
     docstrings = _load("docstrings")
     for function, before, after in MARKDOWN:
         assert getattr(docstrings, function)(before) == after
+    entries = "Args:\n    a: one,\n        two.\n    b: three.\n    c: four"
+    assert docstrings.with_ranges(entries, {"a": "1 or 2", "c": "4"}) == (
+        "Args:\n    a: one,\n        two. Range: 1 or 2.\n    b: three.\n    c: four. Range: 4."
+    )
     assert docstrings.with_type("Returns:\n    The axes: all.", "Any") == "Returns:\n    Any: The axes: all."
     assert docstrings.with_type("Returns:\n    The axes.", "Any") == "Returns:\n    The axes."
     loader = griffe.GriffeLoader(search_paths=[ROOT], extensions=griffe.load_extensions(docstrings.Docstrings))
@@ -122,6 +127,16 @@ def test_docstrings_become_markdown_and_roles_become_links() -> None:
         text = package[name].docstring.value
         assert link in text
         assert ":func:" not in text
+    mixup = package["algorithms.mixup.mixup"]
+    assert str(mixup.parameters["alpha"].annotation) == "Strength"
+    assert "Range: number at least 0, or a schedule." in mixup.docstring.value
+    assert [item.path for item in docstrings.objects(package) if "Annotated[" in signature_of(item)] == []
+
+
+def signature_of(item: Any) -> str:
+    """What a page shows of a function's arguments, or of an attribute."""
+    shown = item.parameters if item.is_function else [item] if item.is_attribute else []
+    return " ".join(str(each.annotation) for each in shown)
 
 
 BROKEN: list[tuple[str, str, str, list[str]]] = [
