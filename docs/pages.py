@@ -34,7 +34,7 @@ def on_the_forge(target: str, page: str, repo_url: str, edit_uri: str) -> str:
     """
     path, hash_, anchor = target.partition("#")
     inside = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), path))
-    if not path or ":" in path or path.startswith("/") or inside == "docs" or inside.startswith("docs/"):
+    if not path or path.startswith("/") or inside == "docs" or inside.startswith("docs/"):
         return target
     kind = "tree" if (ROOT / inside).is_dir() else "blob"
     return f"{repo_url.rstrip('/')}/{kind}/{edit_uri.split('/')[1]}/{inside}{hash_}{anchor}"

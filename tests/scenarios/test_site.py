@@ -200,6 +200,8 @@ BROKEN: list[tuple[str, str, str, list[str]]] = [
 # in Node.js, on the index of the built site. It finds sections in which a word begins with each word of the query, and
 # compares where: in a title, then in the navigation, then in the text; nearer to each other, and earlier.
 QUERIES = {
+    "cards/early_stopping": ["early stopping"],
+    "cards/gradient_clipping": ["gradient clipping"],
     "checkpoints": ["checkpointing", "resume from checkpoint", "ModelCheckpoint"],
     "coming-from/lightning": ["pytorch lightning"],
     "compile": ["torch.compile"],
@@ -229,7 +231,10 @@ QUERIES = {
     "optimizers": ["lr scheduler", "learning rate schedule", "cosine annealing"],
     "precision": ["mixed precision", "AMP", "autocast", "bf16"],
     "progress": ["progress bar", "tqdm"],
-    "scripts": ["custom training loop", "several optimizers"],
+    "reference/loggers": ["TensorBoard"],
+    "reference/schedules": ["warmup"],
+    "reference/training": ["predict"],
+    "scripts": ["custom training loop"],
     "tools": ["dry run", "overfit one batch"],
     "tutorials/first_run": ["getting started", "quickstart"],
     "tutorials/resume_and_fork": ["resume", "resume training", "hyperparameter search", "hyperparameter sweep"],
