@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,12 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert set(listed) == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert set(listed.values()) == {1}
     assert re.findall(r"^  - (.*?):", navigation, re.MULTILINE) == ["Guide", "How-to", "Reference", "Explanation"]
+
+
+def test_the_site_and_the_package_name_one_repository() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    lines = (ROOT / "mkdocs.yml").read_text().splitlines()
+    assert {f"repo_url: {urls['Source']}", f"site_url: {urls['Documentation']}"} <= set(lines)
 
 
 def test_every_public_name_is_on_exactly_one_page_of_the_reference() -> None:
