@@ -1,8 +1,9 @@
 """Build the site into ``site/``, and fail where anything is not as it should be: ``make docs-site``.
 
 zensical's strict mode fails on links to pages, headings and names of the API that there are not. It doesn't fail on
-missing pictures and other files, on what mkdocstrings and Griffe print about docstrings, nor on docstrings that kept
-their Sphinx markup; this script does.
+missing pictures and other files, on what mkdocstrings and Griffe print about docstrings, on docstrings that kept their
+Sphinx markup, on a page that begins with code, nor on what a reader's browser would fetch from another host; this
+script does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["complaints", "dangling", "main"]
+__all__ = ["beginning", "complaints", "dangling", "fetched", "main"]
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"
@@ -29,6 +30,17 @@ _LEFT = {
     "a reference to what is not documented": re.compile(r"\]\[[\w.]*\]"),
     "a fence": re.compile(r"```"),
     "a directive": re.compile(r"^:::", re.MULTILINE),
+}
+# What a browser fetches without being asked. The scripts of the theme draw diagrams and ask for the repository's stars
+# where they find these elements; `canonical` is an address and no file.
+_FETCHED = {
+    "a file of another host": re.compile(
+        r"""<(?:link(?![^>]*\brel="canonical")|script|img|iframe|source|video|audio|object|embed)\b[^>]*?"""
+        r"""\b(?:href|src|srcset|data)="((?:https?:)?//[^"]*)"""
+    ),
+    "a style of another host": re.compile(r"""(?:@import\s*|\burl\(\s*)["']?((?:https?:)?//[^"')\s]*)"""),
+    "a script that draws diagrams": re.compile(r"""\bclass="(mermaid)\b"""),
+    "the repository's stars": re.compile(r"""data-md-component="(source)\""""),
 }
 
 
@@ -53,6 +65,23 @@ def dangling(page: str, path: Path, site: Path = SITE) -> Iterator[str]:
             yield f"there is no {target}"
 
 
+def fetched(text: str) -> Iterator[str]:
+    """What a page's HTML or a style sheet has a browser fetch from other hosts; links to them are none of it."""
+    for what, pattern in _FETCHED.items():
+        yield from (f"fetches {what}: {found}" for found in pattern.findall(text))
+
+
+def beginning(page: str) -> Iterator[str]:
+    """What is wrong with the beginning of a page's HTML: one heading of the first level, then a sentence."""
+    article = page.partition("<article")[2].partition("</article>")[0]
+    headings = len(re.findall(r"<h1\b", article))
+    if headings != 1:
+        yield f"has {headings} headings of the first level"
+    after = re.sub(r"<!--.*?-->", "", article.partition("</h1>")[2], flags=re.DOTALL)
+    if not re.match(r"""\s*(?:<p class="also-called">[^<]*</p>\s*)?<p>(?!<img)""", after):
+        yield f"begins with {' '.join(after.split())[:50]}, and not with a sentence"
+
+
 def main() -> int:
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -61,8 +90,11 @@ def main() -> int:
     if built.returncode == 0:
         for path in sorted(SITE.rglob("*.html")):
             page = path.read_text()
-            found = [*complaints(page), *([] if path.name == "404.html" else dangling(page, path))]
+            found = [*complaints(page), *fetched(page)]
+            found += [] if path.name == "404.html" else [*dangling(page, path), *beginning(page)]
             problems += [f"{path.relative_to(SITE)}: {text}" for text in found]
+        for path in sorted(SITE.rglob("*.css")):
+            problems += [f"{path.relative_to(SITE)}: {text}" for text in fetched(path.read_text())]
     if built.returncode or problems:
         print(said, *problems, sep="\n")
         return 1

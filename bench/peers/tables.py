@@ -86,7 +86,7 @@ def _reasons(results: Results) -> str:
     """A row for ways that were tried and don't keep a law, and for each law that needs a particular way."""
     lines = ["| | law | way | what differs |", "|---|---|---|---|"]
     for name, peer in results["peers"].items():
-        adapter = f"[{name}]({_ADAPTERS}/{peer['module']}.py)"
+        adapter = f"[{name}](../bench/peers/adapters/{peer['module']}.py)"  # from docs/
         for law in results["laws"]:
             found = peer["laws"][law]
             heading = HEADINGS[law]

@@ -58,12 +58,23 @@ def _apart(text: str) -> tuple[str, list[float]]:
     return re.sub(number, "#", text), [float(found) for found in re.findall(number, text)]
 
 
-def test_a_page_begins_with_an_example() -> None:
-    """Nothing but its heading comes before; in the README what it is, for whom, a picture, and another heading."""
-    for page in PAGES.keys() - WITHOUT_CODE:
-        before = PAGES[page].read_text().partition("```")[0]
-        paragraphs = re.sub(r"<!-- generated: source .*? -->", "", before).strip().split("\n\n")
-        assert len(paragraphs) == (5 if page == "README.md" else 1), page
+def test_a_page_begins_with_a_sentence_and_goes_on_with_an_example() -> None:
+    """One heading of the first level, what else its subject is called, a sentence; the README and the site's front page
+    have a picture as well."""
+    for page in PAGES.keys() - {"README.md"}:
+        prose = _prose(PAGES[page].read_text())
+        assert re.findall(r"^# ", prose, re.MULTILINE) == ["# "], page
+        heading, *paragraphs = re.sub(r"<!-- generated: source .*? -->\n\n", "", PAGES[page].read_text()).split("\n\n")
+        also = paragraphs[0].startswith("Also called: ")
+        assert heading.startswith("# "), page
+        assert not also or re.fullmatch(r"Also called: [^,]+(,\s[^,]+)*\.", paragraphs[0]), page
+        sentence, example = paragraphs[also : also + 2]
+        assert re.match(r"[A-Z`[]", sentence), f"{page} begins with {sentence[:50]!r}, and not with a sentence"
+        assert re.search(r"[.:]$", sentence), f"{page}: {sentence!r} is not a sentence"
+        assert page in WITHOUT_CODE | {"docs/index.md"} or example.startswith("```"), page
+    _, *before, heading = README.partition("```")[0].strip().split("\n\n")
+    assert heading.startswith("## ")
+    assert len(before) <= 3, "what it is, for whom, and a picture"
 
 
 def test_code_on_pages_is_88_columns_wide_as_ruff_breaks_it() -> None:
@@ -152,20 +163,20 @@ REPOSITORY = re.compile(rf"{re.escape(SOURCE)}/(blob|tree)/main/(.+)")
 
 
 def test_links_into_the_repository_lead_somewhere() -> None:
-    """Those to a file outside of docs/ are absolute, because a site has no such file."""
+    """Relative ones, so that they do wherever the repository lives; docs/pages.py makes those of the site."""
     for page in PAGES:
         for target in _LINK.findall(_prose(PAGES[page].read_text())):
             name, _, heading = target.partition("#")
             inside = REPOSITORY.fullmatch(name)
             if inside is not None:
+                assert page == "README.md", f"{page} links to {target}: write a relative link"
                 path = ROOT / inside[2]
                 assert path.is_dir() == (inside[1] == "tree"), f"{page} links to {target}"
             elif target.startswith(("http://", "https://")):
                 continue
             else:
                 path = (PAGES[page].parent / name).resolve() if name else PAGES[page]
-                folder = ROOT if page == "README.md" else ROOT / "docs"
-                assert path.is_relative_to(folder), f"{page} links to {target}: write {SOURCE}/blob/main/..."
+                assert path.is_relative_to(ROOT), f"{page} links to {target}"
             assert path.exists(), f"{page} links to {target}"
             if heading and path.suffix == ".md":
                 assert heading in _anchors(path.read_text()), f"{page} links to {target}"
