@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from pure_loop.loop.driver import Script
     from pure_loop.progress import progress
     from pure_loop.rehearsal.rehearse import rehearse
+    from pure_loop.reporting import report
     from pure_loop.stages import Stages
     from pure_loop.tools.ablate import ablate
     from pure_loop.tools.changes import blame
@@ -116,6 +117,7 @@ __all__ = [
     "progress",
     "random",
     "rehearse",
+    "report",
     "rewind",
     "run",
     "save",
@@ -139,6 +141,7 @@ _LAZY = {
     "loop.driver": ("Script",),
     "progress": ("progress",),
     "rehearsal.rehearse": ("rehearse",),
+    "reporting": ("report",),
     "stages.stages": ("Stages",),
     "tools.ablate": ("ablate",),
     "tools.changes": ("blame", "changes"),

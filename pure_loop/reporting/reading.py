@@ -1,0 +1,262 @@
+"""Reading the record of a run, from a logger or from the files that a run leaves. No file can run code."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from pure_loop._internal.lazy import require
+from pure_loop._internal.version import __version__
+from pure_loop.checkpoint import describe
+from pure_loop.checkpoint.files import SHARDED, SUFFIX
+from pure_loop.checkpoint.finding import found_at
+from pure_loop.checkpoint.flight import JOURNAL, read_flight
+from pure_loop.errors import ArgumentError, CheckpointError
+from pure_loop.loggers._files import RunFile
+from pure_loop.loggers._lines import content_of
+from pure_loop.loggers.in_memory import InMemoryLogger, numbers_in
+from pure_loop.loggers.tensorboard import TensorBoardLogger, records
+from pure_loop.reporting.record import TRAIN_LOSS, Kept, Record, Series
+
+# How files begin that a JSONLinesLogger and a CSVLogger write.
+_LINES, _ROWS = b'{"time": ', b"batch,epoch,time"
+
+
+Reader: TypeAlias = Callable[[Path, str, Record], "dict[str, Series] | None"]
+"""From a file, its name and a record to the numbers by name, and what else there is to the record; None: not ours."""
+
+
+def number_of(value: object) -> float | None:
+    """A number as a file has it, ``"NaN"`` for NaN; None: it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def of_memory(logger: InMemoryLogger) -> Record:
+    """What an InMemoryLogger has; the environment is that of this process."""
+    record, series = Record(settings=dict(logger.hyperparameters)), dict[str, Series]()
+    for name, at, number in numbers_in(logger.metrics):
+        series.setdefault(name, Series()).add(at.batch, float(number), at.epoch)
+    record.tables = {name: (tables[-1][0].batch, *tables[-1][1:]) for name, tables in logger.tables.items()}
+    record.texts = {name: (texts[-1][0].batch, texts[-1][1]) for name, texts in logger.texts.items()}
+    if series or record.settings or record.tables or record.texts:
+        record.add(series, ["InMemoryLogger"])
+    for name, version in (("pure_loop", __version__), ("torch", torch.__version__)):
+        record.saw(name, version)
+    record.saw("python", platform.python_version())
+    return record
+
+
+def of_folder(folder: Path) -> Record:
+    """What a run has left in a folder and in those directly in it: files of loggers, checkpoints, a flight.
+
+    Raises:
+        ArgumentError: they are of several runs.
+    """
+    places = [folder, *(path for path in sorted(folder.iterdir()) if _is_place(path))]
+    record = of_files(folder, (path for place in places for path in sorted(place.iterdir())))
+    if len(record.names) > 1:
+        listed = ", ".join(f"{name!r} in {place}" for name, place in list(record.names.items())[:4])
+        raise ArgumentError(
+            f"report: {os.fspath(folder)!r} holds {len(record.names)} runs, {listed}: a report is of one. Pass the "
+            "folder of one of them, or its logger, such as pl.loggers.JSONLinesLogger(path)."
+        )
+    return record
+
+
+def of_files(folder: Path, paths: Iterable[Path]) -> Record:
+    """The record that some files have; of folders, sharded checkpoints count.
+
+    Args:
+        folder: to which names are relative.
+        paths: of files of any kind.
+    """
+    record = Record()
+    by_kind: dict[Reader, list[Path]] = {}
+    for path in paths:
+        if (reader := _reader(path)) is not None:
+            by_kind.setdefault(reader, []).append(path)
+    for reader in (_read_lines, _read_rows, _read_events, _read_journal, _read_checkpoint):
+        files = [(path, os.path.relpath(path, folder)) for path in by_kind.get(reader, ())]
+        parts = {name: part for path, name in files if (part := reader(path, name, record)) is not None}
+        if parts:
+            sources = [f"{len(parts)} checkpoints"] if reader is _read_checkpoint else [*parts]
+            record.add(_joined([*parts.values()]), sources)
+    record.checkpoints.sort(key=lambda kept: (kept.found.progress if kept.found else (), kept.name), reverse=True)
+    return record
+
+
+def _is_place(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not path.name.startswith(".") and path.suffix != SHARDED
+
+
+def _reader(path: Path) -> Reader | None:
+    """What reads a file; None: it is none of ours."""
+    if path.name.startswith(".") or path.is_symlink():
+        return None
+    if path.is_dir():
+        return _read_checkpoint if path.suffix == SHARDED else None
+    if not path.is_file():
+        return None
+    if path.suffix == SUFFIX:
+        return _read_checkpoint
+    if path.name == JOURNAL:
+        return _read_journal
+    if path.name.startswith("events.out.tfevents."):
+        return _read_events
+    with open(path, "rb") as file:
+        head = file.read(len(_ROWS))
+    return _read_lines if head.startswith(_LINES) else _read_rows if head == _ROWS else None
+
+
+def _joined(parts: Sequence[Mapping[str, Series]]) -> dict[str, Series]:
+    """The numbers of several files; those of one that begins later continue those of the one before."""
+    joined: dict[str, Series] = {}
+    for part in sorted(parts, key=lambda part: min((series.batches[0] for series in part.values()), default=0)):
+        for name, series in part.items():
+            if name not in joined:
+                joined[name] = series
+            else:
+                for batch, value, epoch in zip(series.batches, series.values, series.epochs, strict=True):
+                    joined[name].add(batch, value, epoch)
+    return joined
+
+
+def _read_lines(path: Path, name: str, record: Record) -> dict[str, Series]:
+    """A file of a JSONLinesLogger."""
+    series: dict[str, Series] = {}
+    unread = 0
+    with open(path, "rb") as file:
+        for line in file:
+            content = content_of(line) if line.endswith(b"\n") else None
+            unread += content is None or not _has_read(content, name, record, series)
+    if unread:
+        record.problems.append(f"{name}: {unread} lines are cut or damaged, and left out.")
+    return series
+
+
+def _has_read(content: Mapping[str, Any], where: str, record: Record, series: dict[str, Series]) -> bool:
+    kind, name, value, batch = (content[key] for key in ("kind", "name", "value", "batch"))
+    if type(batch) is not int or batch < 0 or not isinstance(name, str):
+        return False
+    record.timed(content.get("time"))
+    if kind == "metric":
+        number, epoch = number_of(value), content["epoch"]
+        if number is not None:
+            series.setdefault(name, Series()).add(batch, number, epoch if type(epoch) is int else None)
+        return number is not None
+    if kind == "hyperparameters" and isinstance(value, dict):
+        record.settings |= value
+    elif kind == "run" and isinstance(value, str):
+        record.names.setdefault(value, where)
+    elif kind == "table" and isinstance(value, dict):
+        columns, rows = value.get("columns"), value.get("rows")
+        if not (isinstance(columns, list) and isinstance(rows, list) and all(isinstance(row, list) for row in rows)):
+            return False
+        record.tables[name] = batch, columns, rows
+    elif kind == "text":
+        record.texts[name] = batch, str(value)
+    return True
+
+
+def _read_rows(path: Path, name: str, record: Record) -> dict[str, Series]:
+    """A file of a CSVLogger, and what it keeps beside it."""
+    _read_run_file(path.with_name(f"{path.stem}.run.json"), name, record)
+    series: dict[str, Series] = {}
+    unread = 0
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        columns = next(csv.reader([file.readline()]), [])[3:]
+        for line in file:
+            cells = next(csv.reader([line]), []) if line.endswith("\n") else []
+            if len(cells) < 3 or not (cells[0].isdecimal() and cells[1].isdecimal()):
+                unread += 1
+                continue
+            record.timed(number_of(cells[2]))
+            for column, cell in zip(columns, cells[3:], strict=False):
+                number = number_of(cell) if cell else None
+                if number is not None:
+                    series.setdefault(column, Series()).add(int(cells[0]), number, int(cells[1]))
+    if unread:
+        record.problems.append(f"{name}: {unread} rows are cut or damaged, and left out.")
+    return series
+
+
+def _read_events(path: Path, name: str, record: Record) -> dict[str, Series]:
+    """A file of a TensorBoardLogger, and what it keeps beside it.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
+    """
+    require("tensorboard", "tensorboard", "report of event files")
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    _read_run_file(path.with_name(f"{TensorBoardLogger.prefix}_run.json"), name, record)
+    series: dict[str, Series] = {}
+    for _, content, is_whole in records(path):
+        if not is_whole:
+            record.problems.append(f"{name}: the last event is cut, and left out.")
+            break
+        event = Event.FromString(content)
+        record.timed(event.wall_time)
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                series.setdefault(value.tag, Series()).add(event.step, value.simple_value, None)
+    return series
+
+
+def _read_run_file(path: Path, name: str, record: Record) -> None:
+    content = RunFile(path).read()
+    run_name, settings = content.get("run_name"), content.get("hyperparameters")
+    if isinstance(run_name, str):
+        record.names.setdefault(run_name, name)
+    if isinstance(settings, dict):
+        record.settings = {**settings, **record.settings}
+
+
+def _read_journal(path: Path, name: str, record: Record) -> dict[str, Series]:
+    """The journal of a FlightRecorder, and the facts beside it."""
+    if record.flight is not None:
+        record.names |= dict.fromkeys((f"a flight in {record.flight.folder}", f"a flight in {path.parent}"), name)
+    try:
+        record.flight = flight = read_flight(path.parent)
+    except CheckpointError as error:
+        record.problems.append(str(error))
+        return {}
+    recorded = bool(record.settings)
+    for fact, value in flight.facts.items():
+        if fact in ("pure_loop", "torch", "python", "ranks"):
+            record.saw(fact, value)
+        elif fact != "first_batch" and not recorded:
+            record.settings[fact] = value
+    lines = flight.lines.values()
+    columns = [[line.batch for line in lines], [line.loss for line in lines], [line.epoch for line in lines]]
+    return {TRAIN_LOSS: Series(*columns)} if lines else {}
+
+
+def _read_checkpoint(path: Path, name: str, record: Record) -> dict[str, Series] | None:
+    """The header of a checkpoint; its tensors are not read. None: weights of another library."""
+    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
+    size = sum(file.stat().st_size for file in files)
+    try:
+        found = found_at(os.fspath(path), weights=True)
+        if found is None:
+            return None
+        header = describe(path)
+    except (CheckpointError, OSError) as error:
+        record.checkpoints.append(Kept(name, size, error=str(error)))
+        return {}
+    record.checkpoints.append(Kept(name, size, found, header["epoch"]))
+    for package, version in header["made_by"].items():
+        record.saw(package, version)
+    run_name = header["notes"].get("run_name")
+    if isinstance(run_name, str):
+        record.names.setdefault(run_name, name)
+    return {}
