@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -15,10 +16,8 @@ from pure_loop.reporting.record import Record, Series
 # Of the picture and of its plot, in units that are about pixels.
 _WIDTH, _HEIGHT = 420, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 410, 12, 194
-# Lines that are told apart in a chart, charts, and numbers that are drawn in all of them.
-_LINES, _CHARTS, _DRAWN = 5, 60, 6000
-# Numbers that have a point each, whose value is shown under the pointer.
-_POINTS = 40
+# Lines that are told apart in a chart; of all charts together: lines, stretches, and points.
+_COLOURS, _LINES, _STRETCHES, _POINTS = 5, 60, 2400, 600
 # Letters of a name.
 _LONGEST = 80
 
@@ -44,18 +43,19 @@ def charts(record: Record) -> tuple[list[str], int]:
         groups.setdefault(_subject(name), []).append(name)
     # Losses first, then what is measured of more than one set of data.
     ordered = sorted(groups, key=lambda subject: (subject != "loss", len(groups[subject]) == 1))
-    parts = [
-        (subject, groups[subject][begin : begin + _LINES])
-        for subject in ordered
-        for begin in range(0, len(groups[subject]), _LINES)
-    ]
-    drawn, left_out = parts[:_CHARTS], parts[_CHARTS:]
-    first = min(series.batches[0] for series in record.series.values())
-    last = max(series.batches[-1] for series in record.series.values())
+    drawn = [(subject, name) for subject in ordered for name in groups[subject]][:_LINES]
+    first = min(record.series[name].batches[0] for _, name in drawn)
+    last = max(record.series[name].batches[-1] for _, name in drawn)
     # All charts have one axis, from 0 on but for a record that begins late.
     x = Axis.of([first if first > last / 10 else 0, max(last, 1)], _LEFT, _RIGHT)
-    most = max(_POINTS, min(240, _DRAWN // max(sum(len(names) for _, names in drawn), 1)))
-    return [_chart(subject, names, record, x, most) for subject, names in drawn], sum(len(names) for _, names in left_out)
+    scale = Scale(x, max(30, min(240, _STRETCHES // len(drawn))), min(40, _POINTS // len(drawn)))
+    parts: list[str] = []
+    for subject, pairs in itertools.groupby(drawn, key=lambda pair: pair[0]):
+        names = [name for _, name in pairs]
+        parts += (
+            _chart(subject, names[begin : begin + _COLOURS], record, scale) for begin in range(0, len(names), _COLOURS)
+        )
+    return parts, len(record.series) - len(drawn)
 
 
 def _subject(name: str) -> str:
@@ -111,6 +111,21 @@ class Axis:
 
 
 @attrs.frozen
+class Scale:
+    """What all charts have alike.
+
+    Attributes:
+        x: the axis of batches.
+        stretches: of a line, at most.
+        points: of a line whose every value is shown under the pointer, at most.
+    """
+
+    x: Axis
+    stretches: int
+    points: int
+
+
+@attrs.frozen
 class Stretch:
     """Numbers that are drawn at one place: of batches beside each other.
 
@@ -152,14 +167,14 @@ def stretches(series: Series, most: int) -> list[Stretch]:
     return parts
 
 
-def _chart(subject: str, names: Sequence[str], record: Record, x: Axis, most: int) -> str:
-    lines = {name: stretches(record.series[name], most) for name in names}
+def _chart(subject: str, names: Sequence[str], record: Record, scale: Scale) -> str:
+    lines = {name: stretches(record.series[name], scale.stretches) for name in names}
     parts = [part for line in lines.values() for part in line]
     numbers = [number for part in parts if part.count for number in (part.low, part.high)]
     y = Axis.of(numbers, _BOTTOM, _TOP, may_be_log=True)
     inner = [
-        *_grid(x, y),
-        *(shape for number, name in enumerate(names) for shape in _line(number, name, lines[name], x, y, record)),
+        *_grid(scale.x, y),
+        *(shape for number, name in enumerate(names) for shape in _line(number, name, lines[name], scale, y, record)),
     ]
     head = f"{subject}{' (logarithmic)' if y.is_log else ''}"
     return (
@@ -193,16 +208,16 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
         yield f'<path class="grid" d="M{_LEFT} {place}H{_RIGHT}"/>'
         yield f'<text x="{_LEFT - 6}" y="{place}" dy=".32em" text-anchor="end">{number:.4g}</text>'
     ticks = x.ticks(whole=True)
-    for place, number in enumerate(ticks):
+    for number in ticks:
         anchor = "end" if x.place(number) > _RIGHT - 12 else "middle"
-        unit = " batches" if place == len(ticks) - 1 else ""
+        unit = " batches" if number == ticks[-1] else ""
         yield f'<text x="{x.place(number):.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{int(number):,}{unit}</text>'
 
 
-def _line(number: int, name: str, parts: Sequence[Stretch], x: Axis, y: Axis, record: Record) -> Iterator[str]:
+def _line(number: int, name: str, parts: Sequence[Stretch], scale: Scale, y: Axis, record: Record) -> Iterator[str]:
     band: list[str] = []
     path: list[str] = []
-    name, best = cut(name, _LONGEST), None if name.startswith("train/") else record.best(name)
+    x, name, best = scale.x, cut(name, _LONGEST), None if name.startswith("train/") else record.best(name)
     for run in _unbroken(parts):
         if any(part.low < part.high for part in run):
             edge = [(part.batch, part.high) for part in run] + [(part.batch, part.low) for part in reversed(run)]
@@ -211,7 +226,7 @@ def _line(number: int, name: str, parts: Sequence[Stretch], x: Axis, y: Axis, re
     if band:
         yield f'<path class="band c{number}" d="{"".join(band)}"/>'
     yield f'<path class="line c{number}" d="{"".join(path)}"/>'
-    if sum(part.count for part in parts) <= _POINTS:
+    if sum(part.count for part in parts) <= scale.points:
         for part in parts:
             if part.count == 1:
                 yield _point(f"point c{number}", x, y, part.batch, part.mean, f"{name}: {shown(part.mean)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from pure_loop._internal.reprs import cell, count, in_bytes
@@ -140,7 +140,8 @@ def _epochs(record: Record) -> str:
     order = sorted(record.series, key=lambda name: (name != TRAIN_LOSS, record.mode(name) is None))
     names = order[:_COLUMNS]
     step = math.ceil(len(spans) / _ROWS)
-    rows = [_epoch(span, names, record) for span in spans if (spans[-1].number - span.number) % step == 0]
+    bests = {name: record.best(name) for name in names if not name.startswith("train/")}
+    rows = [_epoch(span, names, bests, record) for span in spans if (spans[-1].number - span.number) % step == 0]
     head = ["epoch", "batches", *(text(name, 40) for name in names)]
     note = f"Of {TRAIN_LOSS} the mean over the epoch, of other names the last value in it."
     note += f" Every {step} epochs of {len(spans):,}." if step > 1 else ""
@@ -148,22 +149,24 @@ def _epochs(record: Record) -> str:
     return _table("Epochs", head, rows, note=note)
 
 
-def _epoch(span: Span, names: Sequence[str], record: Record) -> list[str]:
+def _epoch(
+    span: Span, names: Sequence[str], bests: Mapping[str, tuple[float, int] | None], record: Record
+) -> list[str]:
     cells = [str(span.number), f"{span.last:,}"]
     for name in names:
         values = record.series[name].within(span.first, span.last)
-        best = record.best(name)
-        is_best = name != TRAIN_LOSS and best is not None and span.first < best[1] <= span.last
+        best = bests.get(name)
         if name == TRAIN_LOSS and values:
             values = [sum(value / len(values) for value in values)]
+        is_best = best is not None and span.first < best[1] <= span.last and values[-1] == best[0]
         value = shown(values[-1]) if values else ""
-        cells.append(f'<b title="the best, {shown(best[0])}">{value} ★</b>' if is_best and best else value)
+        cells.append(f'<b title="the best">{value} ★</b>' if is_best else value)
     return cells
 
 
 def _numbers(record: Record) -> str:
     rows = []
-    for name in list(record.series)[: 3 * _ROWS]:
+    for name in list(record.series)[: 2 * _ROWS]:
         series, pairs = record.series[name], record.series[name].finite
         lowest, highest = min(pairs, default=None), max(pairs, default=None, key=lambda pair: (pair[0], -pair[1]))
         extremes = [f"{shown(pair[0])} <small>at {pair[1]:,}</small>" if pair else "" for pair in (lowest, highest)]
@@ -182,8 +185,13 @@ def _worst(record: Record) -> str:
     losses = record.losses
     broken = [(batch, loss) for batch, loss in losses if not math.isfinite(loss)]
     found = heapq.nlargest(_WORST, rises([(batch - 1, loss) for batch, loss in losses]), key=_height)
-    rows = [_loss(batch, loss, None, record) for batch, loss in broken[:_WORST]]
-    rows += [_loss(rise.batch + 1, rise.loss, rise, record) for rise in found if rise.height > 0]
+    worst = [(batch, loss, "") for batch, loss in broken[:_WORST]]
+    worst += [(rise.batch + 1, rise.loss, f"+{shown(rise.height)}") for rise in found if rise.height > 0]
+    spans, rows = record.epochs, []
+    for batch, loss, rise in worst[: 2 * _WORST]:
+        epoch = next((str(span.number) for span in spans if batch <= span.last), "")
+        rewound = [] if record.flight is None else [f"<code>{batch - 1}ba</code>"]
+        rows.append([f"{batch:,}", epoch, shown(loss), rise, *rewound])
     if not rows:
         return ""
     note = "Losses that are not finite, and those that rise most over the median of the 9 before them."
@@ -192,17 +200,11 @@ def _worst(record: Record) -> str:
     if record.flight is not None:
         head.append("rewind to")
         note += " <code>pl.rewind</code> computes a batch again, from the last column."
-    return _table("Worst batches", head, rows[: 2 * _WORST], note=note)
+    return _table("Worst batches", head, rows, note=note)
 
 
 def _height(rise: Rise) -> tuple[float, int]:
     return rise.height, -rise.batch
-
-
-def _loss(batch: int, loss: float, rise: Rise | None, record: Record) -> list[str]:
-    epoch = next((str(span.number) for span in record.epochs if batch <= span.last), "")
-    row = [f"{batch:,}", epoch, shown(loss), "" if rise is None else f"+{shown(rise.height)}"]
-    return row if record.flight is None else [*row, f"<code>{batch - 1}ba</code>"]
 
 
 def _checkpoints(record: Record) -> str:

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -28,6 +28,9 @@ from pure_loop.reporting.record import TRAIN_LOSS, Kept, Record, Series
 _LINES, _ROWS = b'{"time": ', b"batch,epoch,time"
 
 
+# A file that was changed may have any; floats hold these.
+_MOST = 2**53
+
 Reader: TypeAlias = Callable[[Path, str, Record], "dict[str, Series] | None"]
 """From a file, its name and a record to the numbers by name, and what else there is to the record; None: not ours."""
 
@@ -38,6 +41,10 @@ def number_of(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < _MOST
 
 
 def of_memory(logger: InMemoryLogger) -> Record:
@@ -145,13 +152,13 @@ def _read_lines(path: Path, name: str, record: Record) -> dict[str, Series]:
 
 def _has_read(content: Mapping[str, Any], where: str, record: Record, series: dict[str, Series]) -> bool:
     kind, name, value, batch = (content[key] for key in ("kind", "name", "value", "batch"))
-    if type(batch) is not int or batch < 0 or not isinstance(name, str):
+    if not _is_count(batch) or not isinstance(name, str):
         return False
     record.timed(content.get("time"))
     if kind == "metric":
         number, epoch = number_of(value), content["epoch"]
         if number is not None:
-            series.setdefault(name, Series()).add(batch, number, epoch if type(epoch) is int else None)
+            series.setdefault(name, Series()).add(batch, number, epoch if _is_count(epoch) else None)
         return number is not None
     if kind == "hyperparameters" and isinstance(value, dict):
         record.settings |= value
@@ -173,20 +180,33 @@ def _read_rows(path: Path, name: str, record: Record) -> dict[str, Series]:
     series: dict[str, Series] = {}
     unread = 0
     with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        columns = next(csv.reader([file.readline()]), [])[3:]
+        columns = _cells(file.readline())[3:]
         for line in file:
-            cells = next(csv.reader([line]), []) if line.endswith("\n") else []
-            if len(cells) < 3 or not (cells[0].isdecimal() and cells[1].isdecimal()):
+            cells = _cells(line)
+            counts = [int(cell) for cell in cells[:2] if cell.isdecimal() and len(cell) < len(str(_MOST))]
+            numbers = [number_of(cell) for cell in cells]
+            if len(counts) < 2 or len(cells) != len(columns) + 3 or any(map(_is_damaged, cells, numbers)):
                 unread += 1
                 continue
-            record.timed(number_of(cells[2]))
-            for column, cell in zip(columns, cells[3:], strict=False):
-                number = number_of(cell) if cell else None
+            record.timed(numbers[2])
+            for column, number in zip(columns, numbers[3:], strict=True):
                 if number is not None:
-                    series.setdefault(column, Series()).add(int(cells[0]), number, int(cells[1]))
+                    series.setdefault(column, Series()).add(counts[0], number, counts[1])
     if unread:
         record.problems.append(f"{name}: {unread} rows are cut or damaged, and left out.")
     return series
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of a row; none where it is cut, or is no row."""
+    try:
+        return next(csv.reader([line]), []) if line.endswith("\n") else []
+    except csv.Error:
+        return []
+
+
+def _is_damaged(cell: str, number: float | None) -> bool:
+    return bool(cell) and number is None
 
 
 def _read_events(path: Path, name: str, record: Record) -> dict[str, Series]:
@@ -196,15 +216,19 @@ def _read_events(path: Path, name: str, record: Record) -> dict[str, Series]:
         MissingExtraError: tensorboard is not installed.
     """
     require("tensorboard", "tensorboard", "report of event files")
+    from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
     _read_run_file(path.with_name(f"{TensorBoardLogger.prefix}_run.json"), name, record)
     series: dict[str, Series] = {}
-    for _, content, is_whole in records(path):
-        if not is_whole:
-            record.problems.append(f"{name}: the last event is cut, and left out.")
+    for begin, content, is_whole in records(path):
+        try:
+            event = Event.FromString(content) if is_whole else None
+        except DecodeError:
+            event = None
+        if event is None or not _is_count(event.step):
+            record.problems.append(f"{name}: what begins at byte {begin} is cut or damaged, and left out.")
             break
-        event = Event.FromString(content)
         record.timed(event.wall_time)
         for value in event.summary.value:
             if value.HasField("simple_value"):
@@ -236,9 +260,10 @@ def _read_journal(path: Path, name: str, record: Record) -> dict[str, Series]:
             record.saw(fact, value)
         elif fact != "first_batch" and not recorded:
             record.settings[fact] = value
-    lines = flight.lines.values()
-    columns = [[line.batch for line in lines], [line.loss for line in lines], [line.epoch for line in lines]]
-    return {TRAIN_LOSS: Series(*columns)} if lines else {}
+    losses = Series()
+    for line in flight.lines.values():
+        losses.add(line.batch, line.loss, line.epoch)
+    return {TRAIN_LOSS: losses} if flight.lines else {}
 
 
 def _read_checkpoint(path: Path, name: str, record: Record) -> dict[str, Series] | None:
@@ -254,7 +279,7 @@ def _read_checkpoint(path: Path, name: str, record: Record) -> dict[str, Series]
         record.checkpoints.append(Kept(name, size, error=str(error)))
         return {}
     record.checkpoints.append(Kept(name, size, found, header["epoch"]))
-    for package, version in header["made_by"].items():
+    for package, version in sorted(header["made_by"].items()):
         record.saw(package, version)
     run_name = header["notes"].get("run_name")
     if isinstance(run_name, str):
