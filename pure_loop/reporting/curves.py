@@ -176,7 +176,7 @@ def _chart(subject: str, names: Sequence[str], record: Record, scale: Scale) -> 
         *_grid(scale.x, y),
         *(shape for number, name in enumerate(names) for shape in _line(number, name, lines[name], scale, y, record)),
     ]
-    head = f"{subject}{' (logarithmic)' if y.is_log else ''}"
+    head = f"{cut(subject, _LONGEST)}{' (logarithmic)' if y.is_log else ''}"
     return (
         f'<figure><figcaption><h3>{text(head)}</h3><ul class="legend">{"".join(_legend(names, record))}</ul>'
         f'</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"><title>{text(head)}</title>'
@@ -207,11 +207,18 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
         place = f"{y.place(number):.1f}"
         yield f'<path class="grid" d="M{_LEFT} {place}H{_RIGHT}"/>'
         yield f'<text x="{_LEFT - 6}" y="{place}" dy=".32em" text-anchor="end">{number:.4g}</text>'
-    ticks = x.ticks(whole=True)
-    for number in ticks:
-        anchor = "end" if x.place(number) > _RIGHT - 12 else "middle"
-        unit = " batches" if number == ticks[-1] else ""
-        yield f'<text x="{x.place(number):.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{int(number):,}{unit}</text>'
+    for number in x.ticks(whole=True):
+        place, label = x.place(number), _counted(int(number))
+        anchor = "end" if place > _RIGHT - 12 else "middle"
+        yield f'<text x="{place:.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
+
+
+def _counted(number: int) -> str:
+    """A round number of batches, in few letters."""
+    for size, suffix in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= 10 * size:
+            return f"{number / size:g}{suffix}"
+    return f"{number:,}"
 
 
 def _line(number: int, name: str, parts: Sequence[Stretch], scale: Scale, y: Axis, record: Record) -> Iterator[str]:

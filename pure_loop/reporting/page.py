@@ -128,7 +128,9 @@ def _curves(record: Record) -> str:
     if not record.series:
         return '<p class="note">No number was recorded.</p>'
     drawn, left_out = charts(record)
-    note = f"{left_out} more names have no curve here, and are below." if left_out else ""
+    note = "By how many batches had ended. Of many values a line is their mean at each place, and a band their range; "
+    note += "a ring is the best value, and a cross one that is not finite."
+    note += f" {count(left_out, 'more name has', 'more names have')} no curve." if left_out else ""
     return f'<div class="charts">{"".join(drawn)}</div>{_note(note)}'
 
 
@@ -145,7 +147,8 @@ def _epochs(record: Record) -> str:
     head = ["epoch", "batches", *(text(name, 40) for name in names)]
     note = f"Of {TRAIN_LOSS} the mean over the epoch, of other names the last value in it."
     note += f" Every {step} epochs of {len(spans):,}." if step > 1 else ""
-    note += f" The other {len(order) - len(names)} names are below." if len(order) > len(names) else ""
+    left_out = len(order) - len(names)
+    note += f" {count(left_out, 'more name is', 'more names are')} below." if left_out else ""
     return _table("Epochs", head, rows, note=note)
 
 
@@ -177,7 +180,9 @@ def _numbers(record: Record) -> str:
         values = f"{len(series.values):,}" + (f" <small>{lost:,} not finite</small>" if lost else "")
         rows.append([text(name, 120), values, shown(series.values[-1]), *extremes])
     left_out = len(record.series) - len(rows)
-    note = "The better one of both is bold, where that is known." + (f" {left_out} more names." if left_out else "")
+    note = "The better one of both is bold, where that is known." + (
+        f" {count(left_out, 'more name', 'more names')}." if left_out else ""
+    )
     return _table("Numbers", ["name", "values", "last", "lowest", "highest"], rows, note=note) if rows else ""
 
 
@@ -195,7 +200,7 @@ def _worst(record: Record) -> str:
     if not rows:
         return ""
     note = "Losses that are not finite, and those that rise most over the median of the 9 before them."
-    note += f" {len(broken)} losses are not finite." if len(broken) > _WORST else ""
+    note += f" {len(broken):,} losses are not finite." if len(broken) > _WORST else ""
     head = ["batch", "epoch", "loss", "rise"]
     if record.flight is not None:
         head.append("rewind to")
@@ -221,7 +226,9 @@ def _checkpoints(record: Record) -> str:
         rows.append([text(kept.name), marks + f" <small>{event}</small>", f"{found.batch:,}", str(kept.epoch)])
         rows[-1] += [in_bytes(kept.size), score]
     left_out = len(record.checkpoints) - len(listed)
-    note = "As their headers say: their tensors were not read." + (f" {left_out} more are older." if left_out else "")
+    note = "As their headers say: their tensors were not read." + (
+        f" {count(left_out, 'more is', 'more are')} older." if left_out else ""
+    )
     head = ["name", "", "batch", "epoch", "size", "score"]
     return _table("Checkpoints", head, rows, words=2, note=note) if rows else ""
 
@@ -238,14 +245,14 @@ def _recorded(record: Record) -> Iterator[str]:
         lines = (escape(one_line(line)) for line in cut(words, _LETTERS).splitlines())
         yield "<pre>" + "\n".join(lines) + "</pre>"
     left_out = max(len(record.tables) - _RECORDED, 0) + max(len(record.texts) - _RECORDED, 0)
-    yield _note(f"{left_out} more were recorded." if left_out else "")
+    yield _note(f"{count(left_out, 'more was', 'more were')} recorded." if left_out else "")
 
 
 def _settings(record: Record) -> str:
     values = {name: value for name, value in record.settings.items() if value is not None}
     unset = [name for name, value in record.settings.items() if value is None]
     rows = [(text(name, 120), _setting(name, value)) for name, value in list(values.items())[: 5 * _ROWS]]
-    note = f"{len(values) - len(rows)} more settings." if len(values) > len(rows) else ""
+    note = f"{count(len(values) - len(rows), 'more setting', 'more settings')}." if len(values) > len(rows) else ""
     note += f" Not set: {text(', '.join(unset), 1000)}." if unset else ""
     return _list(rows) + _note(note) if record.settings else ""
 

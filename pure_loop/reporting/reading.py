@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 
 from pure_loop._internal.lazy import require
+from pure_loop._internal.reprs import count
 from pure_loop._internal.version import __version__
 from pure_loop.checkpoint import describe
 from pure_loop.checkpoint.files import SHARDED, SUFFIX
@@ -95,7 +96,7 @@ def of_files(folder: Path, paths: Iterable[Path]) -> Record:
         files = [(path, os.path.relpath(path, folder)) for path in by_kind.get(reader, ())]
         parts = {name: part for path, name in files if (part := reader(path, name, record)) is not None}
         if parts:
-            sources = [f"{len(parts)} checkpoints"] if reader is _read_checkpoint else [*parts]
+            sources = [count(len(parts), "checkpoint", "checkpoints")] if reader is _read_checkpoint else [*parts]
             record.add(_joined([*parts.values()]), sources)
     record.checkpoints.sort(key=lambda kept: (kept.found.progress if kept.found else (), kept.name), reverse=True)
     return record
@@ -146,7 +147,7 @@ def _read_lines(path: Path, name: str, record: Record) -> dict[str, Series]:
             content = content_of(line) if line.endswith(b"\n") else None
             unread += content is None or not _has_read(content, name, record, series)
     if unread:
-        record.problems.append(f"{name}: {unread} lines are cut or damaged, and left out.")
+        record.problems.append(f"{name}: {count(unread, 'line is', 'lines are')} cut or damaged, and left out.")
     return series
 
 
@@ -193,7 +194,7 @@ def _read_rows(path: Path, name: str, record: Record) -> dict[str, Series]:
                 if number is not None:
                     series.setdefault(column, Series()).add(counts[0], number, counts[1])
     if unread:
-        record.problems.append(f"{name}: {unread} rows are cut or damaged, and left out.")
+        record.problems.append(f"{name}: {count(unread, 'row is', 'rows are')} cut or damaged, and left out.")
     return series
 
 
@@ -246,9 +247,14 @@ def _read_run_file(path: Path, name: str, record: Record) -> None:
 
 
 def _read_journal(path: Path, name: str, record: Record) -> dict[str, Series]:
-    """The journal of a FlightRecorder, and the facts beside it."""
+    """The journal of a FlightRecorder, and the facts beside it.
+
+    Raises:
+        ArgumentError: it is the second one.
+    """
     if record.flight is not None:
-        record.names |= dict.fromkeys((f"a flight in {record.flight.folder}", f"a flight in {path.parent}"), name)
+        folders = f"{record.flight.folder!r} and {os.fspath(path.parent)!r}"
+        raise ArgumentError(f"report: two FlightRecorders have left a run each, in {folders}: pass one of the folders.")
     try:
         record.flight = flight = read_flight(path.parent)
     except CheckpointError as error:
