@@ -208,9 +208,9 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
         yield f'<path class="grid" d="M{_LEFT} {place}H{_RIGHT}"/>'
         yield f'<text x="{_LEFT - 6}" y="{place}" dy=".32em" text-anchor="end">{number:.4g}</text>'
     for number in x.ticks(whole=True):
-        place, label = x.place(number), _counted(int(number))
-        anchor = "end" if place > _RIGHT - 12 else "middle"
-        yield f'<text x="{place:.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
+        middle, label = x.place(number), _counted(int(number))
+        anchor = "end" if middle > _RIGHT - 12 else "middle"
+        yield f'<text x="{middle:.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
 
 
 def _counted(number: int) -> str:
