@@ -5,22 +5,18 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 
 from pure_loop._internal.reprs import cell, count, in_bytes
 from pure_loop._internal.version import __version__
-from pure_loop._text import HIDDEN, is_secret, one_line, without_secrets
+from pure_loop._text import HIDDEN, is_secret, without_secrets
 from pure_loop.checkpoint.flight import Rise, rises
-from pure_loop.progress.words import clock, cut
+from pure_loop.progress.words import clock
 from pure_loop.reporting.curves import charts, shown, text
 from pure_loop.reporting.record import TRAIN_LOSS, Record, Span
-from pure_loop.reporting.style import STYLE
 
 # Rows that a table has at most, and the columns of numbers in that of epochs.
 _ROWS, _COLUMNS, _WORST = 100, 8, 10
-# Of tables and texts that were recorded: how many, their rows and columns, and the letters of a text.
-_RECORDED, _CELLS, _LETTERS = 12, 15, 2000
 
 
 def page(record: Record, name: str) -> str:
@@ -38,7 +34,6 @@ def page(record: Record, name: str) -> str:
         "Numbers": _numbers(record),
         "Worst batches": _worst(record),
         "Checkpoints": _checkpoints(record),
-        "Tables and texts": "".join(_recorded(record)),
         "Settings": _settings(record),
         "Environment": _environment(record),
     }
@@ -53,7 +48,7 @@ def page(record: Record, name: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         '<meta name="color-scheme" content="light dark"/>'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"/>"
-        f"<title>{title} - report</title><style>{STYLE}</style></head><body>"
+        f"<title>{title} - report</title><style>{_STYLE}</style></head><body>"
         f"<header><h1>{title}</h1>{_head(record)}<nav>{links}</nav></header><main>{body}</main>"
         f"<footer>Read from {text(sources, 1000)}. Written by pure_loop {__version__}.</footer></body></html>\n"
     )
@@ -94,7 +89,7 @@ def _head(record: Record) -> str:
 
 
 def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1, note: str = "") -> str:
-    """A table of cells that are HTML.
+    """A table of cells that are HTML; nothing where it has no row.
 
     Args:
         label: what it is a table of.
@@ -103,11 +98,13 @@ def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, wo
         words: how many columns at the beginning are words, at the left.
         note: below it.
     """
+    if not rows:
+        return ""
     kinds = [' class="word"' if at < words else "" for at in range(len(head))]
     titles = "".join(f'<th scope="col"{kind}>{title}</th>' for kind, title in zip(kinds, head, strict=True))
     lines = []
     for first, *rest in rows:
-        cells = "".join(f"<td{kind}>{item}</td>" for kind, item in zip(kinds[1:], rest, strict=False))
+        cells = "".join(f"<td{kind}>{item}</td>" for kind, item in zip(kinds[1:], rest, strict=True))
         lines.append(f'<tr><th scope="row">{first}</th>{cells}</tr>')
     return (
         f'<div class="table" role="region" tabindex="0" aria-label="{label}"><table><thead><tr>{titles}</tr></thead>'
@@ -136,8 +133,6 @@ def _curves(record: Record) -> str:
 
 def _epochs(record: Record) -> str:
     spans = record.epochs
-    if not spans:
-        return ""
     # Losses, what is known to be better or worse, and the rest.
     order = sorted(record.series, key=lambda name: (name != TRAIN_LOSS, record.mode(name) is None))
     names = order[:_COLUMNS]
@@ -180,10 +175,9 @@ def _numbers(record: Record) -> str:
         values = f"{len(series.values):,}" + (f" <small>{lost:,} not finite</small>" if lost else "")
         rows.append([text(name, 120), values, shown(series.values[-1]), *extremes])
     left_out = len(record.series) - len(rows)
-    note = "The better one of both is bold, where that is known." + (
-        f" {count(left_out, 'more name', 'more names')}." if left_out else ""
-    )
-    return _table("Numbers", ["name", "values", "last", "lowest", "highest"], rows, note=note) if rows else ""
+    note = "The better one of both is bold, where that is known."
+    note += f" {count(left_out, 'more name', 'more names')}." if left_out else ""
+    return _table("Numbers", ["name", "values", "last", "lowest", "highest"], rows, note=note)
 
 
 def _worst(record: Record) -> str:
@@ -197,8 +191,6 @@ def _worst(record: Record) -> str:
         epoch = next((str(span.number) for span in spans if batch <= span.last), "")
         rewound = [] if record.flight is None else [f"<code>{batch - 1}ba</code>"]
         rows.append([f"{batch:,}", epoch, shown(loss), rise, *rewound])
-    if not rows:
-        return ""
     note = "Losses that are not finite, and those that rise most over the median of the 9 before them."
     note += f" {len(broken):,} losses are not finite." if len(broken) > _WORST else ""
     head = ["batch", "epoch", "loss", "rise"]
@@ -226,26 +218,10 @@ def _checkpoints(record: Record) -> str:
         rows.append([text(kept.name), marks + f" <small>{event}</small>", f"{found.batch:,}", str(kept.epoch)])
         rows[-1] += [in_bytes(kept.size), score]
     left_out = len(record.checkpoints) - len(listed)
-    note = "As their headers say: their tensors were not read." + (
-        f" {count(left_out, 'more is', 'more are')} older." if left_out else ""
-    )
-    head = ["name", "", "batch", "epoch", "size", "score"]
-    return _table("Checkpoints", head, rows, words=2, note=note) if rows else ""
-
-
-def _recorded(record: Record) -> Iterator[str]:
-    for name, (batch, columns, rows) in list(record.tables.items())[:_RECORDED]:
-        yield f"<h3>{text(name, 120)} <small>at batch {batch:,}</small></h3>"
-        cells = [[text(cell(item), 60) for item in row[:_CELLS]] for row in rows[:_CELLS]]
-        is_cut = len(rows) > _CELLS or len(columns) > _CELLS
-        note = f"The beginning of {len(rows):,} rows and {len(columns):,} columns." if is_cut else ""
-        yield _table(text(name, 120), [text(column, 60) for column in columns[:_CELLS]], cells, note=note)
-    for name, (batch, words) in list(record.texts.items())[:_RECORDED]:
-        yield f"<h3>{text(name, 120)} <small>at batch {batch:,}</small></h3>"
-        lines = (escape(one_line(line)) for line in cut(words, _LETTERS).splitlines())
-        yield "<pre>" + "\n".join(lines) + "</pre>"
-    left_out = max(len(record.tables) - _RECORDED, 0) + max(len(record.texts) - _RECORDED, 0)
-    yield _note(f"{count(left_out, 'more was', 'more were')} recorded." if left_out else "")
+    note = "As their headers say: their tensors were not read."
+    note += f" {count(left_out, 'more is', 'more are')} older." if left_out else ""
+    head = ["name", "saved at", "batch", "epoch", "size", "score"]
+    return _table("Checkpoints", head, rows, words=2, note=note)
 
 
 def _settings(record: Record) -> str:
@@ -268,3 +244,70 @@ def _environment(record: Record) -> str:
 def _list(rows: Sequence[tuple[str, str]]) -> str:
     items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in rows)
     return f'<dl class="settings">{items}</dl>' if items else ""
+
+
+# Colours that stay apart without red and green, and lines that differ by their dashes, too.
+_STYLE = """
+:root{color-scheme:light dark;--paper:#fbfbfa;--card:#fff;--ink:#1a1d21;--soft:#59616b;--line:#e3e5e8;--good:#06724e;
+--bad:#b3261e;--c0:#0063a6;--c1:#c24e00;--c2:#00805d;--c3:#a8437f;--c4:#7d6500}
+@media screen and (prefers-color-scheme:dark){:root{--paper:#14171a;--card:#1c2024;--ink:#e8eaed;--soft:#a2abb5;
+--line:#32383f;--good:#4cc38a;--bad:#ff8a80;--c0:#62b6f3;--c1:#f0954d;--c2:#3ccf9f;--c3:#e79ac6;--c4:#e0cb4f}}
+*{box-sizing:border-box}
+html{-webkit-text-size-adjust:100%}
+body{margin:0 auto;max-width:1240px;padding:32px clamp(16px,3vw,40px) 48px;background:var(--paper);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",sans-serif;overflow-wrap:anywhere}
+h1{font-size:clamp(22px,4vw,32px);line-height:1.2;letter-spacing:-.02em;margin:0 0 8px}
+h2{font-size:19px;letter-spacing:-.01em;margin:0 0 14px}
+h3{font-size:14px;margin:0}
+small{color:var(--soft);font-size:12px;font-weight:400}
+section{margin-top:44px}
+.about{color:var(--soft);margin:0}
+.about span{border-radius:99px;border:1px solid;font-size:13px;font-weight:600;margin-right:10px;padding:2px 10px}
+.done{color:var(--good)}.open{color:var(--c1)}
+dl,dd,ul{margin:0;padding:0}
+.cards{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));margin:24px 0 18px}
+.cards div{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 16px}
+.cards dt{color:var(--soft);font-size:13px}
+.cards b{display:block;font-size:24px;font-weight:600;letter-spacing:-.02em;line-height:1.3}
+nav{display:flex;flex-wrap:wrap;gap:4px 18px;font-size:14px}
+a{color:var(--c0)}
+.charts{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(min(100%,350px),1fr))}
+figure{background:var(--card);border:1px solid var(--line);border-radius:10px;break-inside:avoid;display:flex;
+flex-direction:column;justify-content:space-between;margin:0;padding:12px 14px 8px}
+figcaption{padding-bottom:8px}
+figure svg{display:block;width:100%}
+.legend{display:flex;flex-wrap:wrap;font-size:12.5px;gap:0 14px;list-style:none}
+figure .swatch{display:inline-block;height:8px;margin-right:6px;width:24px}
+svg text{fill:var(--soft);font-size:11px;font-variant-numeric:tabular-nums}
+.grid{stroke:var(--line);stroke-width:1}
+.line{fill:none;stroke-linecap:round;stroke-linejoin:round;stroke-width:1.8}
+.band{opacity:.22}
+.lost{fill:none;stroke:var(--bad);stroke-width:1.5}
+.best{fill:var(--card);fill-opacity:.2;stroke-width:1.6}
+.line.c0,.best.c0{stroke:var(--c0)}.band.c0,.point.c0{fill:var(--c0)}
+.line.c1,.best.c1{stroke:var(--c1)}.band.c1,.point.c1{fill:var(--c1)}
+.line.c2,.best.c2{stroke:var(--c2)}.band.c2,.point.c2{fill:var(--c2)}
+.line.c3,.best.c3{stroke:var(--c3)}.band.c3,.point.c3{fill:var(--c3)}
+.line.c4,.best.c4{stroke:var(--c4)}.band.c4,.point.c4{fill:var(--c4)}
+.line.c1{stroke-dasharray:7 3.5}.line.c2{stroke-dasharray:2 3.5}.line.c3{stroke-dasharray:9 3 2 3}
+.line.c4{stroke-dasharray:4 3}
+.table{background:var(--card);border:1px solid var(--line);border-radius:10px;overflow-x:auto}
+table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;overflow-wrap:normal;width:100%}
+th,td{border-bottom:1px solid var(--line);padding:7px 14px;text-align:right;white-space:nowrap}
+tbody tr:last-child>*{border-bottom:0}
+th[scope=row],.word{max-width:min(420px,48vw);overflow-wrap:break-word;text-align:left;white-space:normal}
+tbody th{background:var(--card);font-weight:500;left:0;position:sticky}
+td small,.mark{white-space:nowrap}
+thead th{color:var(--soft);font-size:12.5px;font-weight:500;vertical-align:bottom}
+.note{color:var(--soft);font-size:13px;margin:8px 2px 0}
+.mark{border:1px solid var(--good);border-radius:99px;color:var(--good);font-size:12px;padding:0 8px}
+.problems{border-left:3px solid var(--bad);list-style:none;padding-left:14px}
+.settings{columns:2 420px;column-gap:40px;font-size:14px}
+.settings div{border-bottom:1px solid var(--line);break-inside:avoid;display:grid;gap:0 16px;
+grid-template-columns:minmax(110px,34%) 1fr;padding:5px 0}
+.settings dt{color:var(--soft)}
+@media(max-width:600px){th,td{padding:6px 9px}}
+footer{color:var(--soft);font-size:13px;margin-top:48px}
+@media print{body{background:none;font-size:11px;max-width:none;padding:0}nav{display:none}section{margin-top:22px}
+.charts{grid-template-columns:repeat(2,1fr)}.table{overflow:visible}tr{break-inside:avoid}h2{break-after:avoid}}
+""".strip()

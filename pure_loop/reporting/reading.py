@@ -53,9 +53,7 @@ def of_memory(logger: InMemoryLogger) -> Record:
     record, series = Record(settings=dict(logger.hyperparameters)), dict[str, Series]()
     for name, at, number in numbers_in(logger.metrics):
         series.setdefault(name, Series()).add(at.batch, float(number), at.epoch)
-    record.tables = {name: (tables[-1][0].batch, *tables[-1][1:]) for name, tables in logger.tables.items()}
-    record.texts = {name: (texts[-1][0].batch, texts[-1][1]) for name, texts in logger.texts.items()}
-    if series or record.settings or record.tables or record.texts:
+    if series or record.settings:
         record.add(series, ["InMemoryLogger"])
     for name, version in (("pure_loop", __version__), ("torch", torch.__version__)):
         record.saw(name, version)
@@ -88,13 +86,17 @@ def of_files(folder: Path, paths: Iterable[Path]) -> Record:
         paths: of files of any kind.
     """
     record = Record()
-    by_kind: dict[Reader, list[Path]] = {}
-    for path in paths:
-        if (reader := _reader(path)) is not None:
-            by_kind.setdefault(reader, []).append(path)
+    named = [(path, os.path.relpath(path, folder)) for path in paths]
     for reader in (_read_lines, _read_rows, _read_events, _read_journal, _read_checkpoint):
-        files = [(path, os.path.relpath(path, folder)) for path in by_kind.get(reader, ())]
-        parts = {name: part for path, name in files if (part := reader(path, name, record)) is not None}
+        parts: dict[str, dict[str, Series]] = {}
+        for path, name in named:
+            try:
+                part = reader(path, name, record) if _reader(path) is reader else None
+            except OSError as error:  # no permission; or a run that goes on has removed it
+                record.problems.append(f"{name} can't be read: {error.strerror}.")
+                continue
+            if part is not None:
+                parts[name] = part
         if parts:
             sources = [count(len(parts), "checkpoint", "checkpoints")] if reader is _read_checkpoint else [*parts]
             record.add(_joined([*parts.values()]), sources)
@@ -165,13 +167,6 @@ def _has_read(content: Mapping[str, Any], where: str, record: Record, series: di
         record.settings |= value
     elif kind == "run" and isinstance(value, str):
         record.names.setdefault(value, where)
-    elif kind == "table" and isinstance(value, dict):
-        columns, rows = value.get("columns"), value.get("rows")
-        if not (isinstance(columns, list) and isinstance(rows, list) and all(isinstance(row, list) for row in rows)):
-            return False
-        record.tables[name] = batch, columns, rows
-    elif kind == "text":
-        record.texts[name] = batch, str(value)
     return True
 
 
@@ -274,8 +269,7 @@ def _read_journal(path: Path, name: str, record: Record) -> dict[str, Series]:
 
 def _read_checkpoint(path: Path, name: str, record: Record) -> dict[str, Series] | None:
     """The header of a checkpoint; its tensors are not read. None: weights of another library."""
-    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
-    size = sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
     try:
         found = found_at(os.fspath(path), weights=True)
         if found is None:

@@ -16,6 +16,8 @@ from pure_loop.errors import TimeFormatError
 from pure_loop.time import Time, TimeUnit
 
 TRAIN_LOSS = "train/loss"
+# The seconds of a time that has a year of four digits; a file that was changed may have any.
+_LATEST = 2e11
 
 
 @attrs.define
@@ -94,8 +96,6 @@ class Record:
         series: numbers by name.
         settings: hyperparameters by name.
         environment: the versions by package, each that was seen.
-        tables: the last of each name: its batch, columns and rows.
-        texts: the last of each name: its batch and the text.
         checkpoints: those of the folder, the furthest on first.
         flight: of a FlightRecorder; None: there is none.
         names: where each name of a run was found.
@@ -107,8 +107,6 @@ class Record:
     series: dict[str, Series] = attrs.field(factory=dict)
     settings: dict[str, Any] = attrs.field(factory=dict)
     environment: dict[str, list[str]] = attrs.field(factory=dict)
-    tables: dict[str, tuple[int, Sequence[Any], Sequence[Any]]] = attrs.field(factory=dict)
-    texts: dict[str, tuple[int, str]] = attrs.field(factory=dict)
     checkpoints: list[Kept] = attrs.field(factory=list)
     flight: Flight | None = None
     names: dict[str, str] = attrs.field(factory=dict)
@@ -124,12 +122,12 @@ class Record:
     @property
     def seconds(self) -> float | None:
         """How long training took; None: not recorded."""
-        if self.flight is not None and self.flight.lines:
-            return sum(line.seconds for line in self.flight.lines.values())
         spent = [kept.found.seconds for kept in self.checkpoints if kept.found]
+        if self.flight is not None:
+            spent.append(sum(line.seconds for line in self.flight.lines.values()))
         if not any(spent) and self.times is not None:
-            return self.times[1] - self.times[0]
-        return max(spent, default=None)
+            spent.append(self.times[1] - self.times[0])
+        return max((seconds for seconds in spent if 0 < seconds < _LATEST), default=None)
 
     @property
     def losses(self) -> list[tuple[int, float]]:
@@ -170,6 +168,10 @@ class Record:
             time = Time.parse(self.max_duration or "")
         except TimeFormatError:
             return None
+        epochs = [epoch for series in self.series.values() for epoch in series.epochs[-1:] if epoch is not None]
+        ended = max([*epochs, *(kept.epoch for kept in self.checkpoints)], default=0)
+        if time.unit is TimeUnit.EPOCH and ended >= time.value:
+            return 1.0
         spans, facts = self.epochs, {} if self.flight is None else self.flight.facts
         per_epoch = facts.get("batches_per_epoch") or (spans[0].last - spans[0].first if len(spans) > 1 else None)
         of_unit = {TimeUnit.BATCH: 1, TimeUnit.EPOCH: per_epoch}.get(time.unit)
@@ -212,7 +214,7 @@ class Record:
             seen.append(str(version))
 
     def timed(self, seconds: object) -> None:
-        if isinstance(seconds, int | float) and math.isfinite(seconds):
+        if isinstance(seconds, int | float) and 0 <= seconds < _LATEST:
             first, last = self.times or (seconds, seconds)
             self.times = min(first, seconds), max(last, seconds)
 

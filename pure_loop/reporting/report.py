@@ -29,7 +29,7 @@ def report(folder_or_logger: str | os.PathLike[str] | Logger, path: str | os.Pat
     The file has the curves of all numbers, a table of epochs, the best of each metric, the batches with the worst
     losses, the checkpoints, the settings and the versions; in light and dark, on any width, and on paper. Of many
     numbers a curve shows the mean and the range at each place, so that the file stays small: less than 200 kB for most
-    runs. Images and files that were recorded are left out.
+    runs. Tables, texts, images and files that were recorded are left out.
 
     Of a folder, and of the folders directly in it, are read: files of ``JSONLinesLogger`` and ``CSVLogger``, event
     files of ``TensorBoardLogger``, the headers of checkpoints, and what a ``FlightRecorder`` has left. Where several
