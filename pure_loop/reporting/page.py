@@ -183,9 +183,9 @@ def _numbers(record: Record) -> str:
 def _worst(record: Record) -> str:
     losses = record.losses
     broken = [(batch, loss) for batch, loss in losses if not math.isfinite(loss)]
-    found = heapq.nlargest(_WORST, rises([(batch - 1, loss) for batch, loss in losses]), key=_height)
+    highest = heapq.nlargest(_WORST, rises([(batch - 1, loss) for batch, loss in losses]), key=_height)
     worst = [(batch, loss, "") for batch, loss in broken[:_WORST]]
-    worst += [(rise.batch + 1, rise.loss, f"+{shown(rise.height)}") for rise in found if rise.height > 0]
+    worst += [(rise.batch + 1, rise.loss, f"+{shown(rise.height)}") for rise in highest if rise.height > 0]
     spans, rows = record.epochs, []
     for batch, loss, rise in worst[: 2 * _WORST]:
         epoch = next((str(span.number) for span in spans if batch <= span.last), "")
@@ -209,13 +209,13 @@ def _checkpoints(record: Record) -> str:
     listed = [kept for at, kept in enumerate(record.checkpoints) if at < _ROWS or marked[kept.name]]
     rows = []
     for kept in listed:
-        found, marks = kept.found, " ".join(f'<span class="mark">{mark}</span>' for mark in marked[kept.name])
-        if found is None:
+        header, marks = kept.header, " ".join(f'<span class="mark">{mark}</span>' for mark in marked[kept.name])
+        if header is None:
             rows.append([text(kept.name), f"can't be read: {text(kept.error, 300)}", "", "", in_bytes(kept.size), ""])
             continue
-        event = "" if found.event is None else found.event.name
-        score = "" if found.score is None else f"{shown(found.score)} <small>{text(found.metric, 40)}</small>"
-        rows.append([text(kept.name), marks + f" <small>{event}</small>", f"{found.batch:,}", str(kept.epoch)])
+        event = "" if header.event is None else header.event.name
+        score = "" if header.score is None else f"{shown(header.score)} <small>{text(header.metric, 40)}</small>"
+        rows.append([text(kept.name), marks + f" <small>{event}</small>", f"{header.batch:,}", str(kept.epoch)])
         rows[-1] += [in_bytes(kept.size), score]
     left_out = len(record.checkpoints) - len(listed)
     note = "As their headers say: their tensors were not read."

@@ -27,8 +27,6 @@ from pure_loop.reporting.record import TRAIN_LOSS, Kept, Record, Series
 
 # How files begin that a JSONLinesLogger and a CSVLogger write.
 _LINES, _ROWS = b'{"time": ', b"batch,epoch,time"
-
-
 # A file that was changed may have any; floats hold these.
 _MOST = 2**53
 
@@ -93,14 +91,14 @@ def of_files(folder: Path, paths: Iterable[Path]) -> Record:
             try:
                 part = reader(path, name, record) if _reader(path) is reader else None
             except OSError as error:  # no permission; or a run that goes on has removed it
-                record.problems.append(f"{name} can't be read: {error.strerror}.")
+                record.problems.append(f"{name} can't be read: {error.strerror or error}.")
                 continue
             if part is not None:
                 parts[name] = part
         if parts:
             sources = [count(len(parts), "checkpoint", "checkpoints")] if reader is _read_checkpoint else [*parts]
             record.add(_joined([*parts.values()]), sources)
-    record.checkpoints.sort(key=lambda kept: (kept.found.progress if kept.found else (), kept.name), reverse=True)
+    record.checkpoints.sort(key=lambda kept: (kept.header.progress if kept.header else (), kept.name), reverse=True)
     return record
 
 
@@ -146,7 +144,7 @@ def _read_lines(path: Path, name: str, record: Record) -> dict[str, Series]:
     unread = 0
     with open(path, "rb") as file:
         for line in file:
-            content = content_of(line) if line.endswith(b"\n") else None
+            content = content_of(line)
             unread += content is None or not _has_read(content, name, record, series)
     if unread:
         record.problems.append(f"{name}: {count(unread, 'line is', 'lines are')} cut or damaged, and left out.")
@@ -196,7 +194,7 @@ def _read_rows(path: Path, name: str, record: Record) -> dict[str, Series]:
 def _cells(line: str) -> list[str]:
     """The cells of a row; none where it is cut, or is no row."""
     try:
-        return next(csv.reader([line]), []) if line.endswith("\n") else []
+        return next(csv.reader([line], strict=True), []) if line.endswith("\n") else []
     except csv.Error:
         return []
 
@@ -271,17 +269,17 @@ def _read_checkpoint(path: Path, name: str, record: Record) -> dict[str, Series]
     """The header of a checkpoint; its tensors are not read. None: weights of another library."""
     size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
     try:
-        found = found_at(os.fspath(path), weights=True)
-        if found is None:
+        header = found_at(os.fspath(path), weights=True)
+        if header is None:
             return None
-        header = describe(path)
+        facts = describe(path)
     except (CheckpointError, OSError) as error:
         record.checkpoints.append(Kept(name, size, error=str(error)))
         return {}
-    record.checkpoints.append(Kept(name, size, found, header["epoch"]))
-    for package, version in sorted(header["made_by"].items()):
+    record.checkpoints.append(Kept(name, size, header, facts["epoch"]))
+    for package, version in sorted(facts["made_by"].items()):
         record.saw(package, version)
-    run_name = header["notes"].get("run_name")
+    run_name = facts["notes"].get("run_name")
     if isinstance(run_name, str):
         record.names.setdefault(run_name, name)
     return {}

@@ -61,14 +61,14 @@ class Kept:
     Attributes:
         name: relative to the folder.
         size: in bytes.
-        found: its header; None: it can't be read.
+        header: what is compared of it; None: it can't be read.
         epoch: how many had ended.
         error: why it can't be read.
     """
 
     name: str
     size: int
-    found: Found | None = None
+    header: Found | None = None
     epoch: int = 0
     error: str = ""
 
@@ -117,12 +117,12 @@ class Record:
     @property
     def last_batch(self) -> int:
         ends = [series.batches[-1] for series in self.series.values() if series.batches]
-        return max([*ends, *(kept.found.batch for kept in self.checkpoints if kept.found)], default=0)
+        return max([*ends, *(kept.header.batch for kept in self.checkpoints if kept.header)], default=0)
 
     @property
     def seconds(self) -> float | None:
         """How long training took; None: not recorded."""
-        spent = [kept.found.seconds for kept in self.checkpoints if kept.found]
+        spent = [kept.header.seconds for kept in self.checkpoints if kept.header]
         if self.flight is not None:
             spent.append(sum(line.seconds for line in self.flight.lines.values()))
         if not any(spent) and self.times is not None:
@@ -173,14 +173,16 @@ class Record:
         if time.unit is TimeUnit.EPOCH and ended >= time.value:
             return 1.0
         spans, facts = self.epochs, {} if self.flight is None else self.flight.facts
-        per_epoch = facts.get("batches_per_epoch") or (spans[0].last - spans[0].first if len(spans) > 1 else None)
+        per_epoch = facts.get("batches_per_epoch")
+        if per_epoch is None and len(spans) > 1 and (len(spans) > 2 or spans[0].number == 1):
+            per_epoch = spans[-2].last - spans[-2].first  # the last one may go on, and a record may begin in another
         of_unit = {TimeUnit.BATCH: 1, TimeUnit.EPOCH: per_epoch}.get(time.unit)
         batches = time.value * of_unit if isinstance(of_unit, int) else 0
         return min(self.last_batch / batches, 1.0) if batches else None
 
     def mode(self, name: str) -> str | None:
         """Whether the best of a metric is the largest, as a checkpoint or its name says; None: neither does."""
-        noted = (kept.found.mode for kept in self.checkpoints if kept.found and kept.found.metric == name)
+        noted = (kept.header.mode for kept in self.checkpoints if kept.header and kept.header.metric == name)
         return next(noted, None) or known_mode(name.partition("/")[2])
 
     def best(self, name: str) -> tuple[float, int] | None:
@@ -192,14 +194,14 @@ class Record:
 
     def marks(self, kept: Kept) -> list[str]:
         """What a checkpoint is among those of the folder: the newest, the best of its metric."""
-        if kept.found is None:
+        if kept.header is None:
             return []
-        newest = max(item.found.progress for item in self.checkpoints if item.found)
-        marks = ["newest"] if kept.found.progress == newest else []
-        metric, mode = kept.found.metric, kept.found.mode
-        scores = [item.found.score for item in self.checkpoints if item.found and item.found.metric == metric]
-        known = [score for score in scores if score is not None]
-        if mode is not None and known and kept.found.score == (min(known) if mode == "min" else max(known)):
+        newest = max(item.header.progress for item in self.checkpoints if item.header)
+        marks = ["newest"] if kept.header.progress == newest else []
+        metric, mode = kept.header.metric, kept.header.mode
+        scores = [item.header.score for item in self.checkpoints if item.header and item.header.metric == metric]
+        numbers = [score for score in scores if score is not None]
+        if mode is not None and numbers and kept.header.score == (min(numbers) if mode == "min" else max(numbers)):
             marks.append("best")
         return marks
 

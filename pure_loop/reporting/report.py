@@ -120,7 +120,7 @@ def _folder(text: str) -> Path:
             f"report: {text!r} is a file: pass its folder, {os.fspath(place.parent)!r}; or for this file alone its "
             f"logger, such as pl.loggers.JSONLinesLogger({text!r})."
         )
-    if not place.is_dir():
+    if not text or not place.is_dir():
         beside = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []
         near = nearest(place.name, beside)
         hint = f"; did you mean {os.fspath(place.parent / near)!r}?" if near else "."

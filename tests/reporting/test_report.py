@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import tempfile
@@ -154,7 +155,7 @@ def test_the_page_of_much_is_small() -> None:
     assert len(html.encode()) < 200_000
 
 
-@given(st.lists(st.floats(-1e300, 1e300) | st.just(math.nan), min_size=1, max_size=60), st.integers(1, 20))
+@given(st.lists(st.floats(allow_infinity=False), min_size=1, max_size=60), st.integers(1, 20))
 def test_stretches_have_all_extremes(values: list[float], most: int) -> None:
     series = Series(list(range(len(values))), values, [None] * len(values))
     parts = stretches(series, most)
@@ -284,6 +285,47 @@ def test_files_that_are_cut_or_damaged_are_left_out_and_named(left: dict[str, by
         # The name of the run may be another one now.
         with contextlib.suppress(pl.ArgumentError):
             parsed(pl.report(folder).read_text())
+
+
+GOOD = {
+    "time": 1.0,
+    "event": "BATCH_END",
+    "epoch": 0,
+    "batch": 3,
+    "kind": "metric",
+    "name": "a/b",
+    "value": "-Infinity",
+}
+WRONG_LINES = [
+    *(json.dumps(GOOD | {"batch": batch}) for batch in (-1, 2**60, 1.5, "1", True, None)),
+    *(json.dumps(GOOD | change) for change in ({"name": 3}, {"value": "x"}, {"value": [1]}, {"value": 10**400})),
+    *("{", "[]", "3", "[" * 100_000, json.dumps(GOOD)[:-1]),
+]
+WRONG_ROWS = [
+    "-1,0,1.0,2",
+    "x,0,1.0,2",
+    "3,0,1.0",
+    "3,0,1.0,2,4",
+    "3,0,1.0,x",
+    f"{2**60},0,1.0,2",
+    '3,0,1.0,"2',
+    "3,0,1",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "good", "wrong"),
+    [
+        ("metrics.jsonl", json.dumps(GOOD | {"kind": "run", "value": "a run"}), json.dumps(GOOD), WRONG_LINES),
+        ("metrics.csv", "batch,epoch,time,a/b", "3,0,1.0,-inf", WRONG_ROWS),
+    ],
+)
+def test_lines_that_are_none_are_counted(tmp_path: Path, name: str, head: str, good: str, wrong: list[str]) -> None:
+    (tmp_path / name).write_text("\n".join([head, *wrong, good]) + "\n")
+    record = of_folder(tmp_path)
+    assert record.series == {"a/b": Series([3], [-math.inf], [0])}
+    assert [problem.split(" are")[0].split(": ")[1].split()[0] for problem in record.problems] == [str(len(wrong))]
+    assert "What could not be read" in parsed(pl.report(tmp_path).read_text()).texts
 
 
 # What is refused
