@@ -138,9 +138,9 @@ def test_the_page_of_any_record_is_well_formed_and_has_every_value(logger: InMem
         finite = [value for value in series.values if math.isfinite(value)]
         for value in (series.values[-1], *([min(finite), max(finite)] if finite else [])):
             assert shown(value) in line
-    for name, value in logger.hyperparameters.items():
+    for name, setting in logger.hyperparameters.items():
         assert any(one_line(cut(name, 120)) in words for words in texts)
-        assert not isinstance(value, str) or one_line(cut(value, 400)) in texts or not value or is_secret(name)
+        assert not isinstance(setting, str) or one_line(cut(setting, 400)) in texts or not setting or is_secret(name)
     assert "Worst batches" in texts or not any(
         not math.isfinite(value) for value in record.series.get("train/loss", Series()).values
     )
