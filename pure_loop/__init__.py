@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from pure_loop.progress import progress
     from pure_loop.recipe import Recipe
     from pure_loop.rehearsal.rehearse import rehearse
+    from pure_loop.reporting import report
     from pure_loop.stages import Stages
     from pure_loop.tools.ablate import ablate
     from pure_loop.tools.changes import blame
@@ -119,6 +120,7 @@ __all__ = [
     "progress",
     "random",
     "rehearse",
+    "report",
     "rewind",
     "run",
     "save",
@@ -144,6 +146,7 @@ _LAZY = {
     "progress": ("progress",),
     "recipe": ("Recipe",),
     "rehearsal.rehearse": ("rehearse",),
+    "reporting": ("report",),
     "stages.stages": ("Stages",),
     "tools.ablate": ("ablate",),
     "tools.changes": ("blame", "changes"),

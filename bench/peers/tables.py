@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 __all__ = ["HEADINGS", "PARTS", "render"]
@@ -32,9 +30,6 @@ BRIEF = {
 }
 
 Results = Mapping[str, Any]
-
-_PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
-_ADAPTERS = f"{_PROJECT['urls']['Source']}/blob/main/bench/peers/adapters"
 
 
 def render(part: str, results: Results) -> str:

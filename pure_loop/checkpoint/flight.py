@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -145,6 +145,23 @@ class Rise:
         return self.height > self.limit
 
 
+def rises(losses: Sequence[tuple[int, float]]) -> Iterator[Rise]:
+    """Finite losses after the first tenth of the run, beside those of the batches before them.
+
+    Args:
+        losses: the number of each batch, from 0 and in order, and its loss.
+
+    >>> [(rise.batch, rise.height) for rise in rises([(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.5), (4, float("nan"))])]
+    [(3, 0.5)]
+    """
+    first = math.ceil((losses[-1][0] + 1) / 10) if losses else 0
+    finite = [(batch, loss) for batch, loss in losses if math.isfinite(loss)]
+    for place in range(_FEWEST, len(finite)):
+        batch, loss = finite[place]
+        if batch >= first:
+            yield Rise(batch, loss, tuple(before for _, before in finite[max(place - _WINDOW, 0) : place]))
+
+
 @attrs.frozen
 class Flight:
     """A recorded run.
@@ -228,12 +245,7 @@ class Flight:
         return self._spike() if when == "spike" else self._worst()
 
     def _rises(self) -> Iterator[Rise]:
-        """Finite losses after the first tenth of the run, beside those of the batches before them."""
-        losses = [(line.batch - 1, line.loss) for line in self.lines.values() if math.isfinite(line.loss)]
-        for place in range(_FEWEST, len(losses)):
-            batch, loss = losses[place]
-            if batch >= self._first_compared():
-                yield Rise(batch, loss, tuple(before for _, before in losses[max(place - _WINDOW, 0) : place]))
+        return rises([(line.batch - 1, line.loss) for line in self.lines.values()])
 
     def _first_compared(self) -> int:
         return math.ceil(max(self.lines) / 10)

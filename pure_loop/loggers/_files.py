@@ -74,10 +74,10 @@ def make_folder(folder: Path, logger: str) -> None:
         ) from error
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str, writer: str = "a logger") -> None:
     """Write a file that appears under its name whole or not at all."""
     beside = path.with_name(f".{path.name}.partial")
-    with naming(path, "a logger"):
+    with naming(path, writer):
         try:
             beside.write_text(text, encoding="utf-8")
             os.replace(beside, path)

@@ -100,7 +100,7 @@ def content_of(line: bytes) -> dict[str, Any] | None:
     """The object of a line; None: it is torn, or no line of ours."""
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_ours = isinstance(content, dict) and {"event", "epoch", "batch", "kind", "name", "value"} <= content.keys()
     return content if is_ours else None

@@ -160,18 +160,12 @@ class InMemoryLogger(Logger):
 
     def _table(self) -> tuple[list[str], list[list[object]]]:
         """The names of columns, and rows with None where there is no value."""
-        cells = [
-            (name, timestamp, number)
-            for recorded_name, recorded in self.metrics.items()
-            for timestamp, value in recorded
-            for name, number in recordable_metrics({recorded_name: value})[0].items()
-        ]
-        numbers = read_numbers([value for _, _, value in cells])
+        cells = numbers_in(self.metrics)
         columns = {name: index for index, name in enumerate(dict.fromkeys(name for name, _, _ in cells), len(_FIRST))}
         # The values of a name at one batch take rows of their own; so no value is dropped.
         counts: dict[tuple[str, int], int] = {}
         rows: dict[tuple[int, int], list[object]] = {}
-        for (name, timestamp, _), number in zip(cells, numbers, strict=True):
+        for name, timestamp, number in cells:
             place = counts.get((name, timestamp.batch), 0)
             counts[name, timestamp.batch] = place + 1
             first = [timestamp.batch, timestamp.epoch, timestamp.sample]
@@ -179,3 +173,15 @@ class InMemoryLogger(Logger):
             row[columns[name]] = number
         names = [f"metric/{name}" if name in _FIRST else name for name in columns]
         return [*_FIRST, *names], [rows[place] for place in sorted(rows)]
+
+
+def numbers_in(metrics: Mapping[str, Sequence[tuple[Timestamp, object]]]) -> list[tuple[str, Timestamp, int | float]]:
+    """Every number of metrics by its name, ``"f1/a"`` for a part of ``"f1"``. Waits for the device once."""
+    cells = [
+        (name, timestamp, number)
+        for recorded_name, recorded in metrics.items()
+        for timestamp, value in recorded
+        for name, number in recordable_metrics({recorded_name: value})[0].items()
+    ]
+    numbers = read_numbers([value for _, _, value in cells])
+    return [(name, timestamp, number) for (name, timestamp, _), number in zip(cells, numbers, strict=True)]

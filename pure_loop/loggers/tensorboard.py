@@ -75,15 +75,15 @@ class TensorBoardLogger(FolderDestination):
 
     @property
     def in_the_way(self) -> Sequence[str]:
-        return [file.name for file in _event_files(self.folder)]
+        return [file.name for file in event_files(self.folder)]
 
     def discard(self) -> None:
-        for path in (*_event_files(self.folder), self._run_file.path):
+        for path in (*event_files(self.folder), self._run_file.path):
             path.unlink(missing_ok=True)
 
     @property
     def recorded_run_name(self) -> str | None:
-        return self._run_file.run_name if _event_files(self.folder) else None
+        return self._run_file.run_name if event_files(self.folder) else None
 
     def begin(self, start: Moment | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -93,11 +93,11 @@ class TensorBoardLogger(FolderDestination):
             self._run_file.write({"run_name": self.run_name})
         self._recorded, self._start, self._last = set(), -1 if start is None else start.batch, -1
         if start is not None:
-            for file in _event_files(self.folder):
+            for file in event_files(self.folder):
                 tags, last = _cut(file, start.batch)
                 self._recorded |= tags
                 self._last = max(self._last, last)
-        resumes = start is not None and bool(_event_files(self.folder))
+        resumes = start is not None and bool(event_files(self.folder))
         _wait_for_later_name(self.folder)
         with naming(self.folder, "TensorBoardLogger"):
             self._writer = SummaryWriter(
@@ -182,7 +182,7 @@ class TensorBoardLogger(FolderDestination):
         self._hyperparameters = {}
 
 
-def _event_files(folder: Path) -> list[Path]:
+def event_files(folder: Path) -> list[Path]:
     """The event files of a folder, the oldest first."""
     return sorted(file for file in folder.glob("events.out.tfevents.*") if file.name.split(".")[3].isdigit())
 
@@ -192,7 +192,7 @@ def _wait_for_later_name(folder: Path) -> None:
 
     TensorBoard reads files in the order of their names, which begin with the second in which they were made.
     """
-    while any(int(time.time()) <= int(file.name.split(".")[3]) <= time.time() + 1 for file in _event_files(folder)):
+    while any(int(time.time()) <= int(file.name.split(".")[3]) <= time.time() + 1 for file in event_files(folder)):
         time.sleep(0.02)
 
 
@@ -206,7 +206,7 @@ def _cut(file: Path, step: int) -> tuple[set[str], int]:
 
     tags: set[str] = set()
     last = -1
-    for begin, record, is_whole in _records(file):
+    for begin, record, is_whole in records(file):
         if not is_whole or _step(record) > step:
             if begin:
                 os.truncate(file, begin)
@@ -219,7 +219,7 @@ def _cut(file: Path, step: int) -> tuple[set[str], int]:
     return tags, last
 
 
-def _records(file: Path) -> Iterator[tuple[int, bytes, bool]]:
+def records(file: Path) -> Iterator[tuple[int, bytes, bool]]:
     """Where each record of an event file begins, what it holds, and whether it is whole.
 
     A record is its length in 8 bytes, their checksum in 4, the event, and its checksum in 4.

@@ -32,7 +32,7 @@ FLOORS = (
     {"callbacks"},
     {"progress"},
     {"entry", "loggers"},
-    {"rehearsal", "tools"},
+    {"rehearsal", "reporting", "tools"},
     {"recipe", "typing"},
     {"pure_loop"},
     {"__main__", "testing"},

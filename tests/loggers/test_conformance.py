@@ -127,9 +127,9 @@ def test_a_fork_under_the_name_of_its_run(name: str, tmp_path: Path) -> None:
 def lose(name: str, folder: Path, last: int) -> None:
     """Remove what is after a batch of a record."""
     if name == "TensorBoardLogger":
-        from pure_loop.loggers.tensorboard import _cut, _event_files
+        from pure_loop.loggers.tensorboard import _cut, event_files
 
-        for file in _event_files(folder):
+        for file in event_files(folder):
             _cut(file, last)
         return
     path = folder / ("m.csv" if name == "CSVLogger" else "m.jsonl")

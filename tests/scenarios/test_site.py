@@ -223,6 +223,7 @@ BROKEN: list[tuple[str, str, str, list[str]]] = [
 # compares where: in a title, then in the navigation, then in the text; nearer to each other, and earlier.
 QUERIES = {
     "cards/early_stopping": ["early stopping"],
+    "cards/ema": ["EMA", "exponential moving average"],
     "cards/gradient_clipping": ["gradient clipping"],
     "checkpoints": ["checkpointing", "resume from checkpoint", "ModelCheckpoint"],
     "coming-from/lightning": ["pytorch lightning"],
@@ -244,6 +245,7 @@ QUERIES = {
     "how-to/lora": ["LoRA"],
     "how-to/lr_finder": ["learning rate finder", "lr finder"],
     "how-to/profiling": ["profiling", "profiler", "bottleneck"],
+    "how-to/report": ["html report"],
     "how-to/slurm": ["slurm"],
     "how-to/streaming_data": ["streaming dataset"],
     "how-to/wandb": ["wandb", "weights and biases"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Self, assert_type
 
 import attrs
@@ -174,6 +175,8 @@ assert_type(profiled.by("kind"), dict[str, float])
 def keep(trained: pl.State, folder: str) -> None:
     pl.export(trained, f"{folder}/model.safetensors", "safetensors")
     pl.export(trained, f"{folder}/model.onnx", format="onnx", sample=(DATA[0][0],), average="ema")
+    assert_type(pl.report(folder), Path)
+    pl.report(InMemoryLogger(), Path(folder, "report.html"))
 
 
 class Net(nn.Linear):
