@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, Unpack
 
 import attrs
 from torch import nn
 
+from pure_loop._internal.arguments import is_path
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import passing_on, teaching
+from pure_loop.callback import Logger
 from pure_loop.entry.arguments import Arguments, RecipeOptions, all_settings
 from pure_loop.entry.fit import ModelOptions, fit
+from pure_loop.errors import ArgumentTypeError
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, run
@@ -279,6 +283,40 @@ class Recipe(Arguments):
         from pure_loop.tools.ablate import ablate
 
         return ablate(model_or_state, steps=steps, metric=metric, **self._for("ablate", changes))
+
+    @teaching
+    def report(
+        self,
+        folder_or_logger: str | os.PathLike[str] | Logger | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> Path:
+        """One HTML file of what the run has recorded: :func:`pure_loop.report`.
+
+        Args:
+            folder_or_logger: None: the first logger of the recipe that keeps a record, or else the folder of
+                ``autoresume``.
+            path: as there.
+        """
+        from pure_loop.reporting.report import READABLE, report
+
+        source = folder_or_logger
+        if source is None:
+            source = next((item for item in self.loggers if isinstance(item, READABLE)), None) or self._folder()
+        return report(source, path)
+
+    def _folder(self) -> str | os.PathLike[str]:
+        """
+        Raises:
+            ArgumentTypeError: nothing of the recipe keeps a record that can be read.
+        """
+        if self.autoresume is None:
+            raise ArgumentTypeError(
+                "this recipe has no logger that keeps a record, and no autoresume, which report needs: write "
+                'recipe.report("runs/1"), or recipe.replace(loggers=[pl.loggers.JSONLinesLogger("runs/1/metrics.jsonl"'
+                ")]) before the run."
+            )
+        place: Any = self.autoresume
+        return place if is_path(place) else place.folder  # of a saver
 
     def _of_a_model(self) -> ModelOptions:
         return {

@@ -19,6 +19,7 @@ from pure_loop.reporting.page import page
 from pure_loop.reporting.reading import of_files, of_folder, of_memory
 from pure_loop.reporting.record import Record
 
+READABLE = (InMemoryLogger, JSONLinesLogger, CSVLogger, TensorBoardLogger)
 _READ = "an InMemoryLogger, a JSONLinesLogger, a CSVLogger or a TensorBoardLogger"
 
 

@@ -166,9 +166,15 @@ def test_each_tool_gives_what_its_function_gives(tmp_path: Path) -> None:
     assert made.ablate(net, **whole) == pl.ablate(net, **whole, **settings)
     inside = next(state for event, state in made.fit(net) if event is pl.Event.BATCH_START)
     assert made.inspect(inside).samples == pl.inspect(inside, loss=cross_entropy).samples
+    logger = pl.loggers.InMemoryLogger()
+    logged = made.replace(loggers=[pl.loggers.ConsoleLogger(stream=io.StringIO()), logger])
+    logged.run(net)
+    reports = [logged.report(path=tmp_path / "a.html"), pl.report(logger, tmp_path / "b.html")]
+    assert len({path.read_text() for path in reports}) == 1
     recorder = C.FlightRecorder(tmp_path / "flight", keep="2ba")
     recorded = made.replace(callbacks=[recorder], autoresume=tmp_path / "runs")
     recorded.run(mlp())
+    assert recorded.report() == tmp_path / "runs" / "report.html"
     event, again = next(recorded.rewind(mlp(), tmp_path / "flight", "3ba", "batch_end"))
     wanted = next(s for e, s in made.fit(mlp()) if e is event and s.timestamp.batch == 3)
     assert_same_stream([(event, again)], [(event, wanted)], "rewind")
@@ -218,6 +224,7 @@ REFUSED = [
             ("no optimizer, which lr_find needs: write recipe.lr_find(..., optimizer=pl.optim.adamw(lr=3e-4))",),
         ),
         ("no evaluators", lambda: recipe().evaluate(mlp()), TYPE, ("no evaluators", 'evaluators={"val": ')),
+        ("no record", lambda: recipe().report(), TYPE, ("no logger that keeps a record, and no autoresume",)),
         ("near", lambda: recipe(optimiser=1), TYPE, ("Recipe has no argument 'optimiser'; did you mean optimizer=?",)),
         ("near in replace", lambda: recipe().replace(evaluator=1), TYPE, ("did you mean evaluators=?",)),
         ("near in a tool", lambda: recipe().lr_find(mlp(), low=1), TYPE, ("lr_find has no argument 'low'",)),
