@@ -253,6 +253,7 @@ QUERIES = {
     "loggers": ["logging", "experiment tracking"],
     "memory": ["out of memory", "OOM", "batch size finder"],
     "optimizers": ["lr scheduler", "learning rate schedule", "cosine annealing"],
+    "recipes": ["configuration", "config"],
     "precision": ["mixed precision", "AMP", "autocast", "bf16"],
     "progress": ["progress bar", "tqdm"],
     "reference/loggers": ["TensorBoard"],
