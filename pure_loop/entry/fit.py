@@ -146,7 +146,7 @@ def fit(
         loss: ``(outputs, targets) -> scalar``, a mean over the batch; or a :class:`pure_loop.Task`, for batches that
             are not ``(inputs, targets)``; or None if the module has a method ``loss(outputs, batch)``.
         optimizer: such as ``pl.optim.adamw(lr=3e-4)``.
-        max_duration: when to stop: ``"3ep"``, ``"1000ba"``, ``"1e6tok"``, ``"90m"``; an int: epochs.
+        max_duration: when to stop: ``"3ep"``, ``"1000ba"``, ``"1e6tok"``, ``"90m"``.
 
     Args: Evaluation
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import attrs
@@ -24,15 +25,22 @@ from pure_loop.time import Time
 
 _QUALITIES = ("amber", "bold", "brisk", "calm", "clear", "crisp", "early", "gentle", "green", "keen", "lucid", "mellow")
 _NOUNS = ("aspen", "birch", "brook", "cedar", "cliff", "dune", "fern", "harbor", "heron", "island", "maple", "river")
+# Of the last second in which a run began, how often each name was drawn.
+_names: dict[str, Counter[str]] = {}
 
 
 def new_run_name() -> str:
-    """A name that reads well, of the time and two words: ``20250131-142501-calm-river``.
+    """A name that reads well, of the time and two words: ``20250131-142501-calm-river``; no two of a process are equal.
 
     Its words are drawn from the system's own generator, so that no seed of the run plays a part and none is moved.
     """
-    words = secrets.choice(_QUALITIES), secrets.choice(_NOUNS)
-    return "-".join((time.strftime("%Y%m%d-%H%M%S"), *words))
+    moment = time.strftime("%Y%m%d-%H%M%S")
+    if moment not in _names:
+        _names.clear()
+    names = _names.setdefault(moment, Counter())
+    name = f"{moment}-{secrets.choice(_QUALITIES)}-{secrets.choice(_NOUNS)}"
+    names[name] += 1
+    return name if names[name] == 1 else f"{name}-{names[name]}"
 
 
 def noted_run_name(notes: Mapping[str, object]) -> str | None:
