@@ -211,7 +211,13 @@ def _how_many(by_place: list[str]) -> str:
 
 def _named_next(parameters: Mapping[str, inspect.Parameter]) -> str:
     keywords = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
-    return ", ".join(map(example, keywords[:3]))
+    return ", ".join(map(by_name, keywords[:3]))
+
+
+def by_name(name: str) -> str:
+    """How an argument may be written with its name: ``train_dataloader=train_dataloader``."""
+    text = example(name)
+    return text if text.startswith(f"{name}=") else f"{name}={text}"
 
 
 def example(name: str, function: str = "") -> str:

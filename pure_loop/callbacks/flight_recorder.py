@@ -76,9 +76,9 @@ class FlightRecorder(CheckpointSaver):
     >>> import tempfile, torch, pure_loop as pl
     >>> folder = tempfile.mkdtemp()
     >>> net, data = torch.nn.Linear(2, 1), [(torch.ones(4, 2), torch.zeros(4, 1))] * 6
-    >>> settings = dict(loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep")
-    >>> state = pl.run(pl.fit(net, data, callbacks=[FlightRecorder(folder, keep="5ba")], **settings))
-    >>> event, state = next(pl.rewind(folder, "8ba", "after_loss", net, data, **settings))
+    >>> recipe = pl.Recipe(data, loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="2ep")
+    >>> state = recipe.run(net, callbacks=[FlightRecorder(folder, keep="5ba")])
+    >>> event, state = next(recipe.rewind(net, folder, "8ba", "after_loss"))
     >>> event.name, state.timestamp.batch
     ('AFTER_LOSS', 8)
     """
@@ -183,8 +183,8 @@ class FlightRecorder(CheckpointSaver):
         why = sys.exception()
         if why is not self._handled and isinstance(why, NonFiniteError) and why.index is not None and not self.rank:
             why.add_note(
-                f'To look at the batch: event, state = next(pl.rewind({self.place!r}, "{why.index}ba", "batch_start", '
-                "model, train_dataloader, **settings)), with the arguments of this run."
+                f'To look at the batch: event, state = next(recipe.rewind(model, {self.place!r}, "{why.index}ba", '
+                '"batch_start")), where recipe = pl.Recipe(train_dataloader, ...) has the arguments of this run.'
             )
         with Closing(self._close_journal):
             super().close()

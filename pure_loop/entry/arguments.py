@@ -15,7 +15,7 @@ from torch import nn
 from pure_loop import algorithms, optim
 from pure_loop._internal.equality import equal
 from pure_loop._internal.reprs import call, columns, data, shown, table
-from pure_loop._internal.suggestions import example, passing_on, teaching
+from pure_loop._internal.suggestions import by_name, passing_on, teaching
 from pure_loop.algorithm import Algorithm, AlgorithmLike
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger
@@ -207,7 +207,7 @@ class Arguments:
         if lacking:
             raise ArgumentTypeError(
                 f"this recipe has no {' and no '.join(lacking)}, which {tool} needs: write "
-                f"recipe.{tool}(..., {', '.join(map(example, lacking))}), or recipe.replace(...)."
+                f"recipe.{tool}(..., {', '.join(map(by_name, lacking))}), or recipe.replace(...)."
             )
 
     def _refuse_drawn(self, tool: str) -> None:

@@ -49,8 +49,8 @@ def to_state_dict(state: State, optimizer: Optimizer, *, part: str | None = None
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
     >>> optimizer = pl.optim.adamw(lr=0.1)
-    >>> settings = dict(loss=torch.nn.functional.mse_loss, optimizer=optimizer, max_duration="1ep")
-    >>> state = pl.run(pl.fit(torch.nn.Linear(2, 1), data, **settings))
+    >>> recipe = pl.Recipe(data, loss=torch.nn.functional.mse_loss, optimizer=optimizer, max_duration="1ep")
+    >>> state = recipe.run(torch.nn.Linear(2, 1))
     >>> module = state.module()
     >>> by_hand = torch.optim.AdamW(module.parameters())
     >>> by_hand.load_state_dict(pl.optim.to_state_dict(state, optimizer))

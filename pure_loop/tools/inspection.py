@@ -215,10 +215,10 @@ def inspect(state: State, data: Batch = None, *, gradients: bool = True, **setti
     >>> import torch, pure_loop as pl
     >>> inputs = torch.ones(4, 2)
     >>> inputs[3] = 100.0
-    >>> settings = dict(loss=torch.nn.functional.mse_loss, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep")
-    >>> stream = pl.fit(torch.nn.Linear(2, 1), [(inputs, torch.zeros(4, 1))], **settings)
-    >>> state = next(state for event, state in stream if event is pl.Event.BATCH_START)
-    >>> inspect(state, **settings).samples[0].row
+    >>> recipe = pl.Recipe([(inputs, torch.zeros(4, 1))], loss=torch.nn.functional.mse_loss,
+    ...                    optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep")
+    >>> stream = recipe.fit(torch.nn.Linear(2, 1), watch={"batch_start"})
+    >>> recipe.inspect(next(stream)[1]).samples[0].row
     3
     """
     if not isinstance(state, State):

@@ -216,7 +216,13 @@ GONE = ("an iterator that was drawn from before", "recipe.fit(..., train_dataloa
 REFUSED = [
     Refusal(name, call, error, says)
     for name, call, error, says in (
-        ("no data", lambda: pl.Recipe(seed=1).fit(mlp()), TYPE, ("no train_dataloader and no optimizer and no max_",)),
+        (
+            "no data",
+            lambda: pl.Recipe(seed=1).fit(mlp()),
+            TYPE,
+            ("no train_dataloader and no optimizer and no max_", "fit(..., train_dataloader=train_dataloader, "),
+        ),
+        ("data by place", lambda: recipe().fit(mlp(), DATA), TYPE, ("others, train_dataloader=train_dataloader, ",)),  # type: ignore[call-arg]
         (
             "no optimizer",
             lambda: recipe(optimizer=None).lr_find(mlp()),

@@ -175,7 +175,7 @@ def test_the_line_that_rewinds_is_of_the_run_that_failed(tmp_path: Path) -> None
         caught.append(error)
         pl.run(recording(data[:1], callbacks=[pl.callbacks.FlightRecorder(tmp_path / "b")]))
     (note,) = caught[0].__notes__
-    assert f'pl.rewind({str(tmp_path / "a")!r}, "1ba", "batch_start"' in note
-    event, state = next(pl.rewind(tmp_path / "a", "1ba", "batch_start", model(), data, **SETTINGS))
+    assert f'recipe.rewind(model, {str(tmp_path / "a")!r}, "1ba", "batch_start")' in note
+    event, state = next(pl.Recipe(data, **SETTINGS).rewind(model(), tmp_path / "a", "1ba", "batch_start"))
     assert event is pl.Event.BATCH_START
     assert state.batch is data[1]
