@@ -76,7 +76,7 @@ pl.optim.sgd(lr=pl.schedules.cosine) | cosine(...) | pl.optim.sgd(lr=pl.schedule
 pl.schedules.CosineAnnealingLR("3ep") | cosine("3ep", peak=3e-4) | pl.schedules.cosine("3ep", peak=3e-4)
 pl.compile(model) | compile=True | fit(compile=False)
 pl.optim(lr=0.1) | pl.optim.adamw(lr=3e-4) | pl.optim.adamw(lr=3e-4)
-logger.log_metrics({"a": 1}) | log_metrics needs state: logger.log_metrics(metrics=..., state=state). | logger.log_metrics({"a": 1}, state)
+logger.log_metrics({"a": 1}) | (metrics=..., state=state). | logger.log_metrics({"a": 1}, state)
 fit(algorithms=[OfComposer()]) | @pl.algorithm(Event.BATCH_END) | fit(algorithms=[pl.algorithm(Event.BATCH_END)(same)])
 fit(algorithms=["ema"]) | pl.algorithms.ema(half_life="100ba") | fit(algorithms=[pl.algorithms.ema(half_life="100ba")])
 fit(algorithms=[pl.algorithms.ema]) | call it: pl.algorithms.ema(...) | fit(algorithms=[pl.algorithms.ema("9ba")])
