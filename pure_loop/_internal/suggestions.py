@@ -50,22 +50,28 @@ def passing_on(
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
-        own = [item for item in _signature(function).parameters.values() if item.kind is not item.VAR_KEYWORD]
-        passed = [
-            item.replace(default=None) if item.name in optional else item
-            for item in _signature(target).parameters.values()
-            if item.kind is item.KEYWORD_ONLY
-        ]
-
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
             refuse_misfit(called, args, kwargs)
             return function(*args, **kwargs)
 
-        vars(called)["__signature__"] = _signature(function).replace(parameters=[*own, *passed])
+        vars(called)["__signature__"] = with_arguments_of(target, function, optional)
         return called
 
     return decorated
+
+
+def with_arguments_of(
+    target: Callable[..., object], function: Callable[..., object], optional: Collection[str] = ()
+) -> inspect.Signature:
+    """The signature of a function with the keyword arguments of another one in the place of ``**settings``."""
+    own = [item for item in _signature(function).parameters.values() if item.kind is not item.VAR_KEYWORD]
+    passed = [
+        item.replace(default=None) if item.name in optional else item
+        for item in _signature(target).parameters.values()
+        if item.kind is item.KEYWORD_ONLY
+    ]
+    return _signature(function).replace(parameters=[*own, *passed])
 
 
 # Of functions of this library, which each call of them reads.

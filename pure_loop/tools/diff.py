@@ -365,6 +365,6 @@ def diff(
         raise ArgumentTypeError("diff compares two recipes, or two runs: pl.diff(recipe.fit(model), ...).")
     if isinstance(a, tuple | str | os.PathLike) or isinstance(b, tuple | str | os.PathLike):
         return diff_recorded(a, b, tolerance=tolerance, operations=operations)
-    settings = [item.settings or {} for item in (a, b) if isinstance(item, Stream)]
+    differing = SettingsDifference.of(*(item.settings or {} for item in (a, b) if isinstance(item, Stream)))
     result = diff_streams(a, b, tolerance, -math.inf if operations else math.inf)
-    return attrs.evolve(result, settings=SettingsDifference.of(*settings))
+    return attrs.evolve(result, settings=differing)
