@@ -27,9 +27,8 @@ from pure_loop.loop.training import Eager
 from pure_loop.stages.workspace import Workspace
 from pure_loop.state import State
 from pure_loop.time import Timestamp
-from pure_loop.verify.comparison import Pair, unequal_leaves
 from pure_loop.verify.difference import Difference, Found, other_parameters_error, verification_error
-from pure_loop.verify.leaves import LOOP
+from pure_loop.verify.leaves import LOOP, Pair, unequal_leaves
 
 Handlers: TypeAlias = Mapping[Event, tuple[Handler, ...]]
 # (event, the algorithm or LOOP's word, the State that it returned)
