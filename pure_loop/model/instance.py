@@ -190,7 +190,7 @@ class Instance:
         # A transform of torch.func has tensors without memory.
         values = [tensors[key] for _, tensors, key in self.buffers]
         if not in_transform() and (not assigned <= self._assigned or self._share_storage(values)):
-            from pure_loop.model.overlaps import overlapping_pair
+            from pure_loop.model.checks import overlapping_pair
 
             pair = overlapping_pair(dict(named).items())
             if pair is not None:
