@@ -84,7 +84,7 @@ class Recipe(Arguments):
     @passing_on(all_settings)
     def run(self, model_or_state: nn.Module | State, **changes: Unpack[RecipeOptions]) -> State:
         """Train to the end, and return the last State: ``pl.run(recipe.fit(...))``."""
-        return run(self.fit(model_or_state, **changes))
+        return run(fit(model_or_state, **self._for("run", changes, draws=True)))
 
     @teaching
     def evaluate(
@@ -218,7 +218,7 @@ class Recipe(Arguments):
         """Train some batches, and report where their time goes: :func:`pure_loop.profile`."""
         from pure_loop.tools.profile import profile
 
-        with closing(self.fit(model_or_state, **changes)) as stream:
+        with closing(fit(model_or_state, **self._for("profile", changes, draws=True))) as stream:
             return profile(
                 stream,
                 batches=batches,

@@ -218,6 +218,7 @@ EXAMPLES = {
     "max_duration": 'max_duration="3ep"',
     "training": "training=False",
     "update_part.loss": "loss=lambda module: ...",
+    "recipe.train_dataloader": "train_dataloader=dataloader",
     "optimizers": '{"decay": pl.optim.adamw(weight_decay=0.1), "rest": pl.optim.adamw()}',
     "label": 'label=lambda name, tensor: "decay" if tensor.ndim > 1 else "rest"',
 }

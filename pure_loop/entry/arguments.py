@@ -207,7 +207,7 @@ class Arguments:
         if lacking:
             raise ArgumentTypeError(
                 f"this recipe has no {' and no '.join(lacking)}, which {tool} needs: write "
-                f"recipe.{tool}(..., {', '.join(map(example, lacking))}), or recipe.replace(...)."
+                f"recipe.{tool}(..., {', '.join(example(name, 'recipe') for name in lacking)}), or recipe.replace(...)."
             )
 
     def _refuse_drawn(self, tool: str) -> None:
