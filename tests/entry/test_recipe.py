@@ -217,7 +217,7 @@ REFUSED = [
     Refusal(name, call, error, says)
     for name, call, error, says in (
         ("no data", lambda: pl.Recipe(seed=1).fit(mlp()), TYPE, ("no train_dataloader and no optimizer and no max_",)),
-        ("no data to run", lambda: pl.Recipe(seed=1).run(mlp()), TYPE, ("recipe.run(..., train_dataloader=dataloader, ",)),
+        ("no data to run", lambda: pl.Recipe().run(mlp()), TYPE, ("recipe.run(..., train_dataloader=dataloader, ",)),
         ("nor to profile", lambda: pl.Recipe(seed=1).profile(mlp()), TYPE, ("recipe.profile(..., ",)),
         (
             "no optimizer",
