@@ -89,7 +89,8 @@ class Recipe(Arguments):
     # Not decorated: the frame of a decorator would refer to the first State for as long as the run takes.
     def run(self, model_or_state: nn.Module | State, **changes: Unpack[RecipeOptions]) -> State:
         """Train to the end, and return the last State: ``pl.run(recipe.fit(...))``."""
-        stream = self.fit(model_or_state, **changes)
+        stream = fit(model_or_state, **self._for("run", changes, draws=True))
+        self._drew(changes)
         del model_or_state
         return run(stream)
 

@@ -323,6 +323,13 @@ REFUSED = [
         ),
         ("data by place", lambda: recipe().fit(mlp(), DATA), TYPE, ("others, train_dataloader=train_dataloader, ",)),  # type: ignore[call-arg]
         (
+            "no data to run",
+            lambda: pl.Recipe().run(mlp()),
+            TYPE,
+            ("recipe.run(..., train_dataloader=train_dataloader, ",),
+        ),
+        ("nor to profile", lambda: pl.Recipe(seed=1).profile(mlp()), TYPE, ("recipe.profile(..., ",)),
+        (
             "no optimizer",
             lambda: recipe(optimizer=None).lr_find(mlp()),
             TYPE,
