@@ -352,8 +352,7 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import between, part_over
+from pure_loop.schedules._base import LASTING, Schedule, as_time, between, part_over
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["NAME"]

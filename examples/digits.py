@@ -47,22 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # Images of 8x8 pixels: more threads would only wait for each other.
     train, evaluators = load()
     optimizer = pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=1e-2, warmup="0.1dur"))
-
-    def fit(start: nn.Module | pl.State) -> Iterable[tuple[Event, pl.State]]:
-        return pl.fit(
-            start,
-            train,
-            loss=nn.functional.cross_entropy,
-            optimizer=optimizer,
-            max_duration=f"{epochs}ep",
-            microbatch_size=32,
-            seed=options.seed,
-            evaluators=evaluators,
-            algorithms=[pl.algorithms.label_smoothing(0.1), pl.algorithms.ema(half_life="10ba")],
-        )
-
+    recipe = pl.Recipe(
+        train,
+        loss=nn.functional.cross_entropy,
+        optimizer=optimizer,
+        max_duration=f"{epochs}ep",
+        evaluators=evaluators,
+        microbatch_size=32,
+        algorithms=[pl.algorithms.label_smoothing(0.1), pl.algorithms.ema(half_life="10ba")],
+        seed=options.seed,
+    )
     begun = time.perf_counter()
-    history = record(fit(network(options.seed)), "train")
+    history = record(recipe.fit(network(options.seed)), "train")
     seconds = time.perf_counter() - begun
 
     # A State is a value: any one of the history will do to resume from, and it needn't have been chosen in advance.
@@ -73,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if event is Event.BATCH_END and state is not None and state.timestamp.batch == middle
     )
     begun = time.perf_counter()
-    replay = record(fit(kept), "replay")
+    replay = record(recipe.fit(kept), "replay")
     seconds_again = time.perf_counter() - begun
 
     # FIT_START begins every call; after it comes the rest of the first run.

@@ -61,25 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     images, digits = load()
     held_out = [(images[1000:], digits[1000:])]
-
-    def train(model: nn.Module, chosen: Tensor, epochs: int, seed: int, *algorithms: pl.Algorithm) -> pl.State:
-        return pl.run(
-            pl.fit(
-                model,
-                DataLoader(TensorDataset(images[chosen], digits[chosen]), batch_size=50, shuffle=True),
-                loss=cross_entropy,
-                optimizer=pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=1e-2)),
-                max_duration=f"{epochs}ep",
-                seed=seed,
-                algorithms=algorithms,
-                evaluators={"held-out": held_out},
-                eval_interval="1dur",
-            )
-        )
-
+    recipe = pl.Recipe(
+        loader(images[:1000], digits[:1000]),
+        loss=cross_entropy,
+        optimizer=pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=1e-2)),
+        max_duration="20ep",
+        evaluators={"held-out": held_out},
+        eval_interval="1dur",
+    )
     with pl.random.seeded(0):
         network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.3), nn.Linear(256, 10))
-    taught = train(network, torch.arange(1000), 20, 0)
+    taught = recipe.run(network)
     teacher = taught.module(training=False)
     print(f"teacher: {size(taught):,} parameters, {accuracy(taught):.1%} of {len(held_out[0][1])} held-out digits\n")
     print(f"{'':<9}labels alone              with the teacher\nstudent  all digits   3s           all digits   3s")
@@ -89,10 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in range(students):
         order = torch.randperm(1000, generator=pl.random.generator(seed, "images"))
         chosen = order[digits[order] != UNSEEN][:300]
+        data = loader(images[chosen], digits[chosen])
+        own = recipe.replace(train_dataloader=data, max_duration=f"{options.epochs}ep", seed=seed)
         for results, algorithms in ((plain, ()), (distilled, (distill(teacher),))):
             with pl.random.seeded(seed):
                 student = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
-            state = train(student, chosen, options.epochs, seed, *algorithms)
+            state = own.run(student, algorithms=algorithms)
             results.append((accuracy(state), of_each_digit(state, *held_out[0])))
         cells = [f"{all_digits:10.1%} {each[UNSEEN]:7.1%}" for all_digits, each in (plain[-1], distilled[-1])]
         print(f"{seed:7}  {'      '.join(cells)}", flush=True)
@@ -109,6 +103,10 @@ def load() -> tuple[Tensor, Tensor]:
     raw = load_digits()
     order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
     return torch.tensor(raw.data, dtype=torch.float32)[order] / 16, torch.tensor(raw.target)[order]
+
+
+def loader(images: Tensor, digits: Tensor) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(images, digits), batch_size=50, shuffle=True)
 
 
 def size(state: pl.State) -> int:

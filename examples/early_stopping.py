@@ -44,24 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     torch.set_num_threads(1)  # The network is small: more threads would only wait for each other.
     train, val, test = load(options.seed)
-
-    def fit(start: nn.Module | pl.State, max_duration: str, algorithms: Iterable[pl.Algorithm] = ()) -> pl.Stream:
-        return pl.fit(
-            start,
-            train,
-            loss=nn.functional.cross_entropy,
-            optimizer=pl.optim.adam(lr=2e-3),
-            max_duration=max_duration,
-            seed=options.seed,
-            evaluators={"val": val},
-            algorithms=algorithms,
-        )
-
+    recipe = pl.Recipe(
+        train,
+        loss=nn.functional.cross_entropy,
+        optimizer=pl.optim.adam(lr=2e-3),
+        max_duration="1000ep",
+        evaluators={"val": val},
+        algorithms=[early_stopping("val/loss", patience=patience)],
+        seed=options.seed,
+    )
     with pl.random.seeded(options.seed):
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-    stopping = early_stopping("val/loss", patience=patience)
     losses: Points = []
-    run = list(epochs(fit(model, "1000ep", [stopping]), losses))
+    run = list(epochs(recipe.fit(model), losses))
     stopped = run[-1]
     best = restored(stopped)
 
@@ -70,15 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     same = not _compare.differences(dict(best.params), dict(kept.params))
 
     on: Points = []
-    further = list(epochs(fit(stopped.replace(stop=False), f"{stopped.timestamp.epoch + 2 * patience}ep"), on))
+    longer = recipe.replace(max_duration=f"{stopped.timestamp.epoch + 2 * patience}ep", algorithms=())
+    further = list(epochs(longer.fit(stopped.replace(stop=False)), on))
 
     states = {"the best, restored": best, "where it stopped": stopped, "trained on": further[-1]}
     print(f"stopped after epoch {stopped.timestamp.epoch}: no better validation loss in {patience} evaluations\n")
     print(f"{'':<20}epoch   loss of validation   test: loss   right")
     for name, state in states.items():
         epoch = kept.timestamp.epoch if state is best else state.timestamp.epoch
-        measured = [evaluated(state, data) for data in (val, test)]
-        (loss, _), (test_loss, right) = measured
+        of_val, of_test = pl.run(longer.evaluate(state, {"val": val, "test": test})).metrics.values()
+        loss, test_loss, right = of_val["loss"], of_test["loss"], of_test["accuracy"]
         print(f"{name:<20}{epoch:5}   {loss:18.4f}   {test_loss:10.4f}   {right:5.1%}")
     equal = "are" if same else "ARE NOT"
     print(f"\nthe restored parameters {equal} those of epoch {kept.timestamp.epoch}, bit for bit")
@@ -103,12 +99,6 @@ def epochs(stream: pl.Stream, losses: Points) -> Iterable[pl.State]:
             losses.append((float(state.timestamp.epoch), float(torch.stack(of_epoch).mean())))
             of_epoch.clear()
             yield state
-
-
-def evaluated(state: pl.State, data: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """Loss and accuracy."""
-    metrics = pl.run(pl.evaluate(state, {"data": data}, loss=nn.functional.cross_entropy)).metrics["data"]
-    return float(metrics["loss"]), float(metrics["accuracy"])
 
 
 def validation(run: list[pl.State]) -> Points:

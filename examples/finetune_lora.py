@@ -24,9 +24,10 @@ import tempfile
 import typing
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import _compare
 import _job_pictures
@@ -47,7 +48,6 @@ warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", F
 Row: TypeAlias = dict[str, list[int]]
 Curves: TypeAlias = dict[str, list[tuple[float, float]]]
 
-TASK = pl.Task.from_transformers()
 PREFIX = "base_model.model."  # what peft puts before the names of the base
 LORA = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM")
 
@@ -65,44 +65,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # The model is small: more threads would only wait for each other.
 
     tokenizer, prose, code = texts()
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    loader = partial(DataLoader, collate_fn=DataCollatorForLanguageModeling(tokenizer, mlm=False))
+    recipe = pl.Recipe(
+        loader(prose[32:], 24, shuffle=True),
+        loss=pl.Task.from_transformers(),
+        optimizer=pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=5e-3, warmup="0.1dur")),
+        max_duration=f"{base_batches}ba",
+        evaluators={"prose": loader(prose[:32], 32), "code": loader(code[:32], 32)},
+        eval_interval=interval,
+        seed=options.seed,
+    )
+    base, base_curves = trained(recipe.fit(network(tokenizer, options.seed), clip_grad=1.0), "base")
 
-    def loader(rows: list[Row], batch_size: int, **settings: Any) -> DataLoader[Any]:
-        return DataLoader(rows, batch_size, collate_fn=collator, **settings)
-
-    evaluators = {name: loader(rows[:32], 32) for name, rows in (("prose", prose), ("code", code))}
-    common: dict[str, Any] = {"task": TASK, "seed": options.seed, "evaluators": evaluators, "eval_interval": interval}
-
-    base, base_curves = trained(
-        pl.fit(
-            network(tokenizer, options.seed),
-            loader(prose[32:], 24, shuffle=True),
-            optimizer=pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=5e-3, warmup="0.1dur")),
-            max_duration=f"{base_batches}ba",
-            clip_grad=1.0,
-            **common,
-        ),
-        "base",
+    finetune = recipe.replace(
+        train_dataloader=loader(code[32:], 12, shuffle=True),
+        optimizer=pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=1e-2, warmup="0.1dur")),
+        max_duration=f"{batches}ba",
+        precision="amp_bf16",
     )
 
-    def finetune(**settings: Any) -> pl.Stream:
+    def adapted() -> nn.Module:
         with pl.random.seeded(options.seed):
-            model = get_peft_model(base.module(), LORA)
-        return pl.fit(
-            model,
-            loader(code[32:], 12, shuffle=True),
-            optimizer=pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=1e-2, warmup="0.1dur")),
-            max_duration=f"{batches}ba",
-            precision="amp_bf16",
-            **common,
-            **settings,
-        )
+            return get_peft_model(base.module(), LORA)
 
     with tempfile.TemporaryDirectory() as folder:
         saver = CheckpointSaver(folder, interval=f"{batches // 2}ba", trained_only=True)
-        state, curves = trained(finetune(callbacks=[saver]), "adapters")
+        state, curves = trained(finetune.fit(adapted(), callbacks=[saver]), "adapters")
         middle = next(Path(folder).glob(f"*-ba{batches // 2}.safetensors"))
-        resumed, _ = trained(finetune(load_path=middle), "resumed")
+        resumed, _ = trained(finetune.fit(adapted(), load_path=middle), "resumed")
         whole = Path(folder) / "whole.safetensors"
         pl.save(state, whole)
         sizes = {"trained_only=True": middle.stat().st_size, "the whole State": whole.stat().st_size}

@@ -37,44 +37,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     batches = 80 if options.quick else options.batches
     train, held_out = load()
-
-    def fit(start: nn.Module | pl.State, lr: float, seed: int) -> Any:
-        return pl.fit(
-            start,
-            train,
-            loss=nn.functional.cross_entropy,
-            optimizer=pl.optim.sgd(lr=lr, momentum=0.9),
-            max_duration=f"{batches}ba",
-            seed=seed,
-            evaluators={"held-out": held_out},
-            eval_interval=f"{batches // 40}ba",
-        )
-
+    recipe = pl.Recipe(
+        train,
+        loss=nn.functional.cross_entropy,
+        optimizer=pl.optim.sgd(lr=LR, momentum=0.9),
+        max_duration=f"{batches}ba",
+        evaluators={"held-out": held_out},
+        eval_interval=f"{batches // 40}ba",
+        seed=options.seed,
+    )
     torch.set_num_threads(1)  # The network is tiny: more threads would only wait for each other.
     with pl.random.seeded(options.seed):
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
-    run = [state for event, state in fit(model, LR, options.seed) if event is Event.BATCH_CHECKPOINT]
+    run = [state for event, state in recipe.fit(model) if event is Event.BATCH_CHECKPOINT]
     kept = run[batches // 2 - 1]
     before = _compare.copied(kept)
 
-    # Going on takes the State and, again, the data and the functions. The learning rate is one of these and may be
-    # another one; the seed is a part of the State, so that other random numbers are another State.
-    other = options.seed + 1
+    # Going on takes the State and the recipe. The learning rate is of the recipe, and may be another one in a call; the
+    # seed is a part of the State, so that other random numbers are another State.
     forks = {
-        "as before": (kept, LR, options.seed),
-        "a tenth of the rate": (kept, LR / 10, options.seed),
-        "three times the rate": (kept, LR * 3, options.seed),
-        "another seed": (kept.replace(seed=other), LR, other),
+        "as before": (kept, LR),
+        "a tenth of the rate": (kept, LR / 10),
+        "three times the rate": (kept, LR * 3),
+        "another seed": (kept.replace(seed=options.seed + 1), LR),
     }
+    streams = [recipe.fit(start, optimizer=pl.optim.sgd(lr=lr, momentum=0.9)) for start, lr in forks.values()]
     lines: dict[str, list[pl.State]] = {name: [] for name in forks}
-    for side_by_side in zip(*(fit(*fork) for fork in forks.values()), strict=True):
+    for side_by_side in zip(*streams, strict=True):
         for name, (event, state) in zip(forks, side_by_side, strict=True):
             if event is Event.BATCH_CHECKPOINT:
                 lines[name].append(state)
 
     print(f"\nforked at batch {kept.timestamp.batch}, where the loss on held-out digits was {loss(kept):.4f}\n")
     print(f"{'fork':<22}learning rate   seed   loss at batch {batches}   accuracy")
-    for name, (start, lr, _) in forks.items():
+    for name, (start, lr) in forks.items():
         last = lines[name][-1]
         accuracy = float(last.metrics["held-out"]["accuracy"])
         print(f"{name:<22}{lr:13.3f}   {start.seed:4}   {loss(last):{17 + len(str(batches)) - 3}.4f}   {accuracy:8.1%}")

@@ -43,22 +43,11 @@ NETWORKS: dict[str, Network] = {
 }
 
 
-def fold(
-    network: Callable[[], nn.Module], data: TensorDataset, train: Sequence[int], seed: int, epochs: int
-) -> pl.State:
+def fold(recipe: pl.Recipe, network: Network, data: TensorDataset, train: Sequence[int], seed: int) -> pl.State:
     """One network, trained on some of the digits."""
     with pl.random.seeded(seed):
         model = network()
-    return pl.run(
-        pl.fit(
-            model,
-            DataLoader(Subset(data, train), batch_size=32, shuffle=True),
-            loss=nn.functional.cross_entropy,
-            optimizer=pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=5e-3, warmup="0.1dur"), weight_decay=0.05),
-            max_duration=f"{epochs}ep",
-            seed=seed,
-        )
-    )
+    return recipe.run(model, train_dataloader=DataLoader(Subset(data, train), batch_size=32, shuffle=True), seed=seed)
 
 
 def predicted(state: pl.State, images: Tensor) -> Tensor:
@@ -80,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     images, digits = load()
     data = TensorDataset(images, digits)
     splits = list(StratifiedKFold(folds, shuffle=True, random_state=options.seed).split(images, digits))
+    schedule = pl.schedules.cosine("1dur", peak=5e-3, warmup="0.1dur")
+    optimizer = pl.optim.adamw(lr=schedule, weight_decay=0.05)
+    recipe = pl.Recipe(loss=nn.functional.cross_entropy, optimizer=optimizer, max_duration=f"{epochs}ep")
     seeds = [pl.random.derive(options.seed, "fold", number) for number in range(folds)]
 
     print(f"{len(digits)} digits with noise, {folds} folds: the accuracy on the fold that was left out\n")
@@ -89,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     states: dict[str, list[pl.State]] = {}
     for name, network in NETWORKS.items():
         states[name] = [
-            fold(network, data, train, seed, epochs) for (train, _), seed in zip(splits, seeds, strict=True)
+            fold(recipe, network, data, train, seed) for (train, _), seed in zip(splits, seeds, strict=True)
         ]
         guesses[name] = torch.full_like(digits, -1)
         for state, (_, left_out) in zip(states[name], splits, strict=True):
@@ -107,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mistakes = [(images[at].view(8, 8).numpy(), int(digits[at]), int(guesses[best][at])) for at in wrong]
     _job_pictures.kfold(options.output, accuracies, best, matrix.numpy(), mistakes)
 
-    alone = fold(NETWORKS[best], data, splits[-1][0], seeds[-1], epochs)
+    alone = fold(recipe, NETWORKS[best], data, splits[-1][0], seeds[-1])
     different = _compare.differences(alone, states[best][-1])
     print(f"fold {folds} alone is {'bitwise the same' if not different else f'ANOTHER: {different[0]}'}", end="")
     print(f": {len(_compare.leaves(alone))} leaves compared\npicture: {options.output}")

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import _compare
 import torch
@@ -31,18 +30,16 @@ import pure_loop as pl
 from pure_loop import Event
 
 
-def fit(folder: Path, epochs: int) -> Any:
+def recipe(folder: Path, epochs: int) -> pl.Recipe:
     raw = load_digits()
     images, digits = torch.tensor(raw.data, dtype=torch.float32) / 16, torch.tensor(raw.target)
-    return pl.fit(
-        model(),
+    return pl.Recipe(
         DataLoader(TensorDataset(images, digits), batch_size=32, shuffle=True),
         loss=nn.functional.cross_entropy,
         optimizer=pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=3e-3, warmup="20ba")),
         max_duration=f"{epochs}ep",
         algorithms=[pl.algorithms.ema(half_life="50ba")],
-        autoresume=folder,
-        callbacks=[pl.callbacks.CheckpointSaver(folder, interval="5ba", keep_last=3)],
+        autoresume=pl.callbacks.CheckpointSaver(folder, interval="5ba", keep_last=3),
     )
 
 
@@ -54,7 +51,7 @@ def model() -> nn.Module:
 def train(folder: Path, epochs: int) -> None:
     """What is killed: it says where it starts, and how far it has come."""
     torch.set_num_threads(1)
-    for event, state in fit(folder, epochs):
+    for event, state in recipe(folder, epochs).fit(model()):
         if event is Event.FIT_START or event is Event.BATCH_END:
             print(state.timestamp.batch, flush=True)
 
@@ -103,7 +100,7 @@ def run(folder: Path, epochs: int, *, kill: bool) -> None:
 
 def train_quietly(folder: Path, epochs: int) -> None:
     torch.set_num_threads(1)
-    pl.run(fit(folder, epochs))
+    recipe(folder, epochs).run(model())
 
 
 def newest(folder: Path) -> pl.State:

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import _pictures
 import _records
@@ -29,26 +28,26 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
-from pure_loop import Event
 from pure_loop.loggers import InMemoryLogger, JSONLinesLogger, TensorBoardLogger, WandBLogger
 
 LOSS = "train/loss"
 
 
-def fit(epochs: int, **options: Any) -> Any:
+def model() -> nn.Module:
+    torch.set_num_threads(1)  # The network is tiny: more threads would only wait for each other.
+    with pl.random.seeded(0):
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+
+
+def recipe(epochs: int) -> pl.Recipe:
     raw = load_digits()
     images, digits = torch.tensor(raw.data, dtype=torch.float32) / 16, torch.tensor(raw.target)
-    with pl.random.seeded(0):
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
-    torch.set_num_threads(1)  # The network is tiny: more threads would only wait for each other.
-    return pl.fit(
-        model,
+    return pl.Recipe(
         DataLoader(TensorDataset(images[300:], digits[300:]), batch_size=32, shuffle=True),
         loss=nn.functional.cross_entropy,
         optimizer=pl.optim.adamw(lr=pl.schedules.cosine("1dur", peak=3e-3, warmup="20ba")),
         max_duration=f"{epochs}ep",
         evaluators={"held-out": DataLoader(TensorDataset(images[:300], digits[:300]), batch_size=300)},
-        **options,
     )
 
 
@@ -60,9 +59,8 @@ def train(folder: Path, epochs: int) -> None:
         WandBLogger("digits", folder=folder, mode="offline", flush="5ba"),
     ]
     saver = pl.callbacks.CheckpointSaver(folder / "checkpoints", interval="25ba", keep_last=2)
-    for event, state in fit(epochs, loggers=loggers, callbacks=[saver], autoresume=folder / "checkpoints"):
-        if event is Event.FIT_START or event is Event.BATCH_END:
-            print(state.timestamp.batch, flush=True)
+    for _, state in recipe(epochs).fit(model(), loggers=loggers, autoresume=saver, watch={"fit_start", "batch_end"}):
+        print(state.timestamp.batch, flush=True)
 
 
 def run(folder: Path, epochs: int, *, kill_at: int | None) -> tuple[int, int]:
@@ -116,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.keep and options.keep.exists():
         parser.error(f"--keep {options.keep}: it is there already; give the name of a new folder")
     memory = InMemoryLogger()
-    pl.run(fit(epochs, loggers=[memory]))
+    recipe(epochs).run(model(), loggers=[memory])
     whole = list(zip(*memory.series(LOSS), strict=True))
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)

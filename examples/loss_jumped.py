@@ -17,7 +17,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,26 +62,25 @@ def network() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
 
 
-def settings_of(seed: int, weight_decay: float) -> dict[str, Any]:
+def recipe_of(data: DataLoader[Any], seed: int, weight_decay: float = 0.01) -> pl.Recipe:
     optimizer = pl.optim.adamw(lr=1e-3, weight_decay=weight_decay)
-    return {"loss": cross_entropy, "optimizer": optimizer, "max_duration": "6ep", "seed": seed}
+    return pl.Recipe(data, loss=cross_entropy, optimizer=optimizer, max_duration="6ep", seed=seed)
 
 
-def record(folder: Path, data: DataLoader[Any], settings: dict[str, Any]) -> list[tuple[int, float]]:
+def record(folder: Path, recipe: pl.Recipe) -> list[tuple[int, float]]:
     """Train and record; the batches and their losses."""
     recorder = pl.callbacks.FlightRecorder(folder, keep="20ba", digest="10ba")
-    stream = pl.fit(network(), data, callbacks=[recorder], watch={"batch_end"}, **settings)
+    stream = recipe.fit(network(), callbacks=[recorder], watch={"batch_end"})
     return [(state.timestamp.batch, float(state.loss)) for _, state in stream]
 
 
 def search_sample(folder: Path, seed: int) -> tuple[int | None, Any]:
     """The sample that made the loss jump."""
-    data, settings = load(spoiled=True), settings_of(seed, 0.01)
-    record(folder, data, settings)
-
-    stream = pl.rewind(folder, "spike", "batch_start", network(), data, **settings)
+    recipe = recipe_of(load(spoiled=True), seed)
+    record(folder, recipe)
+    stream = recipe.rewind(network(), folder, "spike", "batch_start")
     event, state = next(stream)
-    report = pl.inspect(state, data, **settings)
+    report = recipe.inspect(state)
     print(f"the loss rose most at batch {state.timestamp.batch}; rewound to {event.name}")
     print(report, end="\n\n")
     return report.samples[0].index, stream
@@ -91,13 +89,10 @@ def search_sample(folder: Path, seed: int) -> tuple[int | None, Any]:
 def search_refactoring(folder: Path, seed: int) -> tuple[Any, list[list[tuple[int, float]]]]:
     """Where a run parts from that of other code, and the losses of both."""
     data = load(spoiled=False)
-    runs: list[Any] = []
-    losses = []
-    for name, weight_decay in (("before", 0.01), ("after", 0.02)):
-        settings = settings_of(seed, weight_decay)
-        losses.append(record(folder / name, data, settings))
-        runs.append((folder / name, network(), partial(pl.fit, train_dataloader=data, **settings)))
-    divergence = pl.diff(*runs)
+    recipes = {"before": recipe_of(data, seed), "after": recipe_of(data, seed, weight_decay=0.02)}
+    losses = [record(folder / name, recipe) for name, recipe in recipes.items()]
+    a, b = ((folder / name, network(), recipe.fit) for name, recipe in recipes.items())
+    divergence = pl.diff(a, b)
     print(divergence)
     return divergence, losses
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import _compare
 import torch
@@ -76,15 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # The network is tiny: more threads would only wait for each other.
 
     train, held_out, broken = load()
-    call: dict[str, Any] = {
-        "loss": nn.functional.cross_entropy,
-        "optimizer": pl.optim.sgd(lr=0.1, momentum=0.9),
-        "max_duration": f"{epochs}ep",
-        "evaluators": {"held-out": held_out},
-    }
-    pl.explain(network(), train, **call, algorithms=[spike_guard(), pl.algorithms.ema(half_life="10ba")])
-
+    recipe = pl.Recipe(
+        train,
+        loss=nn.functional.cross_entropy,
+        optimizer=pl.optim.sgd(lr=0.1, momentum=0.9),
+        max_duration=f"{epochs}ep",
+        evaluators={"held-out": held_out},
+    )
     average = pl.algorithms.ema(half_life="10ba")
+    recipe.explain(network(), algorithms=[spike_guard(), average])
+
     plans: dict[str, list[pl.Algorithm]] = {
         "nothing": [],
         "EMA": [average],
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{sum(broken) * epochs} of {len(train) * epochs} batches are broken (marked ^)\n")
     for label, algorithms in plans.items():
         losses = []
-        for event, state in pl.fit(network(), train, **call, algorithms=algorithms):
+        for event, state in recipe.fit(network(), algorithms=algorithms):
             if event is Event.BATCH_END:
                 losses.append(float(state.loss))
         accuracy = float(state.metrics["held-out"]["accuracy"])
@@ -113,23 +113,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check(examples: int) -> None:
     """The laws that an algorithm must keep, for any settings, batch and seed."""
-    train = load()[0][:14]
+    recipe = pl.Recipe(
+        load()[0][:14],
+        loss=nn.functional.cross_entropy,
+        optimizer=pl.optim.sgd(lr=0.1, momentum=0.9),
+        max_duration="14ba",
+        strict=True,  # compares every State before and after an algorithm had it, by value
+    )
 
     def run(start: nn.Module | pl.State, algorithms: list[pl.Algorithm], seed: int) -> list[tuple[Event, pl.State]]:
-        optimizer = pl.optim.sgd(lr=0.1, momentum=0.9)
-        # strict=True compares every State before and after an algorithm had it, by value.
-        return list(
-            pl.fit(
-                start,
-                train,
-                loss=nn.functional.cross_entropy,
-                optimizer=optimizer,
-                max_duration="14ba",
-                algorithms=algorithms,
-                seed=seed,
-                strict=True,
-            )
-        )
+        return list(recipe.fit(start, algorithms=algorithms, seed=seed))
 
     # A run takes a while, so a failure is reported as it was found, without a search for the smallest one.
     tried = settings(max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate])

@@ -70,22 +70,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
     train, validation = load()
+    recipe = pl.Recipe(
+        train,
+        loss=nn.functional.cross_entropy,
+        evaluators={"validation": validation},
+        eval_interval="10ba",
+        clip_grad=1.0,
+        seed=options.seed,
+        watch={Event.EVAL_AFTER_ALL, Event.FIT_END},
+    )
 
     def train_until(batch: int, start: nn.Module | pl.State, chosen: Mapping[str, float]) -> tuple[pl.State, Curve]:
         """Settings are passed to each call, and none is in the State: a fork may have its own."""
-        stream = pl.fit(
-            start,
-            train,
-            loss=nn.functional.cross_entropy,
-            optimizer=pl.optim.sgd(chosen["lr"], momentum=chosen["momentum"], weight_decay=chosen["weight_decay"]),
-            algorithms=[pl.algorithms.label_smoothing(chosen["smoothing"])],
-            clip_grad=1.0,
-            max_duration=f"{batch}ba",
-            seed=options.seed,
-            evaluators={"validation": validation},
-            eval_interval="10ba",
-            watch={Event.EVAL_AFTER_ALL, Event.FIT_END},
-        )
+        optimizer = pl.optim.sgd(chosen["lr"], momentum=chosen["momentum"], weight_decay=chosen["weight_decay"])
+        smoothing = pl.algorithms.label_smoothing(chosen["smoothing"])
+        stream = recipe.fit(start, optimizer=optimizer, algorithms=[smoothing], max_duration=f"{batch}ba")
         *evaluated, end = (state for _, state in stream)
         return end, [(float(state.timestamp.batch), loss(state)) for state in evaluated]
 

@@ -17,7 +17,7 @@ from torch import nn
 from pure_loop._internal.arguments import is_path
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import Batch
-from pure_loop._internal.suggestions import passing_on, teaching
+from pure_loop._internal.suggestions import passing_on, teaching, with_arguments_of
 from pure_loop.callback import Logger
 from pure_loop.entry.arguments import Arguments, RecipeOptions, all_settings
 from pure_loop.entry.fit import ModelOptions, fit
@@ -60,7 +60,8 @@ class Recipe(Arguments):
     Raises:
         ArgumentTypeError: (here and in methods) a setting that ``fit`` doesn't have, with the nearest name; one of
             another type; one that the method needs and the recipe lacks.
-        ArgumentError: a value that ``fit`` refuses; data that is an iterator from which was drawn before.
+        ArgumentError: a value that ``fit`` refuses, but for what depends on the model, on ranks or devices; in methods,
+            data that is an iterator and was drawn from before.
 
     >>> import torch, pure_loop as pl
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
@@ -77,14 +78,21 @@ class Recipe(Arguments):
     @teaching
     @passing_on(all_settings)
     def fit(self, model_or_state: nn.Module | State, **changes: Unpack[RecipeOptions]) -> Stream:
-        """Train: the stream of :func:`pure_loop.fit`."""
-        return fit(model_or_state, **self._for("fit", changes, draws=True))
+        """Train: the stream of :func:`pure_loop.fit`.
 
-    @teaching
-    @passing_on(all_settings)
+        Callbacks and loggers are the objects that were passed, and observe each run of the recipe.
+        """
+        stream = fit(model_or_state, **self._for("fit", changes, draws=True))
+        self._drew(changes)
+        return stream
+
+    # Not decorated: the frame of a decorator would refer to the first State for as long as the run takes.
     def run(self, model_or_state: nn.Module | State, **changes: Unpack[RecipeOptions]) -> State:
         """Train to the end, and return the last State: ``pl.run(recipe.fit(...))``."""
-        return run(self.fit(model_or_state, **changes))
+        stream = fit(model_or_state, **self._for("run", changes, draws=True))
+        self._drew(changes)
+        del model_or_state
+        return run(stream)
 
     @teaching
     def evaluate(
@@ -200,7 +208,10 @@ class Recipe(Arguments):
         from pure_loop.entry.largest_microbatch import largest_microbatch
 
         needed = ("train_dataloader", "optimizer")
-        return largest_microbatch(model_or_state, **self._for("largest_microbatch", changes, needed=needed, draws=True))
+        settings = self._for("largest_microbatch", changes, needed=needed, draws=True)
+        size = largest_microbatch(model_or_state, **settings)
+        self._drew(changes)
+        return size
 
     @teaching
     @passing_on(all_settings)
@@ -215,10 +226,16 @@ class Recipe(Arguments):
         synchronize: bool = False,
         **changes: Unpack[RecipeOptions],
     ) -> Profile:
-        """Train some batches, and report where their time goes: :func:`pure_loop.profile`."""
+        """Train some batches, and report where their time goes: :func:`pure_loop.profile`.
+
+        Loggers and ``autoresume`` of the recipe, which are those of its runs, are left out.
+        """
         from pure_loop.tools.profile import profile
 
-        with closing(self.fit(model_or_state, **changes)) as stream:
+        settings = self._for("profile", changes, without=("autoresume", "loggers", "run_name"), draws=True)
+        stream = fit(model_or_state, **settings)
+        self._drew(changes)
+        with closing(stream):
             return profile(
                 stream,
                 batches=batches,
@@ -244,7 +261,7 @@ class Recipe(Arguments):
         from pure_loop.tools.inspection import inspect
 
         settings = self._for("inspect", changes, needed=())
-        train = settings.pop("train_dataloader")
+        train = settings.pop("train_dataloader", None)
         inside = isinstance(state, State) and state.batch is not None
         return inspect(state, train if data is None and inside else data, gradients=gradients, **settings)
 
@@ -267,7 +284,9 @@ class Recipe(Arguments):
         from pure_loop.tools.rewind import rewind
 
         settings = self._for("rewind", changes, without=_OF_THE_RUN, draws=True)
-        return rewind(folder, when, event, model, occurrence=occurrence, **settings)
+        stream = rewind(folder, when, event, model, occurrence=occurrence, **settings)
+        self._drew(changes)
+        return stream
 
     @teaching
     @passing_on(all_settings)
@@ -328,3 +347,6 @@ class Recipe(Arguments):
             "strict": self.strict,
             "deterministic": self.deterministic,
         }
+
+
+vars(Recipe.run)["__signature__"] = with_arguments_of(all_settings, Recipe.run)

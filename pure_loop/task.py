@@ -341,6 +341,7 @@ def make_task(model: nn.Module, loss: Callable[..., Any] | Task | None) -> Task:
     if isinstance(loss, Task):
         if loss.loss is None:
             _require_loss_method(model)
+        _refuse_parameters(loss.loss)
         return loss.of_model(model)
     if loss is not None:
         check_loss_function(loss)
@@ -426,7 +427,8 @@ class OnTargets:
         return (self.loss,)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Any:
-        inputs, targets = _inputs_and_targets(batch)
+        # A tensor is its own target, in a task with a forward of its own, such as an autoencoder's.
+        inputs, targets = (batch, batch) if isinstance(batch, Tensor) else _inputs_and_targets(batch)
         # Of tokens, one sequence may be a batch; and in torch.func.vmap a batch is one sample.
         if self.is_torchs and isinstance(targets, Tensor) and not targets.ndim and _is_one_sample(inputs):
             raise DataError(

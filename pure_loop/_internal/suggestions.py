@@ -51,19 +51,12 @@ def passing_on(
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
-        own = [item for item in _signature(function).parameters.values() if item.kind is not item.VAR_KEYWORD]
-        passed = [
-            item.replace(default=None, annotation=f"{item.annotation} | None") if item.name in optional else item
-            for item in _signature(target).parameters.values()
-            if item.kind is item.KEYWORD_ONLY
-        ]
-
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:
             refuse_misfit(called, args, kwargs)
             return function(*args, **kwargs)
 
-        vars(called)["__signature__"] = _signature(function).replace(parameters=[*own, *passed])
+        vars(called)["__signature__"] = with_arguments_of(target, function, optional)
         return called
 
     return decorated
@@ -87,6 +80,19 @@ def _refuse_recipe(function: Callable[..., object], values: Iterable[object]) ->
                 f"{name} was given a {type(item).__name__}, which has the data and the settings of a call: write "
                 f"recipe.{name}({_written(needed, name)})."
             ) from None
+
+
+def with_arguments_of(
+    target: Callable[..., object], function: Callable[..., object], optional: Collection[str] = ()
+) -> inspect.Signature:
+    """The signature of a function with the keyword arguments of another one in the place of ``**settings``."""
+    own = [item for item in _signature(function).parameters.values() if item.kind is not item.VAR_KEYWORD]
+    passed = [
+        item.replace(default=None, annotation=f"{item.annotation} | None") if item.name in optional else item
+        for item in _signature(target).parameters.values()
+        if item.kind is item.KEYWORD_ONLY
+    ]
+    return _signature(function).replace(parameters=[*own, *passed])
 
 
 # Of functions of this library, which each call of them reads.

@@ -13,8 +13,7 @@ from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.callbacks._place import Place
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import storage_of
-from pure_loop.exporting.export import module_of
-from pure_loop.exporting.files import export_module, read_format, refuse_sample, try_to_export, try_to_write
+from pure_loop.exporting.export import export_module, module_of, read_format, refuse_sample, try_to_export, try_to_write
 from pure_loop.ranges import Name, checked
 from pure_loop.state import State
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import accumulate, chain, islice
 from itertools import count as numbers
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
@@ -76,6 +76,15 @@ def source(
     return result
 
 
+def is_one_shot(loader: object) -> TypeGuard[Iterator[Any]]:
+    """Whether data gives its batches once: an iterator, but for one that begins anew.
+
+    >>> is_one_shot(iter([1])), is_one_shot([1])
+    (True, False)
+    """
+    return isinstance(loader, Iterator) and not writes_attributes(type(loader), "__iter__")
+
+
 def _kind(loader: object) -> type[Source]:
     """The kind of source that serves an object.
 
@@ -97,7 +106,7 @@ def _kind(loader: object) -> type[Source]:
         )
     if isinstance(loader, Sequence) or (hasattr(loader, "__getitem__") and not hasattr(loader, "__iter__")):
         return Listed
-    if isinstance(loader, Iterator) and not writes_attributes(type(loader), "__iter__"):
+    if is_one_shot(loader):
         return OneShot
     if isinstance(loader, Iterable):
         return Iterated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,10 +20,10 @@ from pure_loop._internal.suggestions import by_name, passing_on, teaching
 from pure_loop.algorithm import Algorithm, AlgorithmLike
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger
-from pure_loop.data.dataloaders import source
+from pure_loop.data.dataloaders import is_one_shot, source
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.fit import SharedOptions, fit
-from pure_loop.entry.settings import Settings
+from pure_loop.entry.settings import Settings, listed_callbacks
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import Evaluator, EvaluatorsLike, bind_evaluators
 from pure_loop.event import Event, EventName
@@ -42,7 +43,6 @@ DEFAULTS: dict[str, Any] = {
     for name, parameter in inspect.signature(fit).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
-_LISTED = ("evaluators", "train_metrics", "algorithms", "callbacks", "loggers", "watch")
 _NEEDED = ("train_dataloader", "optimizer", "max_duration")
 _WIDTH = 88
 
@@ -126,21 +126,13 @@ class Arguments:
     order: Literal["current", "2021"]
     clock: Callable[[], float]
 
-    # The iterators that streams of it, and of those that ``replace`` made of it, were given.
-    _iterators: list[object] = attrs.field(repr=False)
+    # Holds an item where a stream was made of it, or of a recipe that ``replace`` made of it with this data.
+    _streams: list[None] = attrs.field(init=False, factory=list, repr=False)
 
     @teaching
     @passing_on(fit, optional=["optimizer", "max_duration"])
     def __init__(self, train_dataloader: Iterable[Any] | None = None, **settings: Unpack[OtherOptions]) -> None:
-        if isinstance(train_dataloader, nn.Module | State | Stream):
-            raise ArgumentTypeError(
-                f"train_dataloader is a {type(train_dataloader).__name__}: a recipe has no model, and no run; write "
-                "pl.Recipe(train_dataloader, ...).fit(model)."
-            )
-        values: dict[str, Any] = {**DEFAULTS, **settings}
-        values |= {name: _immutable(values[name]) for name in _LISTED}
-        _check({"train_dataloader": train_dataloader, **values})
-        self.__attrs_init__(train_dataloader=train_dataloader, **values, iterators=[])
+        self.__attrs_init__(**_checked({"train_dataloader": train_dataloader, **DEFAULTS, **settings}))
 
     @property
     def settings(self) -> FrozenDict[str, Any]:
@@ -161,17 +153,17 @@ class Arguments:
         >>> pl.Recipe(seed=3).replace(precision="amp_bf16")
         Recipe(precision='amp_bf16', seed=3)
         """
-        settings: dict[str, Any] = {**self.settings, **changes}
-        changed = type(self)(**settings)
-        object.__setattr__(changed, "_iterators", self._iterators)
+        changed = copy.copy(self)
+        for name, value in _checked({**self.settings, **changes}).items():
+            object.__setattr__(changed, name, value)
+        if "train_dataloader" in changes:
+            object.__setattr__(changed, "_streams", [])
         return changed
 
     def __eq__(self, other: object) -> bool:
         return (
             not SettingsDifference.of(self.settings, other.settings) if isinstance(other, Arguments) else NotImplemented
         )
-
-    __hash__ = None  # type: ignore[assignment]  # data and functions are compared by value
 
     def __repr__(self) -> str:
         values = {name: value for name, value in self.settings.items() if not is_default(name, value)}
@@ -204,7 +196,12 @@ class Arguments:
         if draws:
             recipe._refuse_drawn(tool)
         values = {**recipe.settings, **{name: DEFAULTS[name] for name in without if name not in changes}}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None or name not in _NEEDED}
+
+    def _drew(self, changes: RecipeOptions) -> None:
+        """Note that the data was handed out, where it is not that of the changes."""
+        if "train_dataloader" not in changes:
+            self._streams.append(None)
 
     def _refuse_lack(self, tool: str, needed: Iterable[str]) -> None:
         """
@@ -223,20 +220,19 @@ class Arguments:
         Raises:
             ArgumentError: the data is an iterator, and its first batches are gone.
         """
-        iterator = self.train_dataloader
-        if not isinstance(iterator, Iterator):
+        data = self.train_dataloader
+        if not is_one_shot(data):
             return
-        begun = isinstance(iterator, GeneratorType) and inspect.getgeneratorstate(iterator) != inspect.GEN_CREATED
-        if begun or any(iterator is item for item in self._iterators):
+        state = inspect.getgeneratorstate(data) if isinstance(data, GeneratorType) else None
+        if state not in (None, inspect.GEN_CREATED) or (state is None and self._streams):
             raise ArgumentError(
-                f"recipe.{tool}: train_dataloader is {type(iterator).__name__}, an iterator that was drawn from "
-                "before: its first batches are gone. Give a DataLoader or a list, or write "
+                f"recipe.{tool}: train_dataloader is {type(data).__name__}, an iterator that was drawn from before: "
+                "its first batches are gone. Give a DataLoader or a list, or write "
                 f"recipe.{tool}(..., train_dataloader=another)."
             )
-        self._iterators.append(iterator)
 
 
-@attrs.frozen(repr=False)
+@attrs.frozen(repr=False, eq=False)
 class SettingsDifference:
     """The settings in which two recipes, or two calls of ``fit``, differ: false where there are none.
 
@@ -334,21 +330,39 @@ def _changed(factory: object, arguments: Mapping[str, object]) -> dict[str, obje
     }
 
 
-def _check(settings: Mapping[str, Any]) -> None:
-    """Refuse values that no call takes, of those that don't depend on ranks; None: there is none yet."""
-    loss = settings["loss"]
+def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, which nothing changes later; without what depends on the model, ranks or devices.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a value that no call takes; None is taken where a tool need not have it.
+    """
+    data, loss = settings["train_dataloader"], settings["loss"]
+    if isinstance(data, nn.Module | State | Stream):
+        raise ArgumentTypeError(
+            f"train_dataloader is a {type(data).__name__}: a recipe has no model, and no run; write "
+            "pl.Recipe(train_dataloader, ...).fit(model)."
+        )
+    settings = {name: _immutable(name, value) for name, value in settings.items()}
     if loss is not None and not isinstance(loss, Task):
         check_loss_function(loss)
     bind_evaluators(settings["evaluators"], settings["eval_interval"], seed=0, sources=source)
     for field in attrs.fields(Settings):
         reader: Any = field.converter
         value = settings.get(field.name)
-        if value is not None and reader is not None and field.name != "parallel":
+        optional = field.name in _NEEDED or field.name == "parallel" or DEFAULTS.get(field.name) is None
+        if reader is not None and not (value is None and optional) and field.name != "parallel":
             reader(value)
+    return settings
 
 
-def _immutable(value: Any) -> Any:
+def _immutable(name: str, value: Any) -> Any:
     """Several algorithms, callbacks or evaluators so that no later change of a list reaches them."""
+    if name in ("callbacks", "loggers"):
+        return tuple(listed_callbacks(value))
+    if name == "evaluators":
+        return FrozenDict(value) if isinstance(value, Mapping) else value
+    if name not in ("algorithms", "train_metrics", "watch"):
+        return value
     if isinstance(value, Mapping):
         return FrozenDict(value)
     if isinstance(value, set | frozenset):

@@ -24,8 +24,7 @@ from pure_loop.optim.optimizer import RateFunction
 from pure_loop.ranges import Scheduled
 from pure_loop.recorder import numbers_of, strengths_of
 from pure_loop.schedules import Schedule
-from pure_loop.schedules._base import warmup_in
-from pure_loop.schedules._time import End, Exact
+from pure_loop.schedules._base import End, Exact, warmup_in
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp, TimeUnit
 

@@ -4,8 +4,8 @@
 >>> pl.export.__module__
 'pure_loop.exporting.export'
 
-May import ``checkpoint``, ``algorithms`` and what is below. Begin with ``export.py``, the public function; ``files.py``
-writes a module to a file, reads it back and compares, ``graphs.py`` traces it.
+May import ``checkpoint``, ``algorithms`` and what is below. Begin with ``export.py``: the public function, and how the
+module is written to a file, read back and compared. ``graphs.py`` traces it.
 """
 
 from pure_loop.exporting.export import export

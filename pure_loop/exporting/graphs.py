@@ -1,4 +1,4 @@
-"""Graphs of a module: traced by ``torch.export``, and translated to ONNX."""
+"""Graphs of a module: traced by ``torch.export``, and translated to ONNX, and run by ONNX."""
 
 from __future__ import annotations
 
@@ -120,6 +120,48 @@ def _name_batch_dimension(graph: Any) -> None:
         for dimension in dimensions:
             if dimension.dim_param == symbol:
                 dimension.dim_param = "batch"
+
+
+def onnx_outputs(file: bytes, sample: Any) -> list[Tensor]:
+    """What ONNX's own implementation of its operations, in NumPy, returns."""
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    model: Any = ReferenceEvaluator(onnx.load_model_from_string(file), new_ops=[_gather_elements()])
+    inputs = [_array(tensor) for tensor in tensors_in_order(arguments_of(sample))]
+    return [_tensor(output) for output in model.run(None, dict(zip(model.input_names, inputs, strict=True)))]
+
+
+def _gather_elements() -> Any:
+    """GatherElements for tensors of any size: ONNX's own implementation fails above 64 in the gathered dimension."""
+    import numpy as np
+    from onnx.reference.op_run import OpRun
+
+    def run(self: Any, data: Any, indices: Any, axis: int = 0) -> tuple[Any]:
+        axis %= data.ndim
+        # Of the other dimensions the indices may cover the first elements alone.
+        covered = tuple(slice(None if d == axis else size) for d, size in enumerate(indices.shape))
+        return (np.take_along_axis(data[covered], indices, axis),)
+
+    return type("GatherElements", (OpRun,), {"op_domain": "", "_run": run})
+
+
+def _array(tensor: Tensor) -> Any:
+    tensor = tensor.detach().cpu()
+    if tensor.dtype is not torch.bfloat16:
+        return tensor.numpy()
+    import ml_dtypes  # comes with onnx
+
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _tensor(array: Any) -> Tensor:
+    import numpy as np
+
+    array = np.array(array)  # a copy, which may be written to; a scalar becomes an array
+    if array.dtype.name != "bfloat16":
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
 @contextmanager

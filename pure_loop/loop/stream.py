@@ -74,7 +74,7 @@ class Stream(Generator[tuple[Event, State], None, Any]):
         self, pairs: Generator[tuple[Event, State], None, Any], settings: Mapping[str, object] | None = None
     ) -> None:
         self._pairs = pairs
-        # The arguments of fit but the model, for what compares streams; None: another function made it.
+        # The arguments of fit but the model, for what compares streams; None: it is not of fit, or has begun.
         self.settings = settings
         # Where it was made, for the warning; None: something asked for its pairs.
         self._place: tuple[str, int] | None = user_place()
@@ -96,7 +96,7 @@ class Stream(Generator[tuple[Event, State], None, Any]):
 
     # A loop then asks the generator itself, which costs nothing, and lets it see where its States go.
     def __iter__(self) -> Generator[tuple[Event, State], None, Any]:
-        self._place = None
+        self._place = self.settings = None
         _waiting.discard(self)
         return self._pairs
 

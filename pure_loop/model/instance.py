@@ -13,8 +13,7 @@ from pure_loop._internal.tree_ops import clone_all, in_transform
 from pure_loop.errors import ModelError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, alterations, places_of, put_slots, slot_of
-from pure_loop.model.mirrored import Mirrored, mirror, stands_twice
-from pure_loop.model.tree import entries, places_at, set_mode, tensor_places
+from pure_loop.model.tree import Mirrored, entries, mirror, places_at, set_mode, stands_twice, tensor_places
 
 
 class Structure(Protocol):
@@ -191,7 +190,7 @@ class Instance:
         # A transform of torch.func has tensors without memory.
         values = [tensors[key] for _, tensors, key in self.buffers]
         if not in_transform() and (not assigned <= self._assigned or self._share_storage(values)):
-            from pure_loop.model.overlaps import overlapping_pair
+            from pure_loop.model.checks import overlapping_pair
 
             pair = overlapping_pair(dict(named).items())
             if pair is not None:

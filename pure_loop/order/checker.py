@@ -15,7 +15,7 @@ import attrs
 
 from pure_loop.errors import ArgumentError, OrderError
 from pure_loop.event import Event
-from pure_loop.order import views as _render
+from pure_loop.order import grammar as _grammar
 from pure_loop.order.grammar import MODES, Automaton, Node, Rule, parse
 
 Order = Literal["current", "2021"]
@@ -340,7 +340,7 @@ def going_on(events: Sequence[Event], kept: int) -> list[Event]:
 
 def table(order: Order = "current") -> str:
     """The grammar as text for a terminal."""
-    return _render.table(_rules(order))
+    return _grammar.table(_rules(order))
 
 
 def outline(order: Order = "current") -> list[tuple[int, str | Event, str]]:
@@ -349,9 +349,9 @@ def outline(order: Order = "current") -> list[tuple[int, str | Event, str]]:
     A group that was written out before comes back as its heading alone.
     """
     rules = _rules(order)
-    return _render.outline(rules, [stream for stream in _STREAMS if stream in rules], NOTES)
+    return _grammar.outline(rules, [stream for stream in _STREAMS if stream in rules], NOTES)
 
 
 def mermaid(order: Order = "current") -> str:
     """The order of ``fit`` as a Mermaid flowchart, without iterations; events with a thick border are boundaries."""
-    return _render.mermaid(_rules(order), BOUNDARIES, _REASONS)
+    return _grammar.mermaid(_rules(order), BOUNDARIES, _REASONS)

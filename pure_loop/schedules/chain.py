@@ -12,8 +12,7 @@ import attrs
 
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import checked
-from pure_loop.schedules._base import Schedule, as_schedule, field_names, warmup_in
-from pure_loop.schedules._time import End, amount_of, finished
+from pure_loop.schedules._base import End, Schedule, amount_of, as_schedule, field_names, finished, warmup_in
 from pure_loop.time import Time, TimeLike, Timestamp, TimeUnit, read_time
 
 __all__ = ["chain"]

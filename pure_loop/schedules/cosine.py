@@ -11,8 +11,7 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, WarmupSchedule, as_time, as_warmup, leaves_room
-from pure_loop.schedules._time import between, warmed_up
+from pure_loop.schedules._base import LASTING, WarmupSchedule, as_time, as_warmup, between, leaves_room, warmed_up
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["cosine"]

@@ -12,8 +12,7 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import AtLeast, Number, checked
-from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import Exact, amount_of, between, finished, whole_lengths
+from pure_loop.schedules._base import LASTING, Exact, Schedule, amount_of, as_time, between, finished, whole_lengths
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["cosine_restarts"]

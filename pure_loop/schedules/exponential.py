@@ -10,8 +10,7 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Above, Number, checked
-from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import amount_of, finished
+from pure_loop.schedules._base import LASTING, Schedule, amount_of, as_time, finished
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["exponential"]

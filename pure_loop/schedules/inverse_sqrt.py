@@ -11,8 +11,7 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, WarmupSchedule, as_time
-from pure_loop.schedules._time import amount_of, finished
+from pure_loop.schedules._base import LASTING, WarmupSchedule, amount_of, as_time, finished
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["inverse_sqrt"]

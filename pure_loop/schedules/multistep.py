@@ -12,8 +12,7 @@ import attrs
 
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import Schedule
-from pure_loop.schedules._time import amount_of, finished
+from pure_loop.schedules._base import Schedule, amount_of, finished
 from pure_loop.time import Time, TimeLike, Timestamp, read_time
 
 __all__ = ["multistep"]

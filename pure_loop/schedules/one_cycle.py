@@ -11,8 +11,7 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import Above, AtLeast, Between, checked
-from pure_loop.schedules._base import LASTING, Schedule, as_time
-from pure_loop.schedules._time import End, between, part_over
+from pure_loop.schedules._base import LASTING, End, Schedule, as_time, between, part_over
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["one_cycle"]

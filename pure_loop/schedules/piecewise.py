@@ -12,8 +12,7 @@ import attrs
 from pure_loop._internal.arguments import check_number
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import checked
-from pure_loop.schedules._base import Schedule
-from pure_loop.schedules._time import amount_of, finished
+from pure_loop.schedules._base import Schedule, amount_of, finished
 from pure_loop.time import Time, TimeLike, Timestamp, read_time
 
 __all__ = ["piecewise"]

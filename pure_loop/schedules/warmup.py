@@ -11,8 +11,17 @@ from typing import Annotated
 import attrs
 
 from pure_loop.ranges import checked
-from pure_loop.schedules._base import LASTING, Schedule, as_schedule, as_time, constant, refuse_no_numbers, warmup_in
-from pure_loop.schedules._time import End, part_over
+from pure_loop.schedules._base import (
+    LASTING,
+    End,
+    Schedule,
+    as_schedule,
+    as_time,
+    constant,
+    part_over,
+    refuse_no_numbers,
+    warmup_in,
+)
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["warmup"]

@@ -11,8 +11,7 @@ import attrs
 
 from pure_loop.errors import ArgumentError
 from pure_loop.ranges import Number, checked
-from pure_loop.schedules._base import LASTING, WarmupSchedule, as_time
-from pure_loop.schedules._time import amount_of, between, finished, part_over
+from pure_loop.schedules._base import LASTING, WarmupSchedule, amount_of, as_time, between, finished, part_over
 from pure_loop.time import Time, Timestamp
 
 __all__ = ["warmup_stable_decay"]

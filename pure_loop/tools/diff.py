@@ -123,6 +123,14 @@ def diff_streams(
     a: Stream, b: Stream, tolerance: float, operations_from: float = math.inf, end: float = math.inf
 ) -> Divergence | NoDivergence:
     """:func:`diff` of two streams, until ``end`` batches are finished; operations are recorded from a batch on."""
+    settings = [stream.settings or {} for stream in (a, b) if isinstance(stream, Stream)]
+    differing = SettingsDifference.of(*settings) if len(settings) == 2 else NO_DIFFERENCE
+    return attrs.evolve(_diff_steps(a, b, tolerance, operations_from, end), settings=differing)
+
+
+def _diff_steps(
+    a: Stream, b: Stream, tolerance: float, operations_from: float, end: float
+) -> Divergence | NoDivergence:
     with ExitStack() as closing_both:
         # Each ends its stream, in both: they may hold files, workers and ranks.
         run_a, run_b = (
@@ -365,6 +373,4 @@ def diff(
         raise ArgumentTypeError("diff compares two recipes, or two runs: pl.diff(recipe.fit(model), ...).")
     if isinstance(a, tuple | str | os.PathLike) or isinstance(b, tuple | str | os.PathLike):
         return diff_recorded(a, b, tolerance=tolerance, operations=operations)
-    settings = [item.settings or {} for item in (a, b) if isinstance(item, Stream)]
-    result = diff_streams(a, b, tolerance, -math.inf if operations else math.inf)
-    return attrs.evolve(result, settings=SettingsDifference.of(*settings))
+    return diff_streams(a, b, tolerance, -math.inf if operations else math.inf)

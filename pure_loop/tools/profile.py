@@ -24,7 +24,7 @@ from pure_loop.checkpoint.storage import storage_of
 from pure_loop.data.source import Source
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
-from pure_loop.exporting.files import try_to_write
+from pure_loop.exporting.export import try_to_write
 from pure_loop.hooks import Handler, Observer
 from pure_loop.loop.driver import Script
 from pure_loop.loop.stream import Stream

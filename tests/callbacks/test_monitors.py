@@ -18,9 +18,9 @@ from torch.nn.functional import mse_loss
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop import callbacks as C
-from pure_loop.callbacks._flops import peak_flops_of
 from pure_loop.callbacks.activation_monitor import STATISTICS
 from pure_loop.callbacks.memory_monitor import _of_allocator
+from pure_loop.callbacks.speed_monitor import peak_flops_of
 from pure_loop.errors import ArgumentError, MissingExtraError
 from pure_loop.loggers import InMemoryLogger
 from tests.support.problem import LR, cross_entropy, fit, mlp, points, run

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop.callbacks import ExportForInferenceCallback, Generate, ImageVisualizer
-from pure_loop.exporting.files import export_module
+from pure_loop.exporting.export import export_module
 from pure_loop.loggers import InMemoryLogger
 from tests.support.problem import convnet, cross_entropy, fit, images, mlp, points, run
 from tests.support.worlds import pool

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import pure_loop as pl
+from pure_loop._internal.equality import equal
 from pure_loop.entry.arguments import DEFAULTS
 from tests.support.problem import cross_entropy, mlp, noisy, points
 from tests.support.refused import Refusal, check, rows
@@ -161,7 +165,6 @@ def test_each_tool_gives_what_its_function_gives(tmp_path: Path) -> None:
     assert made.rehearse(net, call_callbacks=False).phases == pl.rehearse(net, call_callbacks=False, **settings).phases
     assert made.lr_find(net, steps=10).losses == pl.lr_find(net, steps=10, **settings).losses
     assert made.largest_microbatch(net, max_duration=None) == 4
-    assert made.profile(net, batches=2, warmup=1).batches == 2
     whole = {"steps": "2ba", "metric": "val/loss"}
     assert made.ablate(net, **whole) == pl.ablate(net, **whole, **settings)
     inside = next(state for event, state in made.fit(net) if event is pl.Event.BATCH_START)
@@ -178,6 +181,102 @@ def test_each_tool_gives_what_its_function_gives(tmp_path: Path) -> None:
     event, again = next(recorded.rewind(mlp(), tmp_path / "flight", "3ba", "batch_end"))
     wanted = next(s for e, s in made.fit(mlp()) if e is event and s.timestamp.batch == 3)
     assert_same_stream([(event, again)], [(event, wanted)], "rewind")
+
+
+NET, INSIDE = mlp(), pl.State.create(mlp()).replace(batch=DATA[0])
+OBSERVERS = ("callbacks", "loggers", "run_name")
+# Of each tool its function, what is passed by place to the method and to the function, its own arguments, and the
+# settings of the recipe that are left out.
+TOOLS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = {
+    "fit": ("recipe.fit", (NET,), (NET,), {}, ()),
+    "explain": ("entry.explain.explain", (NET,), (NET,), {"file": None, "sample": VAL, "depth": 3, "full": True}, ()),
+    "rehearse": (
+        "rehearsal.rehearse.rehearse",
+        (NET,),
+        (NET,),
+        {"sample": VAL, "world_size": 3, "fake": True, "call_callbacks": False},
+        (),
+    ),
+    "lr_find": ("tools.lr_find.lr_find", (NET,), (NET,), {"lowest": 1e-3, "highest": 2.0, "steps": 11}, ()),
+    "largest_microbatch": ("entry.largest_microbatch.largest_microbatch", (NET,), (NET,), {}, ()),
+    "ablate": ("tools.ablate.ablate", (NET,), (NET,), {"steps": "2ba", "metric": "train/loss"}, ()),
+    "rewind": (
+        "tools.rewind.rewind",
+        (NET, "flight", "1ba", "batch_end"),
+        ("flight", "1ba", "batch_end", NET),
+        {"occurrence": 2},
+        (*OBSERVERS, "autoresume", "load_path"),
+    ),
+    "inspect": ("tools.inspection.inspect", (INSIDE, VAL), (INSIDE, VAL), {"gradients": False}, ("train_dataloader",)),
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("changed", [{}, {"seed": 9, "callbacks": (C.TimeLeft(),), "train_dataloader": VAL}], ids=str)
+def test_what_a_method_is_given_arrives(name: str, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each setting of the recipe, each change, and each argument of the tool, none at its default."""
+    place, of_method, of_function, own, left_out = TOOLS[name]
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(f"pure_loop.{place}", lambda *args, **kwargs: calls.append((args, kwargs)))
+    made = pl.Recipe(**settings_of(frozenset(VALUES)))
+    getattr(made, name)(*of_method, **own, **changed)
+    ((args, kwargs),) = calls
+    defaults = {setting: DEFAULTS.get(setting) for setting in left_out}
+    expected: dict[str, Any] = {**made.settings, **defaults, **changed, **own}
+    if name == "inspect":
+        expected.pop("train_dataloader")
+    assert args == of_function
+    assert kwargs.keys() == expected.keys()
+    assert [key for key in kwargs if not equal(kwargs[key], expected[key])] == []
+
+
+def test_evaluation_has_of_a_recipe_what_is_not_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    for function in ("evaluate", "predict"):
+        monkeypatch.setattr(f"pure_loop.entry.evaluate.{function}", lambda *args, **kwargs: calls.append(kwargs))
+    made = pl.Recipe(**settings_of(frozenset(VALUES)))
+    shared = ("algorithms", "precision", "seed", "device", "parallel", "strict", "deterministic")
+    of_recipe = {name: made.settings[name] for name in shared}
+    made.evaluate(NET), made.predict(NET, VAL)
+    made.evaluate(NET, VAL, loss=loss, seed=9, loggers=()), made.predict(NET, VAL, task=None, gradients=True, watch=())
+    assert calls == [
+        {**of_recipe, "loss": made.loss},
+        {**of_recipe, "task": made.loss, "gradients": False},
+        {**of_recipe, "loss": loss, "seed": 9, "loggers": ()},
+        {**of_recipe, "task": made.loss, "gradients": True, "watch": ()},
+    ]
+
+
+def test_a_profile_leaves_the_files_and_loggers_of_the_run_alone(tmp_path: Path) -> None:
+    logger = pl.loggers.InMemoryLogger()
+    made = recipe(autoresume=tmp_path / "runs", loggers=[logger])
+    assert made.profile(mlp(), batches=2, warmup=1).batches == 2
+    assert not (tmp_path / "runs").exists()
+    assert not logger.metrics
+
+
+def test_no_run_holds_the_state_that_it_begins_with() -> None:
+    """As in ``pl.run(pl.fit(state))``: the parameters of one State less."""
+    alive: list[bool] = []
+
+    def start() -> pl.State:
+        state = recipe(max_duration="1ep").run(mlp())
+        first.append(ref(state.params["0.weight"]))
+        return state
+
+    first: list[ref[Tensor]] = []
+    watching = recipe(strict=False, callbacks=[lambda event, state: alive.append(first[-1]() is not None)])
+    watching.run(start())
+    assert not any(alive[-6:])
+
+
+def test_a_stream_that_has_begun_holds_no_callback() -> None:
+    callback = C.SpeedMonitor()
+    stream, held = recipe(callbacks=[callback]).fit(mlp()), ref(callback)
+    del callback
+    pl.run(stream)
+    gc.collect()
+    assert held() is None
 
 
 def test_runs_that_part_have_the_settings_that_differ() -> None:
@@ -224,6 +323,13 @@ REFUSED = [
         ),
         ("data by place", lambda: recipe().fit(mlp(), DATA), TYPE, ("others, train_dataloader=train_dataloader, ",)),  # type: ignore[call-arg]
         (
+            "no data to run",
+            lambda: pl.Recipe().run(mlp()),
+            TYPE,
+            ("recipe.run(..., train_dataloader=train_dataloader, ",),
+        ),
+        ("nor to profile", lambda: pl.Recipe(seed=1).profile(mlp()), TYPE, ("recipe.profile(..., ",)),
+        (
             "no optimizer",
             lambda: recipe(optimizer=None).lr_find(mlp()),
             TYPE,
@@ -242,6 +348,8 @@ REFUSED = [
         ("a loss", lambda: recipe(loss="mse"), TYPE, ("loss is 'mse'",)),
         ("evaluators", lambda: recipe(evaluators=3), TYPE, ("evaluator 'eval'",)),
         ("interval", lambda: recipe().replace(eval_interval=3), ValueError, ('Write "3ep"',)),
+        ("seed", lambda: recipe(seed=None), TYPE, ("seed=None",)),
+        ("donate", lambda: recipe(donate=None), VALUE, ("donate=None",)),
         ("duration", lambda: recipe().replace(max_duration="2 weeks"), ValueError, ("max_duration",)),
         ("a generator", lambda: recipe().replace(train_dataloader=drawn()).fit(mlp()), VALUE, GONE),
         ("an iterator", lambda: twice(iter(points(9))), VALUE, GONE),
@@ -277,6 +385,34 @@ REFUSED += [
 @rows(REFUSED)
 def test_a_mistake_is_refused_at_the_call(refusal: Refusal) -> None:
     check(refusal)
+
+
+class Anew:
+    """An iterator that begins anew."""
+
+    def __iter__(self) -> Anew:
+        self.batches = iter(points())
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+
+def test_data_that_begins_anew_and_calls_that_were_refused_are_no_draw() -> None:
+    made = recipe().replace(train_dataloader=Anew())
+    assert [made.run(mlp()).timestamp.batch for _ in range(2)] == [6, 6]
+    once = recipe(max_duration="1ep").replace(train_dataloader=iter(points()))
+    with pytest.raises(pl.errors.ArgumentTypeError):
+        once.fit(torch.nn.Linear)  # type: ignore[arg-type]
+    assert once.run(mlp()).timestamp.batch == 3
+    generated = recipe(max_duration="1ep").replace(train_dataloader=(batch for batch in points()))
+    generated.fit(mlp()).close()
+    assert generated.run(mlp()).timestamp.batch == 3
+
+
+def test_evaluators_are_not_drawn_from_before_a_run() -> None:
+    made = recipe(evaluators=itertools.cycle(VAL))
+    assert isinstance(made.evaluators, itertools.cycle)
 
 
 def test_an_iterator_serves_one_call_that_draws_and_any_that_does_not() -> None:

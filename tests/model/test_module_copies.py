@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import pure_loop as pl
 from pure_loop import FrozenDict
-from pure_loop.model.mirrored import mirror
+from pure_loop.model.tree import mirror
 from tests.support import problem
 from tests.support.holding import DATA, fit, last, made
 

@@ -24,8 +24,7 @@ from pure_loop.testing.case import Case
 from pure_loop.testing.comparison import differences
 from pure_loop.testing.strategies import algorithms as random_algorithms
 from pure_loop.testing.strategies import cases, plans
-from pure_loop.verify.comparison import unequal_leaves
-from pure_loop.verify.leaves import LOOP
+from pure_loop.verify.leaves import LOOP, unequal_leaves
 from tests.conftest import THOROUGH
 from tests.support import faults
 from tests.support.faults import PLACES, Fault, bits_of
