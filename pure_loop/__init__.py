@@ -139,7 +139,7 @@ _LAZY = {
     "entry.evaluate": ("evaluate", "predict"),
     "entry.explain": ("explain",),
     "entry.largest_microbatch": ("largest_microbatch",),
-    # Earlier names of pl.errors.ArgumentError and the others.
+    # The names of pl.errors at the top are earlier ones.
     "errors": {*errors.__all__} - {"PureLoopError"},
     "exporting": ("export",),
     "loop.driver": ("Script",),

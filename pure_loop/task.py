@@ -181,6 +181,7 @@ class Task:
         return self.implied is not None and self.implied.harmless
 
     def __attrs_post_init__(self) -> None:
+        _refuse_class(self.loss, "pl.Task: ")
         for field in attrs.fields(Task):
             value = getattr(self, field.name) if field.init else None
             if value is not None or (field.init and field.default is not None):
@@ -363,6 +364,11 @@ def _refuse_parameters(loss: object) -> None:
         )
 
 
+def _refuse_class(loss: object, where: str) -> None:
+    if isinstance(loss, type):
+        raise ArgumentTypeError(f"{where}loss is the class {loss.__name__}; give an instance: {loss.__name__}().")
+
+
 def check_loss_function(loss: Any, where: str = "") -> None:
     """Refuse what can't be called as ``loss(outputs, targets)``.
 
@@ -374,8 +380,9 @@ def check_loss_function(loss: Any, where: str = "") -> None:
             f"{where}loss is {loss!r} of type {type(loss).__name__}; give a function of (outputs, targets), such as "
             "torch.nn.functional.cross_entropy."
         )
-    if isinstance(loss, type):
-        raise ArgumentTypeError(f"{where}loss is the class {loss.__name__}; give an instance: {loss.__name__}().")
+    if getattr(loss, "__self__", None) is Task:
+        raise ArgumentTypeError(f"{where}loss is a method of pl.Task; call it: pl.Task.{name_of(loss)}().")
+    _refuse_class(loss, where)
     if not accepts(loss, 2):
         raise ArgumentTypeError(
             f"{where}loss is the function {name_of(loss)}, which can't be called with two arguments: it is called as "

@@ -17,7 +17,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from numbers import Number
 from typing import Any, TypeGuard, TypeVar
 
@@ -307,6 +307,18 @@ def check_function(name: str, value: object, arguments: str, *, where: str) -> N
     if not accepts(value, len(arguments.split())):
         raise ArgumentTypeError(
             f"{where}: {name} must be {wanted}, got {name_of(value)}, which can't be called with these arguments."
+        )
+
+
+def refuse_iterator(train_dataloader: object, where: str, use: str) -> None:
+    """
+    Raises:
+        ArgumentError: it is an iterator, of which ``where`` makes such a use.
+    """
+    if isinstance(train_dataloader, Iterator):
+        raise ArgumentError(
+            f"{where}: train_dataloader is {type(train_dataloader).__name__}, an iterator, {use}: give a DataLoader or "
+            "a list, such as list(itertools.islice(batches, 50))."
         )
 
 

@@ -33,6 +33,7 @@ def teaching(function: Callable[P, T]) -> Callable[P, T]:
             try:
                 return function(*args, **kwargs)
             except TypeError:
+                _refuse_recipe(function, [*args, *kwargs.values()])
                 refuse_misfit(function, args, kwargs)  # if not, it is an error of the function itself
                 raise
 
@@ -61,13 +62,33 @@ def passing_on(
     return decorated
 
 
+def _refuse_recipe(function: Callable[..., object], values: Iterable[object]) -> None:
+    """
+    Raises:
+        ArgumentTypeError: the function is given a recipe, which has a method of its name.
+    """
+    name = function.__name__
+    for item in values if _place(function) == "pl." and name != "__init__" else ():
+        settings, method = getattr(item, "settings", None), getattr(item, name, None)
+        # A stream has settings, too, and a model may have a method of any name.
+        if hasattr(item, "fit") and method and isinstance(settings, Mapping) and "train_dataloader" in settings:
+            parameters = inspect.signature(method).parameters.values()
+            needed = [
+                each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD
+            ]
+            raise ArgumentTypeError(
+                f"{name} was given a {type(item).__name__}, which has the data and the settings of a call: write "
+                f"recipe.{name}({_written(needed, name)})."
+            ) from None
+
+
 def with_arguments_of(
     target: Callable[..., object], function: Callable[..., object], optional: Collection[str] = ()
 ) -> inspect.Signature:
     """The signature of a function with the keyword arguments of another one in the place of ``**settings``."""
     own = [item for item in _signature(function).parameters.values() if item.kind is not item.VAR_KEYWORD]
     passed = [
-        item.replace(default=None) if item.name in optional else item
+        item.replace(default=None, annotation=f"{item.annotation} | None") if item.name in optional else item
         for item in _signature(target).parameters.values()
         if item.kind is item.KEYWORD_ONLY
     ]
@@ -174,9 +195,11 @@ def _said(
     by_place = [
         parameter.name for parameter in parameters.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-    call = f"{place}{name}({', '.join(map(example, by_place))}, ...)"
+    call = f"{place}{name}({_written(by_place, name)}, ...)"
     if len(args) > len(by_place):
-        following = _named_next(parameters)
+        following, surplus = _named_next(parameters), args[len(by_place)]
+        if "algorithms" in parameters and isinstance(surplus, list | tuple) and hasattr((*surplus, 0)[0], "handlers"):
+            following = f"algorithms=[...], {following}"
         others = f"the names of the others, {following}" if by_place else f"{place}{name}({following})"
         instead = f": write {others}." if following else f"{PASSED_TWICE.get(by_place[-1] if by_place else '', '')}."
         return [f"{name} takes {_how_many(by_place)}, and was given {len(args)}{instead}"]
@@ -202,7 +225,7 @@ def _said(
         needed = [*by_place, *(item for item in lacking if item not in by_place)]
         sentences.append(
             f"{name} {'also ' if sentences else ''}needs {' and '.join(lacking)}: "
-            f"{place}{name}({', '.join(example(item, name) for item in needed)}{', ...' if name == 'fit' else ''})."
+            f"{place}{name}({_written(needed, name)}{', ...' if name == 'fit' else ''})."
         )
     return sentences
 
@@ -218,6 +241,15 @@ def _how_many(by_place: list[str]) -> str:
 def _named_next(parameters: Mapping[str, inspect.Parameter]) -> str:
     keywords = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
     return ", ".join(map(by_name, keywords[:3]))
+
+
+def _written(names: Iterable[str], function: str) -> str:
+    """How arguments may be written in a call: after one with its name each has its name."""
+    texts: list[str] = []
+    for name in names:
+        named = any(text.startswith(f"{before}=") for before, text in zip(names, texts, strict=False))
+        texts.append(by_name(name) if named else example(name, function))
+    return ", ".join(texts)
 
 
 def by_name(name: str) -> str:

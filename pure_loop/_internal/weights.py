@@ -24,7 +24,7 @@ from pure_loop.errors import DataError
 Weight: TypeAlias = float | Tensor
 WEIGHTS_ARE = (
     "weights are finite, not negative, and not all zero. By default a microbatch weighs its samples, or what a loss of "
-    "torch divides by; loss=pl.Task(weight=...) says otherwise."
+    "torch divides by; loss=pl.Task(loss=..., weight=...) says otherwise."
 )
 
 
@@ -135,7 +135,7 @@ def read_weight(weight: Weight, what: str) -> Weight:
         if weight.numel() != 1 or weight.is_complex():
             raise DataError(
                 f"{what} weighs a tensor of shape {tuple(weight.shape)} and dtype {weight.dtype}; a weight is one real "
-                "number: pl.Task(weight=lambda batch: (batch[1] != -100).sum())."
+                "number: pl.Task(loss=..., weight=lambda batch: (batch[1] != -100).sum())."
             )
         return weight.item() if is_readable(weight) else weight.reshape(())
     if not hasattr(weight, "__float__"):

@@ -31,7 +31,7 @@ T = TypeVar("T")
 # What belongs to a batch as a whole: no container, and without samples.
 INDIVISIBLE = (str, bytes, Number, Enum, type(None), torch.dtype, torch.device, torch.Size)
 
-HOW_TO_COUNT = "loss=pl.Task(samples=lambda batch: ..., split=lambda batch, size: [...])"
+HOW_TO_COUNT = "loss=pl.Task(loss=..., samples=lambda batch: ..., split=lambda batch, size: [...])"
 # Items of a container that are shown.
 _SHOWN = 6
 

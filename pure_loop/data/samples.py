@@ -176,7 +176,7 @@ def _views(leaf: Tensor, size: int) -> Sequence[Tensor]:
     if leaf.layout is not torch.strided:
         raise DataError(
             f"can't split a tensor of layout {leaf.layout} and shape {tuple(leaf.shape)} into microbatches: give dense "
-            "tensors, pl.Task(split=function), or train with microbatch_size=None"
+            "tensors, loss=pl.Task(loss=..., split=function), or train with microbatch_size=None"
         )
     count, rest = divmod(leaf.shape[0], size)
     # What Tensor.split comes to, behind twice as much Python.

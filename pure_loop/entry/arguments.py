@@ -22,13 +22,14 @@ from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger
 from pure_loop.data.dataloaders import is_one_shot, source
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.entry.fit import FitOptions, fit
+from pure_loop.entry.fit import SharedOptions, fit
 from pure_loop.entry.settings import Settings, listed_callbacks
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import Evaluator, EvaluatorsLike, bind_evaluators
 from pure_loop.event import Event, EventName
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import ClipFunction
+from pure_loop.loop.stream import Stream
 from pure_loop.metrics._base import MetricsLike
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import fixed_rate
@@ -46,7 +47,14 @@ _NEEDED = ("train_dataloader", "optimizer", "max_duration")
 _WIDTH = 88
 
 
-class RecipeOptions(FitOptions, total=False):
+class OtherOptions(SharedOptions, total=False):
+    """The settings of a recipe but the data."""
+
+    optimizer: Optimizer | None
+    max_duration: str | Time | None
+
+
+class RecipeOptions(OtherOptions, total=False):
     """The settings of a recipe, for the types of functions that pass them on."""
 
     train_dataloader: Iterable[Any] | None
@@ -123,7 +131,7 @@ class Arguments:
 
     @teaching
     @passing_on(fit, optional=["optimizer", "max_duration"])
-    def __init__(self, train_dataloader: Iterable[Any] | None = None, **settings: Unpack[FitOptions]) -> None:
+    def __init__(self, train_dataloader: Iterable[Any] | None = None, **settings: Unpack[OtherOptions]) -> None:
         self.__attrs_init__(**_checked({"train_dataloader": train_dataloader, **DEFAULTS, **settings}))
 
     @property
@@ -329,9 +337,9 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
         ArgumentError, ArgumentTypeError: a value that no call takes; None is taken where a tool need not have it.
     """
     data, loss = settings["train_dataloader"], settings["loss"]
-    if isinstance(data, nn.Module | State):
+    if isinstance(data, nn.Module | State | Stream):
         raise ArgumentTypeError(
-            f"train_dataloader is a {type(data).__name__}: a recipe has no model; write "
+            f"train_dataloader is a {type(data).__name__}: a recipe has no model, and no run; write "
             "pl.Recipe(train_dataloader, ...).fit(model)."
         )
     settings = {name: _immutable(name, value) for name, value in settings.items()}

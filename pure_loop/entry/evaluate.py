@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from pure_loop._internal.arguments import check_flag
+from pure_loop._internal.arguments import check_flag, refusal
 from pure_loop._internal.suggestions import teaching
 from pure_loop.algorithm import AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run
@@ -134,6 +134,8 @@ def predict(
     [torch.Size([4, 1])]
     """
     check_flag("gradients", gradients, where="pl.predict")
+    if not isinstance(task, Task | None):
+        raise refusal("task", task, "of the library, such as pl.Task(forward=...)", "pl.predict")
     settings = ModelSettings.of(locals())
     state = _state(settings)
     if task is None:

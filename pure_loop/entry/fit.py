@@ -48,13 +48,10 @@ class ModelOptions(TypedDict, total=False):
     watch: Collection[Event | EventName] | None
 
 
-class FitOptions(ModelOptions, total=False):
-    """The arguments of :func:`fit` after the model and the data, for the types of functions that pass them on."""
+class SharedOptions(ModelOptions, total=False):
+    """The arguments of :func:`fit` that are of one type in a recipe, too."""
 
-    # What is trained, and for how long.
     loss: Callable[[Any, Any], Loss] | Task | None
-    optimizer: Optimizer
-    max_duration: str | Time
 
     # Evaluation.
     evaluators: EvaluatorsLike
@@ -86,6 +83,13 @@ class FitOptions(ModelOptions, total=False):
     iteration_length: str | Time | None
     order: Literal["current", "2021"]
     clock: Callable[[], float]
+
+
+class FitOptions(SharedOptions, total=False):
+    """The arguments of :func:`fit` after the model and the data, for the types of functions that pass them on."""
+
+    optimizer: Optimizer
+    max_duration: str | Time
 
 
 @announced

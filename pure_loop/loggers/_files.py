@@ -35,13 +35,13 @@ def read_path(path: str | os.PathLike[str], name: str) -> Path:
         raise ArgumentError(f"{name}={text!r} is no path that a file can have.")
     if "://" in text:
         raise ArgumentError(
-            f"{name}={text!r} is a URL, and this logger writes to local files: give a local path, and add "
-            "pl.loggers.RemoteUploader(url) to upload what is written."
+            f"{name}={text!r} is a URL, and what is written are local files: give a local path; "
+            "pl.loggers.RemoteUploader(url) uploads what loggers write."
         )
     return Path(text)
 
 
-def read_file_path(path: str | os.PathLike[str], name: str) -> Path:
+def read_file_path(path: str | os.PathLike[str], name: str, file_name: str = "metrics") -> Path:
     """The path of a file, which need not be there yet.
 
     Raises:
@@ -50,7 +50,7 @@ def read_file_path(path: str | os.PathLike[str], name: str) -> Path:
     """
     file = read_path(path, name)
     if file.name in ("", "..") or os.path.isdir(file):
-        example = os.fspath(file / "metrics")
+        example = os.fspath(file / file_name)
         raise ArgumentError(f"{name}={os.fspath(path)!r} is a folder: write the path of a file, such as {example!r}.")
     return file
 

@@ -241,13 +241,13 @@ def train_batch(
     if fit.needs_tokens is not None and not state.timestamp.token and not (engine.exchanges and batch == 0):
         raise DataError(
             f"{fit.needs_tokens} counts tokens, and batch {batch} has none by the default count, so it would never "
-            "move: count them with loss=pl.Task(tokens=lambda batch: batch['input_ids'].numel()), or write it in "
-            'another unit, such as "100ba".'
+            "move: count them with loss=pl.Task(loss=..., tokens=lambda batch: batch['input_ids'].numel()), or write "
+            'it in another unit, such as "100ba".'
         )
     if fit.counts_tokens:
         raise DataError(
             f"batch {batch} has no tokens by the default count, so a duration in tokens would never end: count them "
-            "with loss=pl.Task(tokens=lambda batch: batch['input_ids'].numel())."
+            "with loss=pl.Task(loss=..., tokens=lambda batch: batch['input_ids'].numel())."
         )
     return ready
 

@@ -76,7 +76,7 @@ def class_axis(where: str, outputs: Outputs, batch: Batch, axis: int | None) -> 
         f"{where} needs outputs of scores, (n, classes, ...) or (n, ..., classes), and a batch (inputs, targets) with "
         f"class indices, (n, ...){shapes}. Where they are parts of what the model gives, or of a batch, write "
         f"pl.metrics.{where}().on(outputs=lambda outputs: ..., targets=lambda batch: ...), and for all metrics "
-        "pl.Task(targets=lambda batch: ...); for anything else "
+        "loss=pl.Task(loss=..., targets=lambda batch: ...); for anything else "
         f"pl.metrics.mean(lambda outputs, batch: ..., {where!r})."
     )
 

@@ -72,7 +72,7 @@ def report(folder_or_logger: str | os.PathLike[str] | Logger, path: str | os.Pat
         raise ArgumentTypeError(
             f"report: folder_or_logger is {kind}: pass the folder of a run, such as 'runs/1', or {_READ}."
         )
-    file = place / "report.html" if path is None else read_file_path(path, "report path")
+    file = place / "report.html" if path is None else read_file_path(path, "report path", "report.html")
     make_folder(file.parent, "report")
     replace_file(file, page(record, name), "report")
     return file

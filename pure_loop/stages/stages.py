@@ -134,7 +134,8 @@ class Stages(UpdateStage):
                 f"{self.task.loss_in_words} has class weights, and an algorithm (label_smoothing, or one that mixes "
                 "targets) turned class indices into probabilities. For indices the mean divides by their class "
                 "weights, and for probabilities by their number, so the weights of microbatches and ranks would be "
-                "wrong. Use the loss's own label_smoothing=, or loss=pl.Task(weight=lambda batch: len(batch[1]))."
+                "wrong. Use the loss's own label_smoothing=, or loss=pl.Task(loss=..., weight=lambda batch: "
+                "len(batch[1]))."
             )
 
     def backward(self, state: State, *, weight: float | Tensor = 1.0) -> State:

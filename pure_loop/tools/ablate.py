@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Unpack
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.arguments import refuse_iterator
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.reprs import columns, table
 from pure_loop._internal.suggestions import passing_on, teaching
@@ -116,11 +117,7 @@ def ablate(
     >>> result.everything > result.nothing
     True
     """
-    if isinstance(train_dataloader, Iterator):
-        raise ArgumentError(
-            f"ablate: train_dataloader is {type(train_dataloader).__name__}, an iterator, which the first fork would "
-            "use up: give a DataLoader or a list, such as list(itertools.islice(batches, 50))."
-        )
+    refuse_iterator(train_dataloader, "ablate", "which the first fork would use up")
     members = _members(settings.get("algorithms", ()))
     begun = model_or_state
     if isinstance(begun, State):

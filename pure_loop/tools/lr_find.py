@@ -7,13 +7,13 @@ where it diverges: https://arxiv.org/abs/1506.01186 (section 3.3), with the expo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Unpack, cast
 
 import attrs
 from torch import nn
 
-from pure_loop._internal.arguments import check_integer, check_number
+from pure_loop._internal.arguments import check_integer, check_number, refuse_iterator
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.suggestions import arguments_of_call, passing_on, teaching
@@ -96,11 +96,7 @@ def lr_find(
     """
     arguments = arguments_of_call(fit, (model_or_state, train_dataloader), settings)
     sweep = Sweep.read(lowest, highest, steps)
-    if isinstance(train_dataloader, Iterator):
-        raise ArgumentError(
-            f"lr_find: train_dataloader is {type(train_dataloader).__name__}, an iterator, whose first batches the "
-            "test would use up: give a DataLoader or a list, such as list(itertools.islice(batches, 50))."
-        )
+    refuse_iterator(train_dataloader, "lr_find", "whose first batches the test would use up")
     wanted = Settings.of(arguments)  # what is wrong with the call of fit is said now
     _refuse_unscaled(wanted.optimizer)
     first = 0

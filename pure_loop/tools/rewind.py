@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from pure_loop._internal.arguments import check_integer, path_text
+from pure_loop._internal.arguments import check_integer, path_text, refusal
 from pure_loop._internal.closing import closing
 from pure_loop._internal.lazy import require
 from pure_loop._internal.pytree import Batch
@@ -80,6 +80,12 @@ def rewind(
 
     An example is at :class:`pure_loop.callbacks.FlightRecorder`.
     """
+    module: Any = model
+    if not isinstance(module, nn.Module):
+        calls = (
+            "pl.rewind(folder, when, event, model, train_dataloader, ...), or recipe.rewind(model, folder, when, event)"
+        )
+        raise refusal("model", model, "a torch.nn.Module", "rewind", calls)
     for name in ("load_path", "autoresume"):
         if settings.get(name) is not None:
             raise ArgumentError(f"rewind: {name}= is what the recorded folder stands for: leave it out.")

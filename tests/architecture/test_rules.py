@@ -91,6 +91,7 @@ MUTABLE = {
     ("stages/ownership.py", "Ownership"): "what is counted of a State that nothing keeps, on this interpreter",
     ("_internal/frames.py", "_plans"): "a cache: what code does with what it is given",
     ("_internal/frames.py", "_LOOKED_THROUGH"): "code of ours that passes on what it is given",
+    ("entry/record.py", "_names"): "names of runs that began in the last second, so that no two are equal",
     ("checkpoint/digests.py", "_known"): "a cache: digests of frozen tensors",
     ("distributed/ranks.py", "_meshes"): "a cache: meshes of the default process group",
     ("testing/ranks/processes.py", "_shared"): "a cache: processes that serve as ranks",

@@ -79,6 +79,12 @@ def ranged(path: Any) -> None:
     pl.lr_find(mlp(), points(20), **SETTINGS).plot(path)
 
 
+def reported(folder: Any) -> Path:
+    run(loggers=[L.JSONLinesLogger(os.path.join(folder, "a.jsonl"))])
+    assert pl.report(folder) == pl.Recipe(autoresume=folder).report()
+    return pl.Recipe().report(folder, "~/b.html")
+
+
 FILE, FOLDER = "~/a.safetensors", "~/runs"
 USES: dict[str, Callable[[], Any]] = {
     "save path": lambda: pl.save(run(), FILE),
@@ -98,6 +104,10 @@ USES: dict[str, Callable[[], Any]] = {
     "ExportForInferenceCallback path": lambda: run(callbacks=[C.ExportForInferenceCallback(FILE)]),
     "export path": lambda: pl.export(run(), FILE),
     "from_composer path": lambda: composer("~/a.pt"),
+    **dict.fromkeys(
+        ("report folder_or_logger", "report path", "Recipe.report folder_or_logger", "Recipe.report path"),
+        lambda: reported(FOLDER),
+    ),
     "profile trace": lambda: profiled("~/a.json"),
     "Recipe.profile trace": lambda: profiled("~/a.json"),
     "CSVLogger path": lambda: run(loggers=[L.CSVLogger("~/{run_name}.csv")]),

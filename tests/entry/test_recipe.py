@@ -341,7 +341,7 @@ REFUSED = [
         ("near in replace", lambda: recipe().replace(evaluator=1), TYPE, ("did you mean evaluators=?",)),
         ("near in a tool", lambda: recipe().lr_find(mlp(), low=1), TYPE, ("lr_find has no argument 'low'",)),
         ("near in fit", lambda: recipe().fit(mlp(), max_duraton="1ep"), TYPE, ("fit has no argument 'max_duraton'",)),
-        ("task", lambda: recipe(task=pl.Task()), TYPE, ("write loss=pl.Task(..., loss=function)",)),
+        ("task", lambda: recipe(task=pl.Task()), TYPE, ("loss=lambda outputs, batch: function(outputs, batch[1]))",)),
         ("a model", lambda: pl.Recipe(mlp()), TYPE, ("a recipe has no model", ".fit(model)")),
         ("model and data", lambda: pl.Recipe(mlp(), DATA), TYPE, ("Recipe takes 1 argument without its name",)),  # type: ignore[misc]
         ("microbatches", lambda: recipe(microbatch_size=0), VALUE, ("microbatch_size=0",)),
@@ -353,8 +353,32 @@ REFUSED = [
         ("duration", lambda: recipe().replace(max_duration="2 weeks"), ValueError, ("max_duration",)),
         ("a generator", lambda: recipe().replace(train_dataloader=drawn()).fit(mlp()), VALUE, GONE),
         ("an iterator", lambda: twice(iter(points(9))), VALUE, GONE),
+        ("a run", lambda: pl.Recipe(recipe().fit(mlp())), TYPE, ("is a Stream: a recipe has no model, and no run",)),
+        ("rewind", lambda: recipe().rewind(mlp()), TYPE, ('recipe.rewind(model, folder, "12ba", "batch_start").',)),  # type: ignore[call-arg]
+        (
+            "the order of pl.rewind",
+            lambda: recipe().rewind("runs", "2ba", "batch_end", mlp()),  # type: ignore[arg-type]
+            TYPE,
+            ("rewind: model must be a torch.nn.Module, got 'runs'", "recipe.rewind(model, folder, when, event)"),
+        ),
         ("diff", lambda: pl.diff(recipe(), recipe().fit(mlp())), TYPE, ("two recipes, or two runs",)),  # type: ignore[call-overload]
     )
+]
+
+
+def given(call: Callable[..., Any], says: str) -> Refusal:
+    """A function that is given a recipe."""
+    return Refusal(says, call, TYPE, ("was given a Recipe", f"write recipe.{says}"))
+
+
+REFUSED += [
+    given(lambda: pl.fit(mlp(), recipe()), "fit(model)."),  # type: ignore[call-arg]
+    given(lambda: pl.fit(recipe(), DATA, optimizer=pl.optim.sgd(lr=0.1), max_duration="1ep"), "fit(model)."),  # type: ignore[arg-type]
+    given(lambda: pl.rehearse(mlp(), recipe()), "rehearse(model)."),  # type: ignore[arg-type]
+    given(lambda: pl.rehearse(recipe(), mlp()), "rehearse(model)."),  # type: ignore[arg-type]
+    given(lambda: pl.evaluate(mlp(), recipe()), "evaluate(model)."),  # type: ignore[arg-type]
+    given(lambda: pl.predict(mlp(), dataloader=recipe()), "predict(model, dataloader)."),  # type: ignore[arg-type]
+    given(lambda: pl.ablate(mlp(), recipe(), steps="1ba"), "ablate(model, steps=...)."),  # type: ignore[arg-type]
 ]
 
 

@@ -150,9 +150,18 @@ LOSSES_AND_EVALUATORS = [
     given(TYPES, "two arguments", "<lambda>(outputs, targets)", loss=lambda outputs: 0),
     given(VALUES, "no loss", "pl.Task(loss=...)", "give Sequential a method loss(outputs, batch)", loss=None),
     given(VALUES, "no loss: give loss=", model=WithLoss(), loss=None),
-    given(TYPES, "fit has no argument 'task': write loss=pl.Task(..., loss=function)", task=pl.Task()),
+    given(
+        TYPES,
+        "fit has no argument 'task': write loss=pl.Task(..., loss=lambda outputs, batch: function(",
+        task=pl.Task(),
+    ),
     TYPE(lambda: pl.Task(forward=3), "forward must be a function, such as lambda model, batch: ...", "got 3"),
     TYPE(lambda: pl.Evaluator(DATA, loss=nn.MSELoss), "Evaluator: loss is the class MSELoss"),
+    TYPE(lambda: pl.Task(loss=nn.MSELoss), "pl.Task: loss is the class MSELoss; give an instance: MSELoss()"),
+    given(TYPES, "call it: pl.Task.from_transformers()", loss=pl.Task.from_transformers),
+    TYPE(
+        lambda: pl.predict(net(), DATA, task=identity), "pl.predict: task must be of the library, such as pl.Task(for"
+    ),
     given(TYPES, "needs a label", '{"val": ...', evaluators=[NO_LOSS]),
     given(TYPES, "write a mapping of labels", "{'val': ...}", evaluators=[("val", NO_LOSS)]),
     given(VALUES, "evaluators has the label 'val' twice", evaluators=[("val", NO_LOSS)] * 2),

@@ -236,8 +236,9 @@ BATCHES = [
         lambda: fit(loss=pl.Task(loss=EACH, weight=lambda batch: 0.0)),
         "batch 0",
         "finite, not negative",
+        "loss=pl.Task(loss=..., weight=",
     ),
-    row(DATA_ERROR, lambda: fit(max_duration="9tok"), "batch 0", "no tokens", "pl.Task(tokens="),
+    row(DATA_ERROR, lambda: fit(max_duration="9tok"), "batch 0", "no tokens", "loss=pl.Task(loss=..., tokens="),
     row(TYPE, measuring(lambda o: 0.5), "a float", "one number a sample"),
     row(DATA_ERROR, lambda: fit(train_metrics=pl.metrics.confusion_matrix(7)), "confusion_matrix", "train_metri"),
 ]

@@ -397,9 +397,10 @@ def test_what_has_no_record_is_refused_with_what_does(tmp_path: Path, name: str)
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     run(tmp_path, max_duration="1ba")
-    check(
-        Refusal(
-            "a folder", lambda: pl.report(tmp_path, tmp_path), pl.errors.ArgumentError, ("report path", "is a folder")
-        )
-    )
+    for path, says in (
+        (tmp_path, "is a folder: write the path of a file, such as"),
+        ("s3://a/b", "give a local path; "),
+    ):
+        words = ("report path", says) if path == "s3://a/b" else ("report path", says, f"{tmp_path / 'report.html'}")
+        check(Refusal(says, lambda path=path: pl.report(tmp_path, path), pl.errors.ArgumentError, words))
     check(Refusal("a file", lambda: pl.report(tmp_path, tmp_path / "metrics.csv" / "x.html"), OSError, ("report",)))

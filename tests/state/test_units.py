@@ -97,7 +97,7 @@ def test_whatever_counts_tokens_that_no_batch_has_is_named_before_the_first_trai
         seen: list[Event] = []
         with interpreted(), pytest.raises(DataError) as caught:
             seen.extend(event for event, _ in fit(**make(str(tmp_path)), **way))
-        for text in (says, "counts tokens, and batch 0 has none", "pl.Task(tokens="):
+        for text in (says, "counts tokens, and batch 0 has none", "loss=pl.Task(loss=..., tokens="):
             assert text in str(caught.value)
         assert Event.BATCH_END not in seen
     task = pl.Task(loss=lambda outputs, batch: cross_entropy(outputs, batch[1]), tokens=lambda batch: len(batch[0]))

@@ -149,6 +149,8 @@ def test_the_options_of_fit_are_its_arguments() -> None:
     of_recipe = {each.name: each.type for each in attrs.fields(pl.Recipe) if each.name in types}
     optional = {name: f"{types[name]} | None" for name in ("optimizer", "max_duration")}
     assert (of_recipe, list(of_recipe)) == (types | optional, list(types))
+    signature = inspect.signature(pl.Recipe).parameters
+    assert {name: signature[name].annotation for name in types} == types | optional
 
 
 def test_settings_read_each_argument_of_fit() -> None:

@@ -36,7 +36,7 @@ def state_and_time(state: pl.State, timestamp: pl.Timestamp) -> None:
 
 def names() -> None:
     pl.Trainer  # error: attr-defined, reportAttributeAccessIssue
-    pl.errors.ArgumentError  # error: attr-defined, reportAttributeAccessIssue
+    pl.ArgumentError  # error: attr-defined, reportAttributeAccessIssue
     pl.schedules.cosin  # error: attr-defined, reportAttributeAccessIssue
     pl.optim.adamm(lr=0.1)  # error: attr-defined, reportAttributeAccessIssue
     pl.Event.BATCH_STOP  # error: attr-defined, reportAttributeAccessIssue

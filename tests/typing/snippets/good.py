@@ -160,6 +160,7 @@ assert_type(recipe.profile(nn.Linear(4, 3), batches=None, warmup=0), Profile)
 assert_type(recipe.optimizer, pl.Optimizer | None)
 assert_type(recipe.evaluators, EvaluatorsLike)
 assert_type(recipe == recipe.replace(seed=1), bool)
+assert_type(pl.Recipe(DATA, optimizer=None, max_duration=None).replace(optimizer=None, max_duration=None), pl.Recipe)
 assert_type(pl.diff(recipe, recipe.replace(seed=1)), SettingsDifference)
 assert_type(bool(pl.diff(recipe.fit(nn.Linear(4, 3)), recipe.fit(nn.Linear(4, 3)))), bool)
 
