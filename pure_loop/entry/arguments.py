@@ -200,7 +200,7 @@ class Arguments:
 
     def _drew(self, changes: RecipeOptions) -> None:
         """Note that the data was handed out, where it is not that of the changes."""
-        if "train_dataloader" not in changes:
+        if "train_dataloader" not in changes and not self._streams:
             self._streams.append(None)
 
     def _refuse_lack(self, tool: str, needed: Iterable[str]) -> None:

@@ -137,6 +137,10 @@ def test_what_is_printed_is_not_default_and_has_no_address() -> None:
 def test_a_recipe_does_not_change() -> None:
     algorithms, evaluators = [A.ema(half_life="2ba")], {"val": VAL}
     made = recipe(algorithms=algorithms, evaluators=evaluators)
+    watch = {pl.Event.BATCH_END}
+    watching = made.replace(watch=watch)
+    watch.add(pl.Event.FIT_END)
+    assert watching.watch == {pl.Event.BATCH_END}
     algorithms.append(A.label_smoothing(0.1))
     evaluators["test"] = VAL
     assert (len(made.algorithms), list(made.evaluators)) == (1, ["val"])
@@ -418,6 +422,7 @@ def test_evaluators_are_not_drawn_from_before_a_run() -> None:
 def test_an_iterator_serves_one_call_that_draws_and_any_that_does_not() -> None:
     made = recipe(max_duration="2ba").replace(train_dataloader=iter(points(9)))
     made.explain(mlp(), file=io.StringIO())
+    assert made.run(mlp(), train_dataloader=points()).timestamp.batch == 2
     assert made.run(mlp()).timestamp.batch == 2
     made.explain(mlp(), file=io.StringIO())
     assert made.run(mlp(), train_dataloader=iter(points(2))).timestamp.batch == 2

@@ -147,6 +147,7 @@ NO_LOSS = pl.Evaluator(DATA, metrics=[ACCURACY])
 LOSSES_AND_EVALUATORS = [
     given(TYPES, "'cross_entropy' of type str", "torch.nn.functional.cross_entropy", loss="cross_entropy"),
     given(VALUES, "Bilinear has parameters", "submodule of the model", loss=nn.Bilinear(2, 2, 1)),
+    given(VALUES, "Bilinear has parameters", loss=pl.Task(loss=nn.Bilinear(2, 2, 1))),
     given(TYPES, "two arguments", "<lambda>(outputs, targets)", loss=lambda outputs: 0),
     given(VALUES, "no loss", "pl.Task(loss=...)", "give Sequential a method loss(outputs, batch)", loss=None),
     given(VALUES, "no loss: give loss=", model=WithLoss(), loss=None),

@@ -299,6 +299,19 @@ def test_probabilities_in_the_place_of_indices_are_refused_where_classes_have_we
     same(trained(batch, microbatch_size=2, **options | {"loss": own_weight}), trained(batch, **options))
 
 
+def test_a_task_of_tensors_compares_outputs_with_the_batch() -> None:
+    """As an autoencoder does; a loss of torch's has no targets but these."""
+    batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = nn.Linear(4, 4).double()
+    task = pl.Task(forward=lambda module, batch: module(batch), loss=functional.mse_loss)
+    wanted = torch.autograd.grad(functional.mse_loss(model(batch), batch), [*model.parameters()])
+    settings: dict[str, Any] = {"optimizer": pl.optim.sgd(lr=1.0), "max_duration": "1ba"}
+    for size in (None, 2):
+        state = pl.run(pl.fit(model, [batch], loss=task, microbatch_size=size, **settings))
+        steps = [old - state.params[name] for name, old in model.named_parameters()]
+        torch.testing.assert_close(steps, [*wanted])
+
+
 # Weights of zero.
 
 
