@@ -19,7 +19,7 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import passing_on, teaching, with_arguments_of
 from pure_loop.callback import Logger
-from pure_loop.entry.arguments import Arguments, RecipeOptions, all_settings
+from pure_loop.entry.arguments import Arguments, RecipeOptions, all_settings, refusing_assignment
 from pure_loop.entry.fit import ModelOptions, fit
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.evaluator import EvaluatorsLike
@@ -44,6 +44,7 @@ __all__ = ["Recipe", "RecipeOptions"]
 _OF_THE_RUN = ("callbacks", "loggers", "run_name", "autoresume", "load_path")
 
 
+@refusing_assignment
 @attrs.frozen(init=False, eq=False, repr=False)
 class Recipe(Arguments):
     """All arguments of :func:`pure_loop.fit` but the model or State, as an immutable value.

@@ -43,8 +43,8 @@ def _inputs_and_targets(batch: Batch) -> tuple[Any, Any]:
             f"{is_one}. If the dataloader is (inputs, targets) itself, each of them was taken for a batch: write "
             "[(inputs, targets)], or for several batches DataLoader(TensorDataset(inputs, targets), batch_size=32). If "
             "batches are tensors, write "
-            "loss=pl.Task(forward=lambda model, batch: model(batch), loss=lambda outputs, batch: ...); to predict, the "
-            "forward is enough."
+            "loss=pl.Task(forward=lambda model, batch: model(batch), loss=lambda outputs, batch: ...); pl.predict "
+            "takes it as task=, and needs no loss."
         )
     if isinstance(batch, Mapping) and "input_ids" in batch:
         raise DataError(
@@ -54,8 +54,8 @@ def _inputs_and_targets(batch: Batch) -> tuple[Any, Any]:
         )
     raise DataError(
         f"{is_one}, for the forward and for a function passed as loss=. For other batches write "
-        f"loss=pl.Task(forward=lambda model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); to "
-        "predict, the forward is enough."
+        f"loss=pl.Task(forward=lambda model, batch: model({_first_of(batch)}), loss=lambda outputs, batch: ...); "
+        "pl.predict takes it as task=, and needs no loss."
     )
 
 

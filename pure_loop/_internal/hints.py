@@ -17,6 +17,7 @@ _MEAN = "write mean(lambda outputs, batch: (outputs.reshape_as(batch[1]) - batch
 _HINTS: Mapping[str, Mapping[str, str]] = {
     "pure_loop": {
         "Trainer Learner Experiment Engine Accelerator Fabric": f"training is a generator: {_LOOP}",
+        "Config TrainingArguments TrainerConfig Settings": "pl.Recipe(train_dataloader, ...) has the settings of a run",
         "train train_loop training trainer Fit TrainLoop": f"training is a generator: {_LOOP}",
         "test validate eval evaluation": "write pl.evaluate(state, dataloader, loss=...)",
         "inference predict_step": "write pl.predict(state, dataloader)",
@@ -228,6 +229,11 @@ EXAMPLES = {
 # Other libraries' names, by the argument that stands for them here, and what to write; {} is the number given.
 _LOADER = "DataLoader(dataset, batch_size={})"
 ARGUMENTS: tuple[tuple[str, str, str], ...] = (
+    ("loss", "task", "task=pl.Task(forward=...)"),
+    ("steps num_steps max_steps", "batches", "batches={}"),
+    ("num_training num_iter num_steps n_steps", "steps", "steps={}"),
+    ("min_lr start_lr init_lr", "lowest", "lowest={}"),
+    ("max_lr end_lr", "highest", "highest={}"),
     ("epochs num_epochs n_epochs max_epochs total_epochs num_train_epochs", "max_duration", 'max_duration="{}ep"'),
     ("steps num_steps max_steps train_steps total_steps iterations", "max_duration", 'max_duration="{}ba"'),
     ("duration", "max_duration", 'max_duration="3ep"'),
@@ -243,9 +249,14 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ),
     ("model module net network state", "model_or_state", "it first and without a name: {call}"),
     (
+        "model module net network state model_or_state",
+        "load_path",
+        "pl.Recipe(train_dataloader, ...).fit(model): a recipe has no model, which its methods take",
+    ),
+    (
         "data loader dataloader dataloaders dataset train_data train_loader train_dataset train_set",
         "train_dataloader",
-        "it second and without a name: {call}",
+        "it without a name, at its place: {call}",
     ),
     ("data loader dataset train_dataloader test_dataloader", "dataloader", "it second and without a name: {call}"),
     ("data loader dataloader dataset", "evaluators", 'it second and without a name: {call}, or as {{"val": data}}'),
@@ -353,7 +364,7 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ),
     ("checkpoint_dir save_dir save_folder output_dir", "autoresume", "autoresume=folder"),
     ("val_interval eval_every eval_steps val_check_interval", "eval_interval", 'eval_interval="1ep"'),
-    ("verbose progress progress_bar", "model_or_state", "pl.progress(pl.{name}(...)) for a bar"),
+    ("verbose progress progress_bar", "model_or_state", "pl.progress(stream) for a bar, around what fit returns"),
     (
         "t t_max every period step_size total_iters num_training_steps total_steps t_0 duration max_duration",
         "time",
@@ -460,6 +471,16 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
 )
 
 # An argument that other libraries have at this place, or after it.
+# What a recipe has in the place of what is looked for.
+RECIPE_PLACES = {
+    **dict.fromkeys(("train", "start", "begin", "stream"), "fit(model)"),
+    **dict.fromkeys(("validate", "test", "eval"), "evaluate(state)"),
+    **dict.fromkeys(("copy", "update", "with_", "evolve"), "replace(...)"),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "optimizer"),
+    **dict.fromkeys(("data", "dataloader", "train_loader"), "train_dataloader"),
+}
+# What is said of a function that was given too many arguments.
+TOO_MANY = {"Recipe": " A recipe has no model, which its methods take: pl.Recipe(train_dataloader, ...).fit(model)."}
 PASSED_TWICE = {
     "lr": "; fit gives an optimizer the parameters: pl.optim.adamw(lr=3e-4)",
     "cls": "; fit gives an optimizer the parameters: pl.optim.from_torch(torch.optim.RAdam, lr=1e-3)",

@@ -13,7 +13,16 @@ from importlib import import_module
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from pure_loop._internal.arguments import is_number
-from pure_loop._internal.hints import ARGUMENTS, EXAMPLES, PASSED_TWICE, STATE_MAPPINGS, STATE_PLACES, hint, letters_of
+from pure_loop._internal.hints import (
+    ARGUMENTS,
+    EXAMPLES,
+    PASSED_TWICE,
+    STATE_MAPPINGS,
+    STATE_PLACES,
+    TOO_MANY,
+    hint,
+    letters_of,
+)
 from pure_loop._internal.tracebacks import OWN_HIDDEN
 from pure_loop.errors import ArgumentTypeError, MissingAttributeError
 
@@ -202,7 +211,7 @@ def _said(
             following = f"algorithms=[...], {following}"
         others = f"the names of the others, {following}" if by_place else f"{place}{name}({following})"
         instead = f": write {others}." if following else f"{PASSED_TWICE.get(by_place[-1] if by_place else '', '')}."
-        return [f"{name} takes {_how_many(by_place)}, and was given {len(args)}{instead}"]
+        return [f"{name} takes {_how_many(by_place)}, and was given {len(args)}{instead}{TOO_MANY.get(name, '')}"]
     sentences = [
         f"{name} was given {item} twice, at its place and by its name: leave one of them out"
         f"{PASSED_TWICE.get(item, '')}."

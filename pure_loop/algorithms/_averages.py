@@ -221,7 +221,7 @@ def with_average(state: State, name: str, chosen: AveragedBuffers | None, *, wai
         raise ArgumentError(
             f"this State has no average named {name!r}: it has algorithm state of {sorted(state.algorithm_state)}. "
             "Evaluate a State that was trained with algorithms=[pl.algorithms.ema(...)], or swa(...); a module, or a "
-            "State from before FIT_START, has no average yet."
+            "State from before FIT_START, has no average, and is evaluated with algorithms=()."
         )
     # Ahead of a forward, which broadcasts.
     for key, tensor in memory["params"].items():

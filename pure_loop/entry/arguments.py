@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import GeneratorType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
 
 import attrs
 import torch
@@ -15,8 +15,9 @@ from torch import nn
 
 from pure_loop import algorithms, optim
 from pure_loop._internal.equality import equal
+from pure_loop._internal.hints import RECIPE_PLACES
 from pure_loop._internal.reprs import call, columns, data, shown, table
-from pure_loop._internal.suggestions import by_name, passing_on, teaching
+from pure_loop._internal.suggestions import by_name, nearest, passing_on, teaching
 from pure_loop.algorithm import Algorithm, AlgorithmLike
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, CallbackLike, Logger
@@ -24,7 +25,7 @@ from pure_loop.data.dataloaders import is_one_shot, source
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.fit import SharedOptions, fit
 from pure_loop.entry.settings import Settings, listed_callbacks
-from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, FrozenStateError, MissingAttributeError
 from pure_loop.evaluator import Evaluator, EvaluatorsLike, bind_evaluators
 from pure_loop.event import Event, EventName
 from pure_loop.frozendict import FrozenDict
@@ -38,6 +39,7 @@ from pure_loop.state import Loss, State
 from pure_loop.task import Task, check_loss_function
 from pure_loop.time import Time
 
+T = TypeVar("T")
 DEFAULTS: dict[str, Any] = {
     name: None if parameter.default is parameter.empty else parameter.default
     for name, parameter in inspect.signature(fit).parameters.items()
@@ -160,6 +162,14 @@ class Arguments:
             object.__setattr__(changed, "_streams", [])
         return changed
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        names = [item for item in dir(type(self)) if not item.startswith("_")]
+        near = RECIPE_PLACES.get(name) or nearest(name, names)
+        meant = f"; did you mean recipe.{near}?" if near is not None else f": it has {', '.join(names)}."
+        raise MissingAttributeError(f"a recipe has no {name!r}{meant}", name=name)
+
     def __eq__(self, other: object) -> bool:
         return (
             not SettingsDifference.of(self.settings, other.settings) if isinstance(other, Arguments) else NotImplemented
@@ -274,6 +284,19 @@ class SettingsDifference:
 
 
 NO_DIFFERENCE = SettingsDifference({})
+
+
+def _refuse_assignment(self: Arguments, name: str, value: object = None) -> NoReturn:
+    raise FrozenStateError(
+        f"recipe.{name} can't be changed: a recipe is a value. Make another one, recipe = recipe.replace({name}=...)."
+    )
+
+
+def refusing_assignment(cls: type[T]) -> type[T]:
+    """The class, whose errors about assignments say what to write, and not only that attrs forbids them."""
+    for method in ("__setattr__", "__delattr__"):
+        setattr(cls, method, _refuse_assignment)
+    return cls
 
 
 def is_default(name: str, value: object) -> bool:

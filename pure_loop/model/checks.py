@@ -163,7 +163,7 @@ def _hint(argument: object) -> str:
         return "; of a file, fit(model, ..., load_path=path) resumes, and pl.load(path, model=model) is the State"
     if isinstance(argument, Iterable) and not isinstance(argument, Mapping):
         of_stream = "; a stream that fit returned is run by pl.run(stream)" if isinstance(argument, Iterator) else ""
-        return f"; the model comes first, then the data: fit(model, train_dataloader, ...){of_stream}"
+        return f"; the model comes first: fit(model, train_dataloader, ...), or recipe.fit(model){of_stream}"
     return ""
 
 

@@ -118,8 +118,7 @@ def _folder(text: str) -> Path:
         raise ArgumentError(f"report: {text!r} is a URL, and a report is of files of this machine: copy the folder.")
     if place.is_file():
         raise ArgumentError(
-            f"report: {text!r} is a file: pass its folder, {os.fspath(place.parent)!r}; or for this file alone its "
-            f"logger, such as pl.loggers.JSONLinesLogger({text!r})."
+            f"report: {text!r} is a file: pass its folder, {os.fspath(place.parent)!r}, or the logger that wrote it."
         )
     if not text or not place.is_dir():
         beside = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []

@@ -253,7 +253,7 @@ class _Checking(Callback):
         ]
         reason = (
             "; ".join(changed)
-            or "what the journal records (versions, model, seed, settings, length of the data) is the same"
+            or "what the journal records (versions, model, seed, the length of the data, ...) is the same"
         )
         return (
             f"batch {line.batch - 1} is not that of the recorded run: {what}. {reason[0].upper()}{reason[1:]}. Look "

@@ -141,6 +141,12 @@ def steps(
 
 def refuse_stepless(stream: object, function: str) -> Parts:
     """The parts of a stream that has steps to look at; raises as :func:`steps` does."""
+    autoresume = (stream.settings or {}).get("autoresume") if isinstance(stream, Stream) else None
+    if autoresume is not None:
+        raise ArgumentError(
+            f"{function}: the stream has autoresume={str(autoresume)!r}, so that it begins at the last checkpoint "
+            "there, and saves others: write fit(..., autoresume=None)."
+        )
     parts = Parts.of(stream, function)
     if parts.fit.strategy.graphs is not None:
         raise ArgumentError(

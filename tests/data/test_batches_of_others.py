@@ -172,7 +172,7 @@ def test_objects_are_moved_by_their_own_to_and_counted_as_the_task_says() -> Non
         assert beside.is_meta
         assert mine.points.is_cpu
     plain = pl.Task(forward=of_points, loss=lambda outputs, batch: mse(outputs, batch.targets))
-    says = r"MovesItself.*loss=pl.Task\(samples=.*split="
+    says = r"MovesItself.*loss=pl.Task\(loss=\.\.\., samples=.*split="
     batch = MovesItself(POINTS, TARGETS)
     with pytest.raises(DataError, match=rf"can't count.*{says}"):
         train(batch, plain)

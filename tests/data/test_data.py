@@ -225,14 +225,14 @@ UNCOUNTED: list[tuple[Any, str]] = [
     ((), "tuple: it holds no tensor"),
     (Unknown(torch.zeros(3)), r"Unknown.*register_pytree_node"),
     ((["a", "b"], ["c"]), r"batch\[0\]: 2, batch\[1\]: 1"),
-    ({"x": X, "y": [torch.zeros(3)]}, r"different first dimensions.*pl.Task\(samples=.*split="),
+    ({"x": X, "y": [torch.zeros(3)]}, r"different first dimensions.*pl.Task\(loss=\.\.\., samples=.*split="),
     (([torch.zeros(3, 4)] * 2, [{"boxes": torch.zeros(k, 4)} for k in (1, 2)]), r"different first dimensions"),
 ]
 # What may belong to the samples or to the batch.
 AMBIGUOUS: list[tuple[Any, str]] = [
     ({"x": X, "size": (7, 8)}, r"can't split batch\['size'\], a tuple of 2 items.*torch.Size"),
     ({"x": X, "size": (torch.tensor(7), 8)}, r"batch\['size'\], a tuple of 2 items"),
-    ({"x": X, "ids": [[1, 2], [3, 4]]}, r"batch\['ids'\], a list of 2 lists of 2 items.*pl.Task\(samples="),
+    ({"x": X, "ids": [[1, 2], [3, 4]]}, r"batch\['ids'\], a list of 2 lists of 2 items.*pl.Task\(loss=\.\.\., samples="),
     ({"x": X, "boxes": [[X, X[:1]], [X[:1], X]]}, r"batch\['boxes'\], a list of 2 lists of 2 items"),
 ]
 

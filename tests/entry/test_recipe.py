@@ -340,6 +340,16 @@ REFUSED = [
             ("no optimizer, which lr_find needs: write recipe.lr_find(..., optimizer=pl.optim.adamw(lr=3e-4))",),
         ),
         ("no evaluators", lambda: recipe().evaluate(mlp()), TYPE, ("no evaluators", 'evaluators={"val": ')),
+        ("assign", lambda: setattr(recipe(), "seed", 3), AttributeError, ("recipe = recipe.replace(seed=...)",)),
+        ("delete", lambda: delattr(recipe(), "seed"), AttributeError, ("a recipe is a value",)),
+        ("attribute", lambda: recipe().train, AttributeError, ("has no 'train'; did you mean recipe.fit(model)?",)),
+        ("near attribute", lambda: recipe().evaluator, AttributeError, ("did you mean recipe.evaluators?",)),
+        ("other attribute", lambda: recipe().zzz, AttributeError, ("has no 'zzz': it has ", "lr_find")),
+        ("model=", lambda: recipe(model=mlp()), TYPE, ("a recipe has no model", ".fit(model)")),
+        ("steps=", lambda: recipe().profile(mlp(), steps=3), TYPE, ("write batches=3",)),
+        ("min_lr=", lambda: recipe().lr_find(mlp(), min_lr=1e-3), TYPE, ("write lowest=0.001",)),
+        ("loss= to predict", lambda: recipe().predict(mlp(), VAL, loss=loss), TYPE, ("write task=pl.Task(forward=",)),  # type: ignore[call-arg]
+        ("resuming", lambda: pl.blame(recipe(autoresume="a").fit(mlp())), VALUE, ("blame: ", "autoresume=None")),
         ("no record", lambda: recipe().report(), TYPE, ("no logger that keeps a record, and no autoresume",)),
         ("near", lambda: recipe(optimiser=1), TYPE, ("Recipe has no argument 'optimiser'; did you mean optimizer=?",)),
         ("near in replace", lambda: recipe().replace(evaluator=1), TYPE, ("did you mean evaluators=?",)),
@@ -347,7 +357,12 @@ REFUSED = [
         ("near in fit", lambda: recipe().fit(mlp(), max_duraton="1ep"), TYPE, ("fit has no argument 'max_duraton'",)),
         ("task", lambda: recipe(task=pl.Task()), TYPE, ("loss=lambda outputs, batch: function(outputs, batch[1]))",)),
         ("a model", lambda: pl.Recipe(mlp()), TYPE, ("a recipe has no model", ".fit(model)")),
-        ("model and data", lambda: pl.Recipe(mlp(), DATA), TYPE, ("Recipe takes 1 argument without its name",)),  # type: ignore[misc]
+        (
+            "model and data",
+            lambda: pl.Recipe(mlp(), DATA),
+            TYPE,
+            ("Recipe takes 1 argument without its name", "A recipe has no model"),
+        ),  # type: ignore[misc]
         ("microbatches", lambda: recipe(microbatch_size=0), VALUE, ("microbatch_size=0",)),
         ("a loss", lambda: recipe(loss="mse"), TYPE, ("loss is 'mse'",)),
         ("evaluators", lambda: recipe(evaluators=3), TYPE, ("evaluator 'eval'",)),

@@ -193,6 +193,8 @@ def test_arguments_of_other_libraries_stand_for_arguments_that_there_are() -> No
         pl.fit,
         pl.evaluate,
         pl.predict,
+        pl.lr_find,
+        pl.profile,
         pl.optim.adamw,
         pl.load,
         pl.progress,

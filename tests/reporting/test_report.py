@@ -352,7 +352,7 @@ def _two_flights(folder: Path) -> Path:
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]] = {
     "no folder": (lambda f: f / "runs", pl.errors.ArgumentError, ("there is no folder", "did you mean", "run")),
-    "a file": (_file, pl.errors.ArgumentError, ("is a file", "pass its folder", "JSONLinesLogger")),
+    "a file": (_file, pl.errors.ArgumentError, ("is a file", "pass its folder", "the logger that wrote it")),
     "nothing": (lambda f: f / "run", pl.errors.ArgumentError, ("has no record of a run, but nothing", "journal.jsonl")),
     "nothing of ours": (
         lambda f: _file(f).parent,
