@@ -232,7 +232,10 @@ UNCOUNTED: list[tuple[Any, str]] = [
 AMBIGUOUS: list[tuple[Any, str]] = [
     ({"x": X, "size": (7, 8)}, r"can't split batch\['size'\], a tuple of 2 items.*torch.Size"),
     ({"x": X, "size": (torch.tensor(7), 8)}, r"batch\['size'\], a tuple of 2 items"),
-    ({"x": X, "ids": [[1, 2], [3, 4]]}, r"batch\['ids'\], a list of 2 lists of 2 items.*pl.Task\(loss=\.\.\., samples="),
+    (
+        {"x": X, "ids": [[1, 2], [3, 4]]},
+        r"batch\['ids'\], a list of 2 lists of 2 items.*pl.Task\(loss=\.\.\., samples=",
+    ),
     ({"x": X, "boxes": [[X, X[:1]], [X[:1], X]]}, r"batch\['boxes'\], a list of 2 lists of 2 items"),
 ]
 
