@@ -293,7 +293,7 @@ def _pickling(module: nn.Module) -> Iterator[None]:
         ) from error
 
 
-ONNX_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_ONNX_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """How far an output of an ONNX file may be from the module's, as a fraction of the module's largest one, by dtype.
 
 Other kernels add in another order, and a deep model adds their roundings up. Of other floating-point dtypes 1e-4;
@@ -376,7 +376,7 @@ def _allowed(tensor: Tensor) -> float:
         return 0.0
     finite = tensor[tensor.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return ONNX_TOLERANCES.get(tensor.dtype, 1e-4) * largest
+    return _ONNX_TOLERANCES.get(tensor.dtype, 1e-4) * largest
 
 
 def _unequal(weights: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
