@@ -249,11 +249,6 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ),
     ("model module net network state", "model_or_state", "it first and without a name: {call}"),
     (
-        "model module net network state model_or_state",
-        "load_path",
-        "pl.Recipe(train_dataloader, ...).fit(model): a recipe has no model, which its methods take",
-    ),
-    (
         "data loader dataloader dataloaders dataset train_data train_loader train_dataset train_set",
         "train_dataloader",
         "it without a name, at its place: {call}",
@@ -470,7 +465,6 @@ ARGUMENTS: tuple[tuple[str, str, str], ...] = (
     ("train mode is_training eval evaluation inference", "training", "state.module(training=False), for eval mode"),
 )
 
-# An argument that other libraries have at this place, or after it.
 # What a recipe has in the place of what is looked for.
 RECIPE_PLACES = {
     **dict.fromkeys(("train", "start", "begin", "stream"), "fit(model)"),
@@ -479,8 +473,10 @@ RECIPE_PLACES = {
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "optimizer"),
     **dict.fromkeys(("data", "dataloader", "train_loader"), "train_dataloader"),
 }
-# What is said of a function that was given too many arguments.
-TOO_MANY = {"Recipe": " A recipe has no model, which its methods take: pl.Recipe(train_dataloader, ...).fit(model)."}
+# How other libraries name what a recipe does not hold, and what to write.
+MODELS = ("model", "module", "net", "network", "state", "model_or_state")
+NO_MODEL = "a recipe has no model, which its methods take: pl.Recipe(train_dataloader, ...).fit(model)"
+# An argument that other libraries have at this place, or after it.
 PASSED_TWICE = {
     "lr": "; fit gives an optimizer the parameters: pl.optim.adamw(lr=3e-4)",
     "cls": "; fit gives an optimizer the parameters: pl.optim.from_torch(torch.optim.RAdam, lr=1e-3)",

@@ -16,10 +16,11 @@ from pure_loop._internal.arguments import is_number
 from pure_loop._internal.hints import (
     ARGUMENTS,
     EXAMPLES,
+    MODELS,
+    NO_MODEL,
     PASSED_TWICE,
     STATE_MAPPINGS,
     STATE_PLACES,
-    TOO_MANY,
     hint,
     letters_of,
 )
@@ -211,7 +212,8 @@ def _said(
             following = f"algorithms=[...], {following}"
         others = f"the names of the others, {following}" if by_place else f"{place}{name}({following})"
         instead = f": write {others}." if following else f"{PASSED_TWICE.get(by_place[-1] if by_place else '', '')}."
-        return [f"{name} takes {_how_many(by_place)}, and was given {len(args)}{instead}{TOO_MANY.get(name, '')}"]
+        about = f" {NO_MODEL[0].upper()}{NO_MODEL[1:]}." if name == "Recipe" else ""
+        return [f"{name} takes {_how_many(by_place)}, and was given {len(args)}{instead}{about}"]
     sentences = [
         f"{name} was given {item} twice, at its place and by its name: leave one of them out"
         f"{PASSED_TWICE.get(item, '')}."
@@ -277,6 +279,8 @@ def _advice(
 ) -> tuple[str, str]:
     """What to write for an argument that there is not, and for which one it stands; "" for none."""
     number = value if is_number(value) else "..."
+    if unknown.lower() in MODELS and "load_path" in parameters and not {*MODELS} & parameters.keys():
+        return f": {NO_MODEL}.", ""
     for names, parameter, text in ARGUMENTS:
         if unknown.lower() in names.split() and parameter in parameters:
             return f": write {text.format(number, name=name, call=call)}.", parameter

@@ -177,10 +177,10 @@ class Arguments:
 
     def __repr__(self) -> str:
         values = {name: value for name, value in self.settings.items() if not is_default(name, value)}
-        written = [setting_in_words(name, value) for name, value in values.items()]
-        name, line = type(self).__name__, ", ".join(written)
+        texts = [setting_in_words(name, value) for name, value in values.items()]
+        name, line = type(self).__name__, ", ".join(texts)
         if len(line) > _WIDTH:
-            line = "\n" + "".join(f"    {item},\n" for item in written)
+            line = "\n" + "".join(f"    {text},\n" for text in texts)
         return f"{name}({line})"
 
     def _for(
@@ -218,11 +218,11 @@ class Arguments:
         Raises:
             ArgumentTypeError: a setting that is needed is None.
         """
-        lacking = [name for name in needed if getattr(self, name) is None]
-        if lacking:
+        names = [name for name in needed if getattr(self, name) is None]
+        if names:
             raise ArgumentTypeError(
-                f"this recipe has no {' and no '.join(lacking)}, which {tool} needs: write "
-                f"recipe.{tool}(..., {', '.join(map(by_name, lacking))}), or recipe.replace(...)."
+                f"this recipe has no {' and no '.join(names)}, which {tool} needs: write "
+                f"recipe.{tool}(..., {', '.join(map(by_name, names))}), or recipe.replace(...)."
             )
 
     def _refuse_drawn(self, tool: str) -> None:
@@ -336,15 +336,15 @@ def in_words(value: object) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(in_words, value))}]"
     if isinstance(value, Algorithm) and value.factory:
-        return call(value.factory, _changed(getattr(algorithms, value.factory), value.settings))
+        return call(value.factory, _non_defaults(getattr(algorithms, value.factory), value.settings))
     if isinstance(value, Optimizer) and not value.parts:
         rate = fixed_rate(value.lr)
         options = {"lr": value.lr if rate is None else rate, **value.options}
-        return call(value.name, _changed(getattr(optim, value.name, None), options))
+        return call(value.name, _non_defaults(getattr(optim, value.name, None), options))
     return shown(value)
 
 
-def _changed(factory: object, arguments: Mapping[str, object]) -> dict[str, object]:
+def _non_defaults(factory: object, arguments: Mapping[str, object]) -> dict[str, object]:
     """The arguments that differ from the factory's defaults."""
     parameters = inspect.signature(factory).parameters if callable(factory) else {}
     defaults = {name: parameter.default for name, parameter in parameters.items() if name != "lr"}

@@ -135,7 +135,7 @@ def predict(
     """
     check_flag("gradients", gradients, where="pl.predict")
     if not isinstance(task, Task | None):
-        raise refusal("task", task, "of the library, such as pl.Task(forward=...)", "pl.predict")
+        raise refusal("task", task, "a Task, such as pl.Task(forward=...)", "pl.predict")
     settings = ModelSettings.of(locals())
     state = _state(settings)
     if task is None:

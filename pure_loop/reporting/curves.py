@@ -22,10 +22,10 @@ _COLOURS, _LINES, _STRETCHES, _POINTS = 5, 60, 3200, 600
 _LONGEST = 80
 
 
-def shown(value: float) -> str:
+def number_text(value: float) -> str:
     """A number in five digits.
 
-    >>> shown(0.123456), shown(3.0), shown(float("nan")), shown(float("-inf"))
+    >>> number_text(0.123456), number_text(3.0), number_text(float("nan")), number_text(float("-inf"))
     ('0.12346', '3', 'NaN', '-∞')
     """
     return f"{value:.5g}".replace("nan", "NaN").replace("inf", "∞")
@@ -190,8 +190,8 @@ def _in_words(names: Sequence[str], record: Record) -> str:
     for name in names:
         series, pairs = record.series[name], record.series[name].finite
         lowest, highest = min(pairs, default=None), max(pairs, default=None)
-        last = f"{shown(series.values[-1])} at batch {series.batches[-1]}"
-        between = f", between {shown(lowest[0])} and {shown(highest[0])}" if lowest and highest else ""
+        last = f"{number_text(series.values[-1])} at batch {series.batches[-1]}"
+        between = f", between {number_text(lowest[0])} and {number_text(highest[0])}" if lowest and highest else ""
         sentences.append(f"{cut(name, _LONGEST)}: {len(series.values)} values, the last {last}{between}")
     return "; ".join(sentences)
 
@@ -199,7 +199,7 @@ def _in_words(names: Sequence[str], record: Record) -> str:
 def _legend(names: Sequence[str], record: Record) -> Iterator[str]:
     for number, name in enumerate(names):
         swatch = f'<svg class="swatch" viewBox="0 0 24 8" aria-hidden="true"><path class="line c{number}" d="M1 4h22"/>'
-        yield f"<li>{swatch}</svg>{text(name, _LONGEST)} <b>{shown(record.series[name].values[-1])}</b></li>"
+        yield f"<li>{swatch}</svg>{text(name, _LONGEST)} <b>{number_text(record.series[name].values[-1])}</b></li>"
 
 
 def _grid(x: Axis, y: Axis) -> Iterator[str]:
@@ -236,15 +236,15 @@ def _line(number: int, name: str, parts: Sequence[Stretch], scale: Scale, y: Axi
     if sum(part.count for part in parts) <= scale.points:
         for part in parts:
             if part.count == 1:
-                yield _point(f"point c{number}", x, y, part.batch, part.mean, f"{name}: {shown(part.mean)}")
+                yield _point(f"point c{number}", x, y, part.batch, part.mean, f"{name}: {number_text(part.mean)}")
     for part in parts:
         if part.lost:
             place = _BOTTOM if part.lost[0] == -math.inf else _TOP
-            about = f"{name}: {shown(part.lost[0])} at batch {part.batch}"
+            about = f"{name}: {number_text(part.lost[0])} at batch {part.batch}"
             at = f"M{x.place(part.batch) - 3:.1f} {place - 3}l6 6m0-6l-6 6"
             yield f'<path class="lost" d="{at}"><title>{text(about)}</title></path>'
     if best is not None:
-        yield _point(f"best c{number}", x, y, best[1], best[0], f"{name}: the best, {shown(best[0])}")
+        yield _point(f"best c{number}", x, y, best[1], best[0], f"{name}: the best, {number_text(best[0])}")
 
 
 def _unbroken(parts: Sequence[Stretch]) -> Iterator[list[Stretch]]:

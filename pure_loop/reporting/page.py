@@ -12,7 +12,7 @@ from pure_loop._internal.version import __version__
 from pure_loop._text import HIDDEN, is_secret, without_secrets
 from pure_loop.checkpoint.flight import Rise, rises
 from pure_loop.progress.words import clock
-from pure_loop.reporting.curves import charts, shown, text
+from pure_loop.reporting.curves import charts, number_text, text
 from pure_loop.reporting.record import TRAIN_LOSS, Record, Span
 
 # Rows that a table has at most, and the columns of numbers in that of epochs.
@@ -73,10 +73,10 @@ def _head(record: Record) -> str:
         cards.append(("training time", clock(record.seconds), begun or ""))
     if record.losses:
         batch, loss = record.losses[-1]
-        cards.append(("last training loss", shown(loss), f"at batch {batch:,}"))
+        cards.append(("last training loss", number_text(loss), f"at batch {batch:,}"))
     measured = [name for name in record.series if not name.startswith("train/")]
     bests = [(name, best) for name in measured if (best := record.best(name)) is not None]
-    cards += [(f"best {name}", shown(value), f"at batch {batch:,}") for name, (value, batch) in bests[:3]]
+    cards += [(f"best {name}", number_text(value), f"at batch {batch:,}") for name, (value, batch) in bests[:3]]
     pill = f'<span class="{"done" if state == "complete" else "open"}">{state}</span>' if state else ""
     return (
         f'<p class="about">{pill}{text(" · ".join(words))}</p><dl class="cards">'
@@ -157,7 +157,7 @@ def _epoch(
         if name == TRAIN_LOSS and values:
             values = [sum(value / len(values) for value in values)]
         is_best = best is not None and span.first < best[1] <= span.last and values[-1] == best[0]
-        value = shown(values[-1]) if values else ""
+        value = number_text(values[-1]) if values else ""
         cells.append(f'<b title="the best">{value} ★</b>' if is_best else value)
     return cells
 
@@ -167,13 +167,15 @@ def _numbers(record: Record) -> str:
     for name in list(record.series)[: 2 * _ROWS]:
         series, pairs = record.series[name], record.series[name].finite
         lowest, highest = min(pairs, default=None), max(pairs, default=None, key=lambda pair: (pair[0], -pair[1]))
-        extremes = [f"{shown(pair[0])} <small>at {pair[1]:,}</small>" if pair else "" for pair in (lowest, highest)]
+        extremes = [
+            f"{number_text(pair[0])} <small>at {pair[1]:,}</small>" if pair else "" for pair in (lowest, highest)
+        ]
         if (mode := record.mode(name)) is not None and pairs:
             place = ("min", "max").index(mode)
             extremes[place] = f"<b>{extremes[place]}</b>"
         lost = len(series.values) - len(pairs)
         values = f"{len(series.values):,}" + (f" <small>{lost:,} not finite</small>" if lost else "")
-        rows.append([text(name, 120), values, shown(series.values[-1]), *extremes])
+        rows.append([text(name, 120), values, number_text(series.values[-1]), *extremes])
     left_out = len(record.series) - len(rows)
     note = "The better one of both is bold, where that is known."
     note += f" {count(left_out, 'more name', 'more names')}." if left_out else ""
@@ -185,12 +187,12 @@ def _worst(record: Record) -> str:
     broken = [(batch, loss) for batch, loss in losses if not math.isfinite(loss)]
     highest = heapq.nlargest(_WORST, rises([(batch - 1, loss) for batch, loss in losses]), key=_height)
     worst = [(batch, loss, "") for batch, loss in broken[:_WORST]]
-    worst += [(rise.batch + 1, rise.loss, f"+{shown(rise.height)}") for rise in highest if rise.height > 0]
+    worst += [(rise.batch + 1, rise.loss, f"+{number_text(rise.height)}") for rise in highest if rise.height > 0]
     spans, rows = record.epochs, []
     for batch, loss, rise in worst[: 2 * _WORST]:
         epoch = next((str(span.number) for span in spans if batch <= span.last), "")
         rewound = [] if record.flight is None else [f"<code>{batch - 1}ba</code>"]
-        rows.append([f"{batch:,}", epoch, shown(loss), rise, *rewound])
+        rows.append([f"{batch:,}", epoch, number_text(loss), rise, *rewound])
     note = "Losses that are not finite, and those that rise most over the median of the 9 before them."
     note += f" {len(broken):,} losses are not finite." if len(broken) > _WORST else ""
     head = ["batch", "epoch", "loss", "rise"]
@@ -205,18 +207,20 @@ def _height(rise: Rise) -> tuple[float, int]:
 
 
 def _checkpoints(record: Record) -> str:
-    marked = {kept.name: record.marks(kept) for kept in record.checkpoints}
-    listed = [kept for at, kept in enumerate(record.checkpoints) if at < _ROWS or marked[kept.name]]
+    marked = {entry.name: record.marks(entry) for entry in record.checkpoints}
+    listed = [entry for at, entry in enumerate(record.checkpoints) if at < _ROWS or marked[entry.name]]
     rows = []
-    for kept in listed:
-        header, marks = kept.header, " ".join(f'<span class="mark">{mark}</span>' for mark in marked[kept.name])
+    for entry in listed:
+        header, marks = entry.header, " ".join(f'<span class="mark">{mark}</span>' for mark in marked[entry.name])
         if header is None:
-            rows.append([text(kept.name), f"can't be read: {text(kept.error, 300)}", "", "", in_bytes(kept.size), ""])
+            rows.append(
+                [text(entry.name), f"can't be read: {text(entry.error, 300)}", "", "", in_bytes(entry.size), ""]
+            )
             continue
         event = "" if header.event is None else header.event.name
-        score = "" if header.score is None else f"{shown(header.score)} <small>{text(header.metric, 40)}</small>"
-        rows.append([text(kept.name), marks + f" <small>{event}</small>", f"{header.batch:,}", str(kept.epoch)])
-        rows[-1] += [in_bytes(kept.size), score]
+        score = "" if header.score is None else f"{number_text(header.score)} <small>{text(header.metric, 40)}</small>"
+        rows.append([text(entry.name), marks + f" <small>{event}</small>", f"{header.batch:,}", str(entry.epoch)])
+        rows[-1] += [in_bytes(entry.size), score]
     left_out = len(record.checkpoints) - len(listed)
     note = "As their headers say: their tensors were not read."
     note += f" {count(left_out, 'more is', 'more are')} older." if left_out else ""

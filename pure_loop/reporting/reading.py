@@ -23,7 +23,7 @@ from pure_loop.loggers._files import RunFile
 from pure_loop.loggers._lines import content_of
 from pure_loop.loggers.in_memory import InMemoryLogger, numbers_in
 from pure_loop.loggers.tensorboard import TensorBoardLogger, records
-from pure_loop.reporting.record import TRAIN_LOSS, Kept, Record, Series
+from pure_loop.reporting.record import TRAIN_LOSS, CheckpointEntry, Record, Series
 
 # How files begin that a JSONLinesLogger and a CSVLogger write.
 _LINES, _ROWS = b'{"time": ', b"batch,epoch,time"
@@ -274,9 +274,9 @@ def _read_checkpoint(path: Path, name: str, record: Record) -> dict[str, Series]
             return None
         facts = describe(path)
     except (CheckpointError, OSError) as error:
-        record.checkpoints.append(Kept(name, size, error=str(error)))
+        record.checkpoints.append(CheckpointEntry(name, size, error=str(error)))
         return {}
-    record.checkpoints.append(Kept(name, size, header, facts["epoch"]))
+    record.checkpoints.append(CheckpointEntry(name, size, header, facts["epoch"]))
     for package, version in sorted(facts["made_by"].items()):
         record.saw(package, version)
     run_name = facts["notes"].get("run_name")

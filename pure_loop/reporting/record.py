@@ -55,7 +55,7 @@ class Series:
 
 
 @attrs.frozen
-class Kept:
+class CheckpointEntry:
     """A checkpoint of the folder.
 
     Attributes:
@@ -107,7 +107,7 @@ class Record:
     series: dict[str, Series] = attrs.field(factory=dict)
     settings: dict[str, Any] = attrs.field(factory=dict)
     environment: dict[str, list[str]] = attrs.field(factory=dict)
-    checkpoints: list[Kept] = attrs.field(factory=list)
+    checkpoints: list[CheckpointEntry] = attrs.field(factory=list)
     flight: Flight | None = None
     names: dict[str, str] = attrs.field(factory=dict)
     sources: list[str] = attrs.field(factory=list)
@@ -117,12 +117,12 @@ class Record:
     @property
     def last_batch(self) -> int:
         ends = [series.batches[-1] for series in self.series.values() if series.batches]
-        return max([*ends, *(kept.header.batch for kept in self.checkpoints if kept.header)], default=0)
+        return max([*ends, *(entry.header.batch for entry in self.checkpoints if entry.header)], default=0)
 
     @property
     def seconds(self) -> float | None:
         """How long training took; None: not recorded."""
-        spent = [kept.header.seconds for kept in self.checkpoints if kept.header]
+        spent = [entry.header.seconds for entry in self.checkpoints if entry.header]
         if self.flight is not None:
             spent.append(sum(line.seconds for line in self.flight.lines.values()))
         if not any(spent) and self.times is not None:
@@ -169,7 +169,7 @@ class Record:
         except TimeFormatError:
             return None
         epochs = [epoch for series in self.series.values() for epoch in series.epochs[-1:] if epoch is not None]
-        ended = max([*epochs, *(kept.epoch for kept in self.checkpoints)], default=0)
+        ended = max([*epochs, *(entry.epoch for entry in self.checkpoints)], default=0)
         if time.unit is TimeUnit.EPOCH and ended >= time.value:
             return 1.0
         spans, facts = self.epochs, {} if self.flight is None else self.flight.facts
@@ -182,7 +182,7 @@ class Record:
 
     def mode(self, name: str) -> str | None:
         """Whether the best of a metric is the largest, as a checkpoint or its name says; None: neither does."""
-        noted = (kept.header.mode for kept in self.checkpoints if kept.header and kept.header.metric == name)
+        noted = (entry.header.mode for entry in self.checkpoints if entry.header and entry.header.metric == name)
         return next(noted, None) or known_mode(name.partition("/")[2])
 
     def best(self, name: str) -> tuple[float, int] | None:
@@ -192,16 +192,16 @@ class Record:
             return None
         return min(pairs, key=lambda pair: pair[0] if mode == "min" else -pair[0])
 
-    def marks(self, kept: Kept) -> list[str]:
+    def marks(self, entry: CheckpointEntry) -> list[str]:
         """What a checkpoint is among those of the folder: the newest, the best of its metric."""
-        if kept.header is None:
+        if entry.header is None:
             return []
         newest = max(item.header.progress for item in self.checkpoints if item.header)
-        marks = ["newest"] if kept.header.progress == newest else []
-        metric, mode = kept.header.metric, kept.header.mode
+        marks = ["newest"] if entry.header.progress == newest else []
+        metric, mode = entry.header.metric, entry.header.mode
         scores = [item.header.score for item in self.checkpoints if item.header and item.header.metric == metric]
         numbers = [score for score in scores if score is not None]
-        if mode is not None and numbers and kept.header.score == (min(numbers) if mode == "min" else max(numbers)):
+        if mode is not None and numbers and entry.header.score == (min(numbers) if mode == "min" else max(numbers)):
             marks.append("best")
         return marks
 

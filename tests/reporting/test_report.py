@@ -25,7 +25,7 @@ from pure_loop.callbacks import CheckpointSaver, FlightRecorder
 from pure_loop.checkpoint.flight import read_flight
 from pure_loop.loggers import CSVLogger, InMemoryLogger, JSONLinesLogger, TensorBoardLogger
 from pure_loop.progress.words import cut
-from pure_loop.reporting.curves import shown, stretches, text
+from pure_loop.reporting.curves import number_text, stretches, text
 from pure_loop.reporting.page import page
 from pure_loop.reporting.reading import of_files, of_folder, of_memory
 from pure_loop.reporting.record import Record, Series
@@ -137,7 +137,7 @@ def test_the_page_of_any_record_is_well_formed_and_has_every_value(logger: InMem
         line = html.split(row, 1)[1].split("</tr>")[0]
         finite = [value for value in series.values if math.isfinite(value)]
         for value in (series.values[-1], *([min(finite), max(finite)] if finite else [])):
-            assert shown(value) in line
+            assert number_text(value) in line
     for name, setting in logger.hyperparameters.items():
         assert any(one_line(cut(name, 120)) in words for words in texts)
         assert not isinstance(setting, str) or one_line(cut(setting, 400)) in texts or not setting or is_secret(name)
