@@ -160,9 +160,7 @@ LOSSES_AND_EVALUATORS = [
     TYPE(lambda: pl.Evaluator(DATA, loss=nn.MSELoss), "Evaluator: loss is the class MSELoss"),
     TYPE(lambda: pl.Task(loss=nn.MSELoss), "pl.Task: loss is the class MSELoss; give an instance: MSELoss()"),
     given(TYPES, "call it: pl.Task.from_transformers()", loss=pl.Task.from_transformers),
-    TYPE(
-        lambda: pl.predict(net(), DATA, task=identity), "pl.predict: task must be a Task, such as pl.Task(for"
-    ),
+    TYPE(lambda: pl.predict(net(), DATA, task=identity), "pl.predict: task must be a Task, such as pl.Task(for"),
     given(TYPES, "needs a label", '{"val": ...', evaluators=[NO_LOSS]),
     given(TYPES, "write a mapping of labels", "{'val': ...}", evaluators=[("val", NO_LOSS)]),
     given(VALUES, "evaluators has the label 'val' twice", evaluators=[("val", NO_LOSS)] * 2),
