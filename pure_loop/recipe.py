@@ -309,20 +309,22 @@ class Recipe(Arguments):
         self,
         folder_or_logger: str | os.PathLike[str] | Logger | None = None,
         path: str | os.PathLike[str] | None = None,
+        *,
+        inspection: Inspection | None = None,
     ) -> Path:
         """One HTML file of what the run has recorded: :func:`pure_loop.report`.
 
         Args:
             folder_or_logger: None: the first logger of the recipe that keeps a record, or else the folder of
                 ``autoresume``.
-            path: as there.
+            path, inspection: as there.
         """
         from pure_loop.reporting.report import READABLE, report
 
         source = folder_or_logger
         if source is None:
             source = next((item for item in self.loggers if isinstance(item, READABLE)), None) or self._folder()
-        return report(source, path)
+        return report(source, path, inspection=inspection)
 
     def _folder(self) -> str | os.PathLike[str]:
         """

@@ -6,6 +6,7 @@ import heapq
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from pure_loop._internal.reprs import cell, count, in_bytes
 from pure_loop._internal.version import __version__
@@ -19,12 +20,22 @@ from pure_loop.reporting.record import TRAIN_LOSS, Record, Span
 _ROWS, _COLUMNS, _WORST = 100, 8, 10
 
 
-def page(record: Record, name: str) -> str:
+class Samples(Protocol):
+    """The samples of a batch in numbers: what ``pl.inspect`` returns."""
+
+    @property
+    def batch(self) -> int: ...
+
+    def tables(self) -> Sequence[tuple[str, list[str], list[list[str]]]]: ...
+
+
+def page(record: Record, name: str, inspection: Samples | None = None) -> str:
     """The HTML of a record.
 
     Args:
         record: what is known of the run.
         name: of the run, where its files don't have one.
+        inspection: of a batch whose samples are listed.
     """
     title = text(next(iter(record.names), name))
     sections = {
@@ -33,6 +44,7 @@ def page(record: Record, name: str) -> str:
         "Epochs": _epochs(record),
         "Numbers": _numbers(record),
         "Worst batches": _worst(record),
+        "Worst samples": _samples(inspection),
         "Checkpoints": _checkpoints(record),
         "Settings": _settings(record),
         "Environment": _environment(record),
@@ -200,6 +212,15 @@ def _worst(record: Record) -> str:
         head.append("rewind to")
         note += " <code>pl.rewind</code> computes a batch again, from the last column."
     return _table("Worst batches", head, rows, note=note)
+
+
+def _samples(inspection: Samples | None) -> str:
+    if inspection is None:
+        return ""
+    caption, head, rows = inspection.tables()[0]
+    cells = [[text(item) for item in row] for row in rows[:_WORST]]
+    note = f"Of batch {inspection.batch + 1:,}: {text(caption.partition(': ')[2], 200)}."
+    return _table("Worst samples", head, cells, note=note)
 
 
 def _height(rise: Rise) -> tuple[float, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pure_loop._internal.arguments import is_path, path_text
+from pure_loop._internal.arguments import is_path, path_text, refusal
 from pure_loop._internal.suggestions import nearest, teaching
 from pure_loop.callback import Logger
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -15,7 +15,7 @@ from pure_loop.loggers.csv_file import CSVLogger
 from pure_loop.loggers.in_memory import InMemoryLogger
 from pure_loop.loggers.json_lines import JSONLinesLogger
 from pure_loop.loggers.tensorboard import TensorBoardLogger, event_files
-from pure_loop.reporting.page import page
+from pure_loop.reporting.page import Samples, page
 from pure_loop.reporting.reading import of_files, of_folder, of_memory
 from pure_loop.reporting.record import Record
 
@@ -24,7 +24,12 @@ _READ = "an InMemoryLogger, a JSONLinesLogger, a CSVLogger or a TensorBoardLogge
 
 
 @teaching
-def report(folder_or_logger: str | os.PathLike[str] | Logger, path: str | os.PathLike[str] | None = None) -> Path:
+def report(
+    folder_or_logger: str | os.PathLike[str] | Logger,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    inspection: Samples | None = None,
+) -> Path:
     """Write what a run has recorded to one HTML file, which needs no server and no network, and runs nothing.
 
     The file has the curves of all numbers, a table of epochs, the best of each metric, the batches with the worst
@@ -42,6 +47,7 @@ def report(folder_or_logger: str | os.PathLike[str] | Logger, path: str | os.Pat
             InMemoryLogger, a JSONLinesLogger, a CSVLogger or a TensorBoardLogger.
         path: of the HTML file, which is replaced; None: ``report.html`` in the folder, in that of the logger's file,
             and for an InMemoryLogger in the working directory.
+        inspection: what :func:`pure_loop.inspect` returned of a batch, whose worst samples are listed.
 
     Returns:
         The path of the file.
@@ -60,6 +66,8 @@ def report(folder_or_logger: str | os.PathLike[str] | Logger, path: str | os.Pat
     >>> pl.report(folder).name
     'report.html'
     """
+    if not (inspection is None or hasattr(inspection, "tables")):
+        raise refusal("inspection", inspection, "what pl.inspect(state, ...) returns", "report")
     if isinstance(folder_or_logger, Logger):
         record, place, name = _of_logger(folder_or_logger)
     elif is_path(folder_or_logger):
@@ -74,7 +82,7 @@ def report(folder_or_logger: str | os.PathLike[str] | Logger, path: str | os.Pat
         )
     file = place / "report.html" if path is None else read_file_path(path, "report path", "report.html")
     make_folder(file.parent, "report")
-    replace_file(file, page(record, name), "report")
+    replace_file(file, page(record, name, inspection), "report")
     return file
 
 

@@ -146,6 +146,23 @@ def test_the_page_of_any_record_is_well_formed_and_has_every_value(logger: InMem
     )
 
 
+def test_the_worst_samples_are_those_of_an_inspection(tmp_path: Path) -> None:
+    inputs = torch.ones(4, 2)
+    inputs[2] = 100.0
+    logger, net = InMemoryLogger(), torch.nn.Linear(2, 1)
+    recipe = pl.Recipe([(inputs, torch.zeros(4, 1))], loss=torch.nn.functional.mse_loss, loggers=[logger])
+    recipe = recipe.replace(optimizer=pl.optim.sgd(lr=1e-9), max_duration="1ep")
+    recipe.run(net)
+    state = next(recipe.fit(net, watch={"batch_start"}, loggers=()))[1]
+    html = recipe.report(path=tmp_path / "a.html", inspection=recipe.inspect(state)).read_text()
+    section = html.partition('<section id="worst-samples">')[2].partition("</section>")[0]
+    assert section.partition('<th scope="row">')[2].startswith("2</th>")
+    assert "Of batch 1: 4 of 4 samples, by loss." in section
+    assert "Worst samples" not in pl.report(logger, tmp_path / "b.html").read_text()
+    with pytest.raises(pl.errors.ArgumentTypeError, match=r"what pl\.inspect"):
+        pl.report(logger, tmp_path / "c.html", inspection=3)  # type: ignore[arg-type]
+
+
 def test_the_page_of_much_is_small() -> None:
     record = Record()
     record.series["train/loss"] = Series(list(range(200_000)), [1 / (at + 1) for at in range(200_000)], [0] * 200_000)
