@@ -15,7 +15,7 @@ from pure_loop.reporting.record import Record, Series
 
 # Of the picture and of its plot, in units that are about pixels.
 _WIDTH, _HEIGHT = 420, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 410, 12, 194
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 410, 12, 194
 # Lines that are told apart in a chart; of all charts together: lines, stretches, and points.
 _COLOURS, _LINES, _STRETCHES, _POINTS = 5, 60, 3200, 600
 # Letters of a name.
