@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from pure_loop.entry.largest_microbatch import largest_microbatch
     from pure_loop.exporting import export
     from pure_loop.loop.driver import Script
+    from pure_loop.members.each import each
+    from pure_loop.members.ensemble import ensemble
+    from pure_loop.members.stacking import stack
     from pure_loop.progress import progress
     from pure_loop.recipe import Recipe
     from pure_loop.rehearsal.rehearse import rehearse
@@ -97,6 +100,8 @@ __all__ = [
     "diff",
     "distributed",
     "drive",
+    "each",
+    "ensemble",
     "errors",
     "evaluate",
     "every",
@@ -125,6 +130,7 @@ __all__ = [
     "run",
     "save",
     "schedules",
+    "stack",
     "stages",
     # Not testing: what is listed here is imported by a star, and it can't be where Hypothesis is not installed. Nor
     # typing, which would hide the standard library's.
@@ -143,6 +149,9 @@ _LAZY = {
     "errors": {*errors.__all__} - {"PureLoopError"},
     "exporting": ("export",),
     "loop.driver": ("Script",),
+    "members.each": ("each",),
+    "members.ensemble": ("ensemble",),
+    "members.stacking": ("stack",),
     "progress": ("progress",),
     "recipe": ("Recipe",),
     "rehearsal.rehearse": ("rehearse",),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import attrs
 
-from pure_loop._internal.arguments import accepts
+from pure_loop._internal.arguments import accepts, check_flag
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import call
 from pure_loop._internal.suggestions import advice_on, teaching
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Algorithm", "AlgorithmLike", "Composition", "algorithm", "bind", "compose", "one_of", "reversed_at"]
 
 S = TypeVar("S", bound=State)
+_OF_A_COMPUTATION = events_between(Event.BATCH_START, Event.AFTER_TRAIN_BATCH)
 UserHandler: TypeAlias = "Callable[[Any], State] | Callable[[Any, LoopStages], State]"
 
 
@@ -86,6 +87,8 @@ class Algorithm:
         claims: names of effects that two algorithms of a run can't both have, as strings: ``{"mixes targets"}``.
         bind: ``run -> None``, called once before the stream of ``fit`` starts, with a :class:`pure_loop.callback.Run`;
             raises if the algorithm can't work in this run.
+        across_members: whether its handlers are given the State of an ensemble, to compare and change its members; they
+            are bound to BATCH_END, or to events outside of batches. Else each member is given its own.
 
     Raises:
         ArgumentError: it binds no event, or a name that is no event.
@@ -108,6 +111,7 @@ class Algorithm:
     when: Predicate | None
     claims: frozenset[str]
     bind: Callable[[Run], None] | None
+    across_members: bool = False
     factory: str = attrs.field(default="", eq=False)
     settings: Mapping[str, object] = attrs.field(factory=FrozenDict, eq=False)
 
@@ -120,6 +124,7 @@ class Algorithm:
         when: CadenceLike | None = None,
         claims: Collection[str] = frozenset(),
         bind: Callable[[Run], None] | None = None,
+        across_members: bool = False,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(f"an algorithm's name is a text that is not empty, not {name!r}.")
@@ -153,7 +158,13 @@ class Algorithm:
             raise ArgumentTypeError(f'{where}: claims={claims!r}: give a set of texts, such as {{"mixes targets"}}.')
         if bind is not None and not (callable(bind) and accepts(bind, 1)):
             raise ArgumentTypeError(f"{where}: bind={bind!r} is not a function of (run), which fit calls once.")
-        self.__attrs_init__(name, table, init, cadence, frozenset(claims), bind)
+        inside = [event for event in table if event in _OF_A_COMPUTATION]
+        if check_flag("across_members", across_members, where=where) and inside:
+            raise ArgumentError(
+                f"{where}: across_members=True at {inside[0].name}: inside a batch each member is computed alone. Bind "
+                "it to BATCH_END, or to an event outside of batches, such as EPOCH_END or EVAL_AFTER_ALL."
+            )
+        self.__attrs_init__(name, table, init, cadence, frozenset(claims), bind, across_members)
 
     def __call__(self, state: State, *stages: object) -> State:
         """Apply the algorithm to a State by hand: the function itself, or the handlers of ``state.event``."""
@@ -215,6 +226,7 @@ def algorithm(
     when: CadenceLike | None = None,
     name: str | None = None,
     init: Callable[[State], PyTree] | None = None,
+    across_members: bool = False,
 ) -> Callable[[Callable[[S], S] | Callable[[S, LoopStages], S]], Algorithm]:
     """Make an algorithm of a function ``State -> State``.
 
@@ -223,6 +235,7 @@ def algorithm(
         when: how often, such as ``pl.every("10ba")`` or a pure predicate of the State; None: every time.
         name: default: the function's name.
         init: ``state -> memory``, kept in ``state.algorithm_state[name]``.
+        across_members: whether it is given the State of an ensemble, to compare and change its members.
 
     Raises:
         ArgumentError: no event is given, or a name that is no event.
@@ -252,7 +265,7 @@ def algorithm(
     def decorate(function: HandlerFunction) -> Algorithm:
         label = name if name is not None else getattr(function, "__name__", type(function).__name__)
         with OWN_HIDDEN:
-            return Algorithm(label, {events: function}, init, when=when)
+            return Algorithm(label, {events: function}, init, when=when, across_members=across_members)
 
     return decorate
 
@@ -434,7 +447,10 @@ def bind(algorithms: Sequence[Algorithm]) -> dict[Event, tuple[Handler, ...]]:
     table: dict[Event, tuple[Handler, ...]] = {}
     for event in Event:
         handlers = [
-            Handler(item.name, function, item.when, _takes_stages(function, item.name), _path(item, function, number))
+            Handler(
+                *(item.name, function, item.when, _takes_stages(function, item.name), _path(item, function, number)),
+                across_members=item.across_members,
+            )
             for item in (reversed(algorithms) if reversed_at(event) else algorithms)
             for number, function in enumerate(item.handlers.get(event, ()))
         ]

@@ -26,6 +26,8 @@ class Handler:
     takes_stages: bool
     # Its path in seeds, if it may draw from global generators; None: it draws from none.
     path: tuple[str | int, ...] | None = None
+    # Whether it is given the State of all members of an ensemble, and not that of each.
+    across_members: bool = False
 
 
 @attrs.frozen

@@ -35,6 +35,7 @@ from pure_loop.errors import (
 )
 from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
+from pure_loop.members.record import MemberCount, Members
 from pure_loop.model.model import ModelDef
 from pure_loop.model.names import Note, places, reordered, sorted_by
 from pure_loop.precision import LossScale
@@ -87,6 +88,8 @@ class StateFields(TypedDict, total=False):
     skipped: Tensor | None
     nonfinite: Tensor | None
     notes: tuple[Note, ...]
+    data_seed: int | None
+    ensemble: Members | None
     evaluator: str | None
     batch: Batch
     microbatch: Batch
@@ -157,6 +160,14 @@ class State(Record):
             parameters' device, so that noticing it needs no synchronisation.
         notes: which algorithms changed the names of the model at INIT, and what was renamed, added and removed when it
             was loaded from a file, in order (:class:`pure_loop.model.names.Note`); ``print(*state.notes, sep="\\n")``.
+        data_seed: the seed of the order of the data, where that is not ``seed``: that of an ensemble whose members see
+            the same batches, and of a member that was taken out of it; None: ``seed``.
+        ensemble: the seeds of the members and which of them have stopped (:class:`pure_loop.members.record.Members`);
+            None: it is one model. Tensors of a State with members have a leading dimension of members.
+        data_seed: the seed of the order of the data, where that is not ``seed``: that of an ensemble whose members see
+            the same batches, and of a member that was taken out of it; None: ``seed``.
+        ensemble: the seeds of the members and which of them have stopped (:class:`pure_loop.members.record.Members`);
+            None: it is one model. Tensors of a State with members have a leading dimension of members.
 
     Of the current batch, None outside it:
         evaluator: the label of the current evaluator, from its EVAL_START to its EVAL_END.
@@ -204,6 +215,8 @@ class State(Record):
     skipped: Tensor | None = None
     nonfinite: Tensor | None = None
     notes: tuple[Note, ...] = ()
+    data_seed: int | None = None
+    ensemble: Members | None = None
     evaluator: str | None = None
     batch: Batch = None  # as the dataloader and the module give them: no type is known
     microbatch: Batch = None
@@ -215,7 +228,7 @@ class State(Record):
     def __attrs_post_init__(self) -> None:
         for field, mapping in _reordered(self).items():
             object.__setattr__(self, field, mapping)
-        for field in _EXPLAINED:
+        for field in EXPLAINED:
             getattr(self, field).field = field
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -298,6 +311,8 @@ class State(Record):
             skipped: Tensor | None = ...,
             nonfinite: Tensor | None = ...,
             notes: tuple[Note, ...] = ...,
+            data_seed: int | None = ...,
+            ensemble: Members | None = ...,
             evaluator: str | None = ...,
             batch: Batch = ...,
             microbatch: Batch = ...,
@@ -392,6 +407,43 @@ class State(Record):
         reasons = [(name, memory.get("why")) for name, memory in memories]
         listed = [f"{name}: {why}" for name, why in reasons if isinstance(why, str) and why]
         return "; ".join(listed) or "an algorithm set state.stop"
+
+    @property
+    def members(self: S) -> MemberCount[S]:
+        """How many members there are, 0 of one model; ``state.members([0, 3])`` is a State of some, in this order.
+
+        >>> import torch, pure_loop as pl
+        >>> states = [State.create(torch.nn.Linear(2, 1), seed=seed) for seed in range(4)]
+        >>> stacked = pl.stack(states)
+        >>> stacked.members, stacked.members([3, 0]).members, states[0].members
+        (4, 2, 0)
+        """
+
+        def some(indices: Sequence[int]) -> S:
+            from pure_loop.members.stacking import select  # it imports this module
+
+            return select(self, indices)
+
+        return MemberCount(0 if self.ensemble is None else len(self.ensemble), some)
+
+    def member(self: S, index: int) -> S:
+        """The State of one member of an ensemble: a State of one model, from which training resumes alone.
+
+        Args:
+            index: its number, from 0; from the end, if it is negative.
+
+        Raises:
+            ArgumentError: the State has no members, or none of this number.
+            ArgumentTypeError: the number is no int.
+
+        >>> import torch, pure_loop as pl
+        >>> stacked = pl.stack([State.create(torch.nn.Linear(2, 1), seed=seed) for seed in (3, 4)])
+        >>> stacked.params["weight"].shape, stacked.member(1).params["weight"].shape, stacked.member(1).seed
+        (torch.Size([2, 1, 2]), torch.Size([1, 2]), 4)
+        """
+        from pure_loop.members.stacking import member  # it imports this module
+
+        return member(self, index)
 
     @teaching
     def module(self, *, training: bool = True) -> nn.Module:
@@ -655,7 +707,7 @@ _teach(State)
 def _as_mapping(name: str, value: object) -> object:
     if isinstance(value, Mapping) or (value is None and name == "grads"):
         mapping = _frozen_if_mapping(value)
-        if name in _EXPLAINED and type(mapping) is FrozenDict:
+        if name in EXPLAINED and type(mapping) is FrozenDict:
             mapping.field = name
         return mapping
     raise ArgumentTypeError(
@@ -676,7 +728,7 @@ def _refuse_kind(name: str, value: object) -> None:
 
 _KNOWN_BY_NAME = frozenset({"params", "buffers", "grads"})
 # The error about a name that their mapping lacks depends on the field.
-_EXPLAINED = ("metrics", "algorithm_state")
+EXPLAINED = ("metrics", "algorithm_state")
 
 
 def _reordered(state: Any) -> dict[str, FrozenDict[str, Any]]:
@@ -828,7 +880,7 @@ def _register(cls: type) -> None:
             object.__setattr__(state, attribute, value)
         attributes = (attribute for attribute, public in _fields[cls] if public not in _STATIC)
         for attribute, child in zip(attributes, children, strict=True):
-            if attribute in _EXPLAINED and type(child) is FrozenDict:
+            if attribute in EXPLAINED and type(child) is FrozenDict:
                 child.field = attribute
             object.__setattr__(state, attribute, child)
         return state

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -48,6 +48,7 @@ Options: TypeAlias = dict[str, Any]
 Decompositions: TypeAlias = dict[Any, Function]
 
 _SLOWER = "graphs are compiled by torch.compile: a call takes some ten microseconds more, and has memory of its own"
+_BY_MEMBER = "some operations of ensembles (batch norm) run member by member"
 _MIN_CUT = "torch._functorch.partitioners:min_cut_rematerialization_partition"
 NAMES: Mapping[str, str] = {
     "torch._inductor.compile_fx:compile_fx_inner": _SLOWER,
@@ -60,6 +61,9 @@ NAMES: Mapping[str, str] = {
     "torch._dispatch.python:enable_python_dispatcher": "some operations are traced as torch's own kernels",
     "torch:ops.aten.add.Tensor._schema": "what an operation writes to is known by its name alone",
     "torch:UntypedStorage._cdata": "nothing",
+    "torch._C:_dispatch_has_kernel_for_dispatch_key": _BY_MEMBER,
+    "torch._decomp:decomposition_table": _BY_MEMBER,
+    "torch._C._functorch:_set_vmap_fallback_warning_enabled": "torch warns of operations that run member by member",
 }
 """Where each name is, ``module:attribute``, and what is lost without it."""
 
@@ -210,6 +214,36 @@ def decompositions() -> Decompositions:
     """Operations as others that the compiler takes; ``torch.compile`` has them by itself."""
     select = _find("torch._inductor.decomposition:select_decomp_table") if _has_inductor() else None
     return {} if select is None else dict(select())
+
+
+# Members.
+
+
+def unmapped(targets: Iterable[object]) -> Decompositions:
+    """What to do instead of those of these operations that ``torch.vmap`` maps by a loop over members."""
+    has_kernel: Function | None = _find("torch._C:_dispatch_has_kernel_for_dispatch_key")
+    table: Decompositions | None = _find("torch._decomp:decomposition_table")
+    if has_kernel is None or table is None:
+        return {}
+    operator_class = type(torch.ops.aten.add.Tensor)
+    return {
+        target: table[target]
+        for target in targets
+        if isinstance(target, operator_class)
+        and target in table
+        and not any(has_kernel(target.name(), key) for key in ("FuncTorchBatched", "CompositeImplicitAutograd"))
+    }
+
+
+@contextmanager
+def mapping_in_silence() -> Iterator[None]:
+    """Inside, operations that ``torch.vmap`` maps by a loop are mapped so without a warning."""
+    set_warning: Function = _find("torch._C._functorch:_set_vmap_fallback_warning_enabled") or (lambda enabled: None)
+    set_warning(False)
+    try:
+        yield
+    finally:
+        set_warning(True)
 
 
 # Lowering.

@@ -76,6 +76,7 @@ class Compiler(Segments):
         with_loss: whether evaluators measure the loss.
         ownership: gives memory that a graph may write to, for tensors that are those of a State of this loop's making:
             the same list, where they are not aliased, or copies. None: copies, always.
+        interprets: whether graphs are not compiled: their operations run one after the other.
     """
 
     def __init__(
@@ -87,11 +88,12 @@ class Compiler(Segments):
         steps: int = 1,
         with_loss: bool = True,
         ownership: Ownership | None = None,
+        interprets: bool = False,
     ) -> None:
-        super().__init__(stages, observed, where_possible=where_possible, ownership=ownership)
+        super().__init__(stages, observed, where_possible=where_possible, ownership=ownership, interprets=interprets)
         self.steps = steps
         self.evaluating = CompiledEvaluation.of(
-            stages, self.recorders, with_loss=with_loss, where_possible=where_possible
+            stages, self.recorders, with_loss=with_loss, where_possible=where_possible, interprets=interprets
         )
 
     @property
@@ -162,13 +164,36 @@ class Compiler(Segments):
         ``around`` are per-batch values that the graph did not take.
         """
         if run.report is not None and run.report.is_cpu and (report := run.report.item()):
-            raise _nonfinite(state, int(report), state.batch)
+            raise self.nonfinite(state, int(report), state.batch)
         before = state.timestamp
         if Event.BATCH_END not in self.observed:
             state = run.put_in(state, ()) if run.names else state
             return after_batch[type(state)](state, after, before, Event.BATCH_END)
         fields = {"timestamp": after, "previous_timestamp": before, "position": Event.BATCH_END} | (around or {})
         return (yield Event.BATCH_END, current(run.put_in(state, _PER_BATCH_FIELDS, **fields), fit, Event.BATCH_END))
+
+    def nonfinite(self, state: State, report: int, batch: Batch) -> NonFiniteError:
+        """What is raised where a step has reported something."""
+        from pure_loop.stages.search import origin_in_batch  # no other run needs it
+
+        t = state.timestamp
+        what = (
+            "the gradients, or what the optimizer's step made of them, are not finite (which one can't be told from a "
+            "compiled step: run the batch without compile)"
+            if report == UPDATE_BAD
+            else "the loss is not finite"
+        )
+        origin = None if batch is None else origin_in_batch(batch)
+        if origin is not None:
+            what += f": {origin.words}"
+        result = NonFiniteError(
+            f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. "
+            f"{NON_FINITE_ADVICE if origin is None else origin.advice}"
+        )
+        result.index, result.batch = t.batch, batch
+        if origin is not None:
+            result.kind, result.name, result.rows = origin.kind, origin.name, origin.rows
+        return result
 
     def feed(self, batches: Feed) -> Feed:
         """Batches as :meth:`steps_ahead` takes them."""
@@ -234,7 +259,7 @@ class Compiler(Segments):
             if stopped is not None:
                 number, report = stopped
                 previous, timestamp, _ = calls[number].env.timestamps
-                raise _nonfinite(_timed(state, timestamp, previous), report, calls[number].per_batch[0])
+                raise self.nonfinite(_timed(state, timestamp, previous), report, calls[number].per_batch[0])
             if failed is not None:
                 raise failed
             state = _timed(state, timestamp, previous)
@@ -301,26 +326,3 @@ def _timed(state: State, timestamp: Timestamp, previous: Timestamp) -> State:
     if state.timestamp is timestamp:
         return state
     return with_fields(state, timestamp=timestamp, previous_timestamp=previous)
-
-
-def _nonfinite(state: State, report: int, batch: Batch) -> NonFiniteError:
-    from pure_loop.stages.search import origin_in_batch  # no other run needs it
-
-    t = state.timestamp
-    what = (
-        "the gradients, or what the optimizer's step made of them, are not finite (which one can't be told from a "
-        "compiled step: run the batch without compile)"
-        if report == UPDATE_BAD
-        else "the loss is not finite"
-    )
-    origin = None if batch is None else origin_in_batch(batch)
-    if origin is not None:
-        what += f": {origin.words}"
-    result = NonFiniteError(
-        f"batch {t.batch} (epoch {t.epoch}, batch {t.batch_in_epoch} in it): {what}. "
-        f"{NON_FINITE_ADVICE if origin is None else origin.advice}"
-    )
-    result.index, result.batch = t.batch, batch
-    if origin is not None:
-        result.kind, result.name, result.rows = origin.kind, origin.name, origin.rows
-    return result

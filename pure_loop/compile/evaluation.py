@@ -14,6 +14,7 @@ from pure_loop.compile.replay import Recorders
 from pure_loop.compile.segment import Segment
 from pure_loop.compile.stages import fields_of
 from pure_loop.loop.batch import LoopStages
+from pure_loop.metrics import Metric
 from pure_loop.stages.loss import detached
 from pure_loop.state import State, raw_params, with_fields
 from pure_loop.task import Task
@@ -38,6 +39,7 @@ class CompiledEvaluation(LoopStages):
         single: the stages of this rank alone.
         segments: what is compiled, by whether it may differentiate.
         recorders: what records its graphs on a device.
+        interprets: whether its graphs are not compiled.
         by_task: those of other tasks, by the ids of these.
     """
 
@@ -47,11 +49,18 @@ class CompiledEvaluation(LoopStages):
     segments: dict[bool, Segment]
     last: _Last
     recorders: Recorders
+    interprets: bool = False
     by_task: dict[int, CompiledEvaluation] = attrs.field(factory=dict, repr=False, eq=False)
 
     @classmethod
     def of(
-        cls, stages: LoopStages, recorders: Recorders, *, with_loss: bool, where_possible: bool
+        cls,
+        stages: LoopStages,
+        recorders: Recorders,
+        *,
+        with_loss: bool,
+        where_possible: bool,
+        interprets: bool = False,
     ) -> CompiledEvaluation:
         def program(gradients: bool, state: State, per_batch: PerBatch, traced: Traced) -> tuple[State, None, PerBatch]:
             state = with_fields(state, microbatch=per_batch[0])
@@ -64,7 +73,13 @@ class CompiledEvaluation(LoopStages):
         in_parts = stages.engine.in_parts
         segments = {
             gradients: Segment(
-                name, partial(program, gradients), single, recorders, left_out=in_parts, brief=bool(in_parts)
+                name,
+                partial(program, gradients),
+                single,
+                recorders,
+                left_out=in_parts,
+                brief=bool(in_parts),
+                interprets=interprets,
             )
             for gradients in (False, True)
         }
@@ -76,6 +91,7 @@ class CompiledEvaluation(LoopStages):
             segments=segments,
             last=_Last(),
             recorders=recorders,
+            interprets=interprets,
         )
 
     def with_task(self, task: Task) -> CompiledEvaluation:
@@ -85,6 +101,7 @@ class CompiledEvaluation(LoopStages):
                 self.recorders,
                 with_loss=self.with_loss,
                 where_possible=self.where_possible,
+                interprets=self.interprets,
             )
         return self.by_task[id(task)]
 
@@ -108,6 +125,9 @@ class CompiledEvaluation(LoopStages):
             self.workspace.ownership.observed = True
         fields = dict(zip(run.names, run.durable, strict=True))
         return with_fields(state, **{**fields, "params": raw_params(state), "outputs": last.outputs})
+
+    def default_metrics(self, state: State) -> tuple[Metric, ...]:
+        return self.single.default_metrics(state)
 
     def validation_loss(self, state: State, *, gradients: bool = False) -> Tensor:
         # An algorithm at EVAL_AFTER_FORWARD may have put other outputs in.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from typing import TypeAlias
 
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, Batch
 from pure_loop.compile.connected import Connection, differentiate
+from pure_loop.compile.draws import Seed
 from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf
 from pure_loop.compile.lowering import Compiled, compile_function
+from pure_loop.compile.members import Mapping, stand_in_values
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
 from pure_loop.compile.numbers import Number, TracedTimestamp
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable, naming
@@ -38,6 +41,8 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.hooks import Handler
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import apply
+from pure_loop.members import turns
+from pure_loop.members.record import PerMember
 from pure_loop.random.guards import Place
 from pure_loop.state import State, outside_batch, seal, with_fields
 
@@ -85,6 +90,7 @@ class Graph:
         counted: where these numbers are among the durable leaves, and what they are after a call.
         written: the durable leaves that it writes to.
         sources: the durable leaves that are tensors.
+        mapping: what the members of an ensemble have of their own; None: it is that of one model.
     """
 
     compiled: Compiled
@@ -99,6 +105,7 @@ class Graph:
     counted: list[tuple[int, Evaluate]]
     written: list[int]
     sources: list[int]
+    mapping: Mapping | None
 
     def counted_after(self, env: Env) -> list[object]:
         """The durable leaves after a call, where it changes nothing but memory and numbers."""
@@ -144,6 +151,10 @@ def make_graph(
     tracing.begins_with_leaves = not connected or not any(tensor.requires_grad for tensor in per_batch_tensors)
     places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
     tensors = [*tensors_at(durable.leaves, places), *per_batch_tensors]
+    mapping = Mapping.of(state, len(places), per_batch)
+    if mapping is not None:
+        tracing.mapping, tensors = mapping, mapping.of_one(tensors)
+        per_batch = tuple([value.stacked if isinstance(value, PerMember) else value for value in per_batch])
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise _sparse(name)
     timestamps = tuple(TracedTimestamp.stand_in(t, slot, tracing.context) for slot, t in enumerate(env.timestamps))
@@ -155,7 +166,8 @@ def make_graph(
     # Made now: a module can't be copied on tensors without numbers.
     state.model.prepare_instances(SPARE_MODULES)
     try:
-        compiled = compile_function(function, tensors, tracing, len(places))
+        with nullcontext() if mapping is None else turns.turn(0):
+            compiled = compile_function(function, tensors, tracing, len(places))
     except StrayDrawError as error:
         raise Untraceable(
             f"the segment {name!r} can't be compiled: {error}. Forwards and losses of training may draw from the "
@@ -173,7 +185,11 @@ def make_graph(
         # Instances of the module hold tensors of the trace.
         state.model.release()
     assert function.result is not None
-    return _graph(compiled, function.result, tracing.context.guards, durable, places)
+    guards = tracing.context.guards
+    if mapping is not None:
+        guards = mapping.guards(guards, env)
+        mapping.numbers(function.result)
+    return _graph(compiled, function.result, guards, durable, places, mapping)
 
 
 @attrs.define
@@ -225,6 +241,7 @@ class _Function:
         position_of = {place: position for position, place in enumerate(self.places)}
         inputs = Inputs(self.durable, self.names, stand_ins, position_of, fakes, tracing.lifted)
         self.result, results, written = plan(state, report, per_batch, inputs, in_place=not self.connected)
+        tracing.reports = self.result.reports
         if not self.connected:
             return results, written, None
         place_of = {id(fake): place for place, fake in enumerate(fakes)}
@@ -253,13 +270,26 @@ class _Function:
             outside_batch(self.state),
             **dict(zip(self.names, fields, strict=True)),
             **unread,
+            **self._of_one_member(),
             timestamp=self.traced.timestamps[1],
             previous_timestamp=self.traced.timestamps[0],
         )
 
+    def _of_one_member(self) -> dict[str, object]:
+        """What a State with members has of one of them while that is traced."""
+        mapping, context = self.tracing.mapping, self.tracing.context
+        if mapping is None:
+            return {}
+        return {"ensemble": None, "seed": Seed(context, mapping.seeds[0], mapping.seed, frozenset({"seed"}))}
+
 
 def _graph(
-    compiled: Compiled, following: NextState, guards: list[Guard], durable: DurableFields, places: list[int]
+    compiled: Compiled,
+    following: NextState,
+    guards: list[Guard],
+    durable: DurableFields,
+    places: list[int],
+    mapping: Mapping | None,
 ) -> Graph:
     # What was traced has served: templates of plain tensors are rebuilt more quickly, and hold nothing.
     following.per_batch = [(rebuild(value, repeat(_ANY)), sources) for value, sources in following.per_batch]
@@ -284,6 +314,7 @@ def _graph(
         counted=[(position, which) for position, (kind, which) in enumerate(following.leaves()) if kind == NUMBER],
         written=[places[i] for i in compiled.written],
         sources=places,
+        mapping=mapping,
     )
 
 
@@ -335,6 +366,10 @@ def _refuse_graphs(state: State, names: tuple[str, ...]) -> None:
 
 
 def _stand_in(leaf: object, position: int, name: str, tracing: Tracing) -> object:
+    values = stand_in_values(leaf)
+    if values is not None:
+        source = frozenset({Leaf(position, name)})
+        return Number(tracing.context, values[0], lambda env: env.leaves[position].values[turns.member()], source)
     if not is_number(leaf):
         return leaf
     return Number(tracing.context, leaf, lambda env: env.leaves[position], frozenset({Leaf(position, name)}))

@@ -25,6 +25,7 @@ from pure_loop.compile.connected import Connection, connect, drop_unused
 from pure_loop.compile.draws import Draw, traced_generators
 from pure_loop.compile.guards import Env, Evaluate, refusing_global_state
 from pure_loop.compile.kernels import CutGraph, cut, has_kernels, memory_of, origin
+from pure_loop.compile.members import MemberScalar, mapped
 from pure_loop.compile.operations import Constructors, DrawnApart, declared, decompositions, taken_apart
 from pure_loop.compile.refusals import refusing_recurrent_layers
 from pure_loop.compile.replay import Replaying, device_of_recording, note_not_recorded
@@ -85,7 +86,7 @@ class Compiled:
 
     call: Call
     taken: list[int]
-    numbers: list[_Scalar]
+    numbers: list[_Scalar] | list[_Scalar | MemberScalar]
     draws: list[Draw]
     drawn: list[int]
     captured: list[tuple[Tensor, tuple[object, ...]]]
@@ -166,8 +167,14 @@ def _compile(
         lift_inputs(raw, tracing)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)
-        pieces = cut(_functional(raw, decompositions()), places) if connection is None and has_kernels(raw) else None
-        if pieces is None:
+        mapping = tracing.mapping
+        cuttable = mapping is None and connection is None and has_kernels(raw)
+        pieces = cut(_functional(raw, decompositions()), places) if cuttable else None
+        if mapping is not None:
+            count = len(tracing.numbers) + len(draws)
+            kinds = [*mapping.dims, *[0] * count, *[None] * len(captured)]
+            graph = mapped(raw, mapping, kinds, reports=tracing.reports)
+        elif pieces is None:
             graph = _functional(raw, {**decompositions(), **taken_apart()})
     if connection is not None:
         numbers = range(len(tensors), len(tensors) + len(tracing.numbers))
@@ -189,7 +196,7 @@ def _compile(
     return Compiled(
         call=call,
         taken=[i for i in code.taken if i < first],
-        numbers=[_Scalar(*tracing.numbers[i - first]) for i in code.taken if first <= i < second],
+        numbers=[_scalar(tracing, i - first) for i in code.taken if first <= i < second],
         draws=draws,
         # All draws are made, in order, whether the graph uses them or not: those that follow depend on it.
         drawn=[i - second for i in code.taken if second <= i < third],
@@ -199,6 +206,13 @@ def _compile(
         operations=code.operations,
         kernels=() if pieces is None else pieces.described(),
     )
+
+
+def _scalar(tracing: Tracing, number: int) -> _Scalar | MemberScalar:
+    mapping = tracing.mapping
+    if mapping is None:
+        return _Scalar(*tracing.numbers[number])
+    return MemberScalar(*tracing.numbers[number], mapping.count)
 
 
 def _sharing(tensors: Sequence[Tensor]) -> frozenset[int]:

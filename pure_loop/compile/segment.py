@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import is_
 from typing import NamedTuple, cast
 
@@ -96,6 +97,7 @@ class Segment:
             them would find, and is given no memory of the optimizer unless it asks.
         connected: whether autograd continues through what it gives. It is called with leaves as parameters then, and
             writes to no memory.
+        interprets: whether its graphs are not compiled.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Segment:
     left_out: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     brief: bool = attrs.field(default=False, kw_only=True)
     connected: bool = attrs.field(default=False, kw_only=True)
+    interprets: bool = attrs.field(default=False, kw_only=True)
     names: tuple[str, ...] = attrs.field(default=(), init=False)
     _graphs: dict[object, list[Graph]] = attrs.field(factory=dict, init=False)
     # The key at which graphs were last looked for, and those that are there.
@@ -227,7 +230,10 @@ class Segment:
         compiled = result.compiled
         if not compiled.draws:
             return []
-        drawn = draw_all(compiled.draws, SeedContext(state.seed, env, self.stages.engine.rank, index))
+        if result.mapping is not None:
+            drawn = result.mapping.drawn(compiled.draws, env, self.stages.engine.rank, index)
+        else:
+            drawn = draw_all(compiled.draws, SeedContext(state.seed, env, self.stages.engine.rank, index))
         return [drawn[i] for i in compiled.drawn]
 
     def _given(
@@ -307,7 +313,10 @@ class Segment:
         per_batch = []
         for template, places in following.per_batch:
             result = [outputs[index] if kind == OUTPUT else inputs[index] for kind, index in places]
-            per_batch.append(rebuild(template, iter(result)))
+            if instance.mapping is None:
+                per_batch.append(rebuild(template, iter(result)))
+            else:
+                per_batch.append(instance.mapping.put_together(template, places, result))
         return Run(names, values, report, tuple(per_batch))
 
     def _writable(
@@ -378,11 +387,12 @@ class Segment:
             reason = "the first" if len(self._graphs) == 1 else "other shapes or another structure"
         else:
             reason = reasons(graphs[-1].guards, env)
-        result = make_graph(
-            *(self.name, self.program, self.stages, state, self.names, durable, env, per_batch),
-            recorders=self.recorders,
-            connected=self.connected,
-        )
+        with compilations.interpreted() if self.interprets else nullcontext():
+            result = make_graph(
+                *(self.name, self.program, self.stages, state, self.names, durable, env, per_batch),
+                recorders=self.recorders,
+                connected=self.connected,
+            )
         graphs.append(result)
         count = sum(map(len, self._graphs.values()))
         code = result.compiled

@@ -46,6 +46,7 @@ class Segments:
         where_possible: whether what can't be traced runs eagerly between graphs; else it is an error.
         ownership: gives memory that a graph may write to, for tensors that are those of a State of this loop's making:
             the same list, where they are not aliased, or copies. None: copies, always.
+        interprets: whether graphs are not compiled: their operations run one after the other.
 
     Attributes:
         single: the stages of this rank by itself: what ranks exchange is no part of a graph.
@@ -54,7 +55,13 @@ class Segments:
     """
 
     def __init__(
-        self, stages: LoopStages, observed: frozenset[Event], *, where_possible: bool, ownership: Ownership | None
+        self,
+        stages: LoopStages,
+        observed: frozenset[Event],
+        *,
+        where_possible: bool,
+        ownership: Ownership | None,
+        interprets: bool = False,
     ) -> None:
         self.stages = stages
         # A segment ends where ranks exchange something, which is no part of a graph, and what follows begins anew.
@@ -69,6 +76,7 @@ class Segments:
             self.eager.add("update")
             self.observed |= frozenset(stages.handlers)
         self.where_possible = where_possible
+        self.interprets = interprets
         self.ownership = ownership
         self.recorders = Recorders()
         self._segments: dict[Hashable, Segment] = {}
@@ -90,6 +98,7 @@ class Segments:
                 left_out=self.stages.engine.in_parts,
                 brief=brief,
                 connected=connected,
+                interprets=self.interprets,
             )
         return result
 

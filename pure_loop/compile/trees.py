@@ -27,7 +27,8 @@ from pure_loop.state import State
 
 _OF_THE_STEP = frozenset(
     {
-        *("model", "timestamp", "previous_timestamp", "seed", "event", "position", "evaluator"),
+        *("model", "timestamp", "previous_timestamp", "seed", "data_seed", "ensemble", "event"),
+        *("position", "evaluator"),
         *("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm"),
     }
 )

@@ -38,16 +38,37 @@ def compiler(
     import_compiler()
     from pure_loop.compile.compiler import Compiler
 
-    everything = settings.watch is None or settings.strict
-    attached = {event for event, bound in observers.items() if bound}
     return Compiler(
         stages,
-        frozenset(Event) if everything else (settings.watch or frozenset()) | attached,
+        _observed(settings, observers),
         where_possible=settings.compile == "where possible",
         steps=settings.steps_per_call,
         with_loss=measure_loss(evaluators),
         ownership=stages.workspace.ownership,
     )
+
+
+def member_steps(
+    settings: Settings, stages: LoopStages, observers: Mapping[Event, object], evaluators: Iterable[BoundEvaluator]
+) -> Compiler:
+    """What computes the steps of an ensemble: as :func:`compiler`; without ``compile=`` graphs run in Python."""
+    import_compiler()
+    from pure_loop.compile.member_steps import MemberSteps
+
+    return MemberSteps(
+        stages,
+        _observed(settings, observers),
+        steps=settings.steps_per_call,
+        with_loss=measure_loss(evaluators),
+        ownership=stages.workspace.ownership,
+        interprets=not settings.compile,
+    )
+
+
+def _observed(settings: Settings, observers: Mapping[Event, object]) -> frozenset[Event]:
+    everything = settings.watch is None or settings.strict
+    attached = {event for event, bound in observers.items() if bound}
+    return frozenset(Event) if everything else (settings.watch or frozenset()) | attached
 
 
 def evaluating(

@@ -6,7 +6,8 @@ Nothing is run here and no data is loaded. ``explain`` prints a plan, ``assembly
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Self, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import attrs
 from torch import nn
@@ -15,6 +16,7 @@ from pure_loop.algorithm import bind
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.data.group import steps
 from pure_loop.data.source import Source
+from pure_loop.entry import members
 from pure_loop.entry.auto_size import AutoSize
 from pure_loop.entry.compiling import compiler
 from pure_loop.entry.deterministic import refuse_cublas
@@ -29,6 +31,8 @@ from pure_loop.hooks import Observer
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Strategy
 from pure_loop.loop.training import Eager
+from pure_loop.members.each import Each
+from pure_loop.members.turns import of_each
 from pure_loop.model.checks import refuse_sync_batchnorm
 from pure_loop.observer import observers
 from pure_loop.recorder import Recorder
@@ -102,7 +106,7 @@ class Plan:
         measures_norm = any(callback.needs_grad_norm for callback in callbacks)
         stages = _stages(settings, state, observed, measures_norm=measures_norm)
         open_source = settings.parallel.sources(stages.task)
-        source = _training_data(settings, open_source, state.seed)
+        source = _training_data(settings, open_source, state)
         start = Start(
             settings.optimizer,
             settings.precision,
@@ -114,18 +118,12 @@ class Plan:
             stages.task,
         )
         state = start.fitted(state)
-        refuse_endless_warmups(
-            settings.optimizer,
-            settings.algorithms,
-            state.timestamp,
-            settings.iteration_length,
-            settings.train_dataloader,
-            stages.task,
-            batches_per_step=settings.batches_per_step,
-            ranks=stages.engine.ranks,
-        )
+        of_each(partial(_refuse_endless_warmups, settings, state, stages), len(state.ensemble or ()))
         evaluators = _evaluators(settings, open_source, state, stages.task)
-        stages, strategy, evaluating = _computation(settings, stages, observed, evaluators)
+        if state.ensemble is None:
+            stages, strategy, evaluating = _computation(settings, stages, observed, evaluators)
+        else:
+            stages, strategy, evaluating = members.computation(settings, stages, observed, evaluators, state.ensemble)
         return cls(
             settings=settings,
             checkpoint=checkpoint,
@@ -170,6 +168,19 @@ class Plan:
         }
 
 
+def _refuse_endless_warmups(settings: Settings, state: State, stages: LoopStages) -> None:
+    refuse_endless_warmups(
+        settings.optimizer,
+        settings.algorithms,
+        state.timestamp,
+        settings.iteration_length,
+        settings.train_dataloader,
+        stages.task,
+        batches_per_step=settings.batches_per_step,
+        ranks=stages.engine.ranks,
+    )
+
+
 def _recorder(settings: Settings) -> Recorder:
     if isinstance(settings.loggers, tuple) and not settings.loggers:
         return Recorder(settings.optimizer)  # nothing is recorded
@@ -181,8 +192,10 @@ def _recorder(settings: Settings) -> Recorder:
 
 def _beginning(settings: Settings, beginning: nn.Module | State, checkpoint: Checkpoint | None) -> tuple[State, bool]:
     """The State to start from, on its device and in its precision, and whether it is a fresh start."""
-    seed = seed_of(checkpoint, settings.seed)
-    state, fresh = first_state(beginning, seed, settings.parallel.device(settings.device))
+    seeds = settings.seed.values if isinstance(settings.seed, Each) else None
+    seed = seed_of(checkpoint, 0 if isinstance(settings.seed, Each) else settings.seed)
+    state, fresh = first_state(beginning, seed, settings.parallel.device(settings.device), seeds)
+    members.refuse_settings(settings, state)
     if settings.parallel.ranks > 1:
         refuse_sync_batchnorm(state.model.skeleton, state.device)
     if settings.deterministic:
@@ -206,8 +219,13 @@ def _beginning(settings: Settings, beginning: nn.Module | State, checkpoint: Che
 def _stages(settings: Settings, state: State, observed: Observers, *, measures_norm: bool) -> LoopStages:
     engine = settings.parallel.engine(state)
     handlers, watch = bind(settings.algorithms), settings.watch
+    own: dict[str, Any] = {}
+    if state.ensemble is not None:
+        engine, calls = members.MemberEngine(), members.MemberHandlers()
+        handlers, own = calls.of(handlers), {"calls": calls}
     everything = watch is None or settings.strict
-    return LoopStages(
+    return (members.MemberStages if own else LoopStages)(
+        **own,
         task=_task(settings, state),
         engine=engine,
         optimizer=settings.optimizer,
@@ -231,7 +249,7 @@ def _task(settings: Settings, state: State) -> Task:
 
 def _ownership(settings: Settings, engine: Engine, attached: Collection[Event]) -> Ownership | None:
     """What decides where a step may write; None: it copies."""
-    compiled = settings.compile is not False and not engine.in_parts
+    compiled = (settings.compile is not False or isinstance(engine, members.MemberEngine)) and not engine.in_parts
     overwrites = compiled or settings.optimizer.overwrite is not None
     if settings.strict or not settings.donate or not overwrites:
         return None
@@ -242,7 +260,7 @@ def _ownership(settings: Settings, engine: Engine, attached: Collection[Event]) 
     return ownership
 
 
-def _training_data(settings: Settings, open_source: Callable[..., Source], seed: int) -> Source:
+def _training_data(settings: Settings, open_source: Callable[..., Source], state: State) -> Source:
     """
     Raises:
         ArgumentTypeError: the data can't be iterated.
@@ -250,6 +268,9 @@ def _training_data(settings: Settings, open_source: Callable[..., Source], seed:
         DataError: data that says that it has no batch.
     """
     limit, per_step = settings.batches_per_epoch, settings.batches_per_step
+    seed = state.seed if state.data_seed is None else state.data_seed
+    if state.ensemble is not None and state.data_seed is None:
+        open_source = members.member_sources(open_source, state.ensemble.seeds)
     data = open_source(
         settings.train_dataloader, seed=seed, stream="train", batches_per_epoch=limit, batches_per_step=per_step
     )
@@ -273,8 +294,9 @@ def _evaluators(
     Raises:
         ArgumentError: an evaluator has the label of the metrics of training.
     """
+    seed = state.seed if state.data_seed is None else state.data_seed
     evaluators = bind_evaluators(
-        settings.evaluators, settings.eval_interval, state.seed, settings.max_duration, sources=open_source
+        settings.evaluators, settings.eval_interval, seed, settings.max_duration, sources=open_source
     )
     evaluators = with_own_tasks(evaluators, task, state.model.skeleton)
     if settings.train_metrics and any(evaluator.label == "train" for evaluator in evaluators):

@@ -39,6 +39,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, as_event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.members.each import Each
 from pure_loop.metrics._base import Metric, as_metrics
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
@@ -82,6 +83,12 @@ def read_microbatch_size(value: object) -> int | Literal["auto"] | None:
     if value is None:
         return None
     return check_integer("microbatch_size", value, least=1, wanted='a whole number of at least 1, "auto", or None')
+
+
+def read_seed(value: object) -> int | Each:
+    if isinstance(value, Each):
+        return Each(tuple([check_integer("seed", seed) for seed in value.values]))
+    return check_integer("seed", value)
 
 
 def read_train_dataloader(value: Iterable[object]) -> Iterable[object]:
@@ -287,7 +294,7 @@ class ModelSettings(StreamSettings):
 
     model_or_state: nn.Module | State
     precision: Precision = _read_by(Precision.parse)
-    seed: int = _read_by(lambda value: check_integer("seed", value))
+    seed: int | Each = _read_by(read_seed)
     device: torch.device | str | None
     compile: bool | Literal["where possible"] = _read_by(
         lambda value: check_choice("compile", value, (True, False, "where possible"))

@@ -24,6 +24,8 @@ from pure_loop.data.source import Source
 from pure_loop.entry.parallel import Together
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
+from pure_loop.members.ensemble import Ensemble
+from pure_loop.members.stacking import over_members
 from pure_loop.model.checks import refuse_untrainable
 from pure_loop.model.names import completed
 from pure_loop.optim import Optimizer
@@ -36,15 +38,22 @@ from pure_loop.task import Task
 from pure_loop.time import Time, TimestampFields
 
 
-def first_state(model_or_state: nn.Module | State, seed: int, device: torch.device | str | None) -> tuple[State, bool]:
-    """The State to start from, and whether it is a fresh start."""
+def first_state(
+    model_or_state: nn.Module | State | Ensemble,
+    seed: int,
+    device: torch.device | str | None,
+    seeds: Iterable[int] | None = None,
+) -> tuple[State, bool]:
+    """The State to start from, and whether it is a fresh start; ``seeds`` are those of members, if not their models'."""
     wanted = read_device(device)
+    if isinstance(model_or_state, Ensemble):
+        return model_or_state.state(seed, wanted, seeds), True
     if not isinstance(model_or_state, State):
         refuse_untrainable(model_or_state)
         return State.create(model_or_state, seed=seed, device=wanted), True
     state = model_or_state
     refuse_no_boundary(state)
-    refuse_misfit(state)
+    _refuse_misfit(state)
     state = sort_by_model(state)
     if seed not in (0, state.seed):
         raise ArgumentError(
@@ -58,10 +67,16 @@ def first_state(model_or_state: nn.Module | State, seed: int, device: torch.devi
     return state, state.position is None and untrained
 
 
-def any_state(model_or_state: nn.Module | State, seed: int, device: torch.device | str | None) -> State:
+def _refuse_misfit(state: State) -> None:
+    refuse_misfit(state if state.ensemble is None else state.member(0))
+
+
+def any_state(model_or_state: nn.Module | State | Ensemble, seed: int, device: torch.device | str | None) -> State:
     """The State to evaluate or predict with, kept anywhere."""
+    if isinstance(model_or_state, Ensemble):
+        return model_or_state.state(seed, read_device(device))
     if isinstance(model_or_state, State):
-        refuse_misfit(model_or_state)
+        _refuse_misfit(model_or_state)
         state = sort_by_model(model_or_state)
         wanted = read_device(device)
         return state if wanted is None else _moved(state, wanted)
@@ -156,6 +171,7 @@ class Start:
         Raises:
             ResumeError: training can't resume from the State, or the optimizer or an algorithm is another one.
         """
+        state = state if state.ensemble is None else state.member(0)
         refuse_no_boundary(state)
         if _begun(state) and state.device.type == "meta":
             return  # which begins when there are numbers, and is compared then
@@ -165,8 +181,9 @@ class Start:
 
     def fitted(self, state: State) -> State:
         """The State with the duration and the length of this call's data, once it is sure to fit."""
-        state = self._completed(state)
-        refuse_other_optimizer(state, self.optimizer)
+        one = state if state.ensemble is None else state.member(0)
+        refuse_other_optimizer(self._completed(one), self.optimizer)
+        state = over_members(self._completed, stopped=True)(state)
         # Both timestamps, because the learning rate of a batch is asked for at the one before it.
         t = state.timestamp
         start = t.batch_in_epoch
@@ -178,7 +195,7 @@ class Start:
             timestamp=t.replace(**fields).replace(batch_in_epoch=start),
             previous_timestamp=state.previous_timestamp.replace(**fields),
         )
-        refuse_other_memories(state, self.algorithms)
+        refuse_other_memories(state if state.ensemble is None else state.member(0), self.algorithms)
         return state
 
     def _completed(self, state: State) -> State:
@@ -217,13 +234,18 @@ class Start:
         def prepare(state: State) -> State:
             if meet is not None:
                 state = meet(state)
+            prepared: State = over_members(complete, stopped=True)(state)
+            across = [algorithm for algorithm in self.algorithms if algorithm.across_members]
+            return with_first_memories(prepared, across)
+
+        def complete(state: State) -> State:
             if state.opt_state is None:
                 state = state.replace(opt_state=self._first_opt_state(state))
             if self.precision.scaled and state.loss_scale is None:
                 state = state.replace(loss_scale=LossScale.initial(state.device))
             elif not self.precision.scaled and state.loss_scale is not None:
                 state = state.replace(loss_scale=None)
-            return with_first_memories(state, self.algorithms)
+            return with_first_memories(state, [item for item in self.algorithms if not item.across_members])
 
         return prepare
 

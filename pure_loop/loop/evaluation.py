@@ -27,7 +27,6 @@ from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import Script, drive
 from pure_loop.metrics import Metric
 from pure_loop.metrics._base import updated
-from pure_loop.metrics.loss import default_metrics
 from pure_loop.random.authors import is_users
 from pure_loop.stages import Stages
 from pure_loop.stages.loss import detached, weighed_loss
@@ -94,7 +93,7 @@ def evaluation(state: State, stages: Stages, evaluator: BoundEvaluator, labels: 
                 branch = stages.validate(branch, label=f"eval/{label}", batch=number, index=index, gradients=gradients)
                 branch = yield Event.EVAL_AFTER_FORWARD, branch
                 if metrics is None:
-                    metrics = default_metrics(*stages.task.measured(branch.outputs, branch.microbatch), stages.task)
+                    metrics = stages.default_metrics(branch)
                 if engine.counts_microbatch(index, len(pieces)):
                     accumulated = _measure(accumulated, metrics, branch, stages, gradients)
                 if gradients:

@@ -22,6 +22,8 @@ from pure_loop.data.group import Batches, parts_of
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, DataError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import clipping_factor, global_norm, in_dtypes_of, map_present
+from pure_loop.metrics import Metric
+from pure_loop.metrics.loss import default_metrics
 from pure_loop.model.model import ModelDef
 from pure_loop.random.seeds import derive
 from pure_loop.stages.differentiation import refusing_to_differentiate
@@ -54,6 +56,10 @@ class Stages(UpdateStage):
     def with_task(self, task: Task) -> Stages:
         """These stages with another task, such as that of an evaluator with a loss of its own."""
         return attrs.evolve(self, task=task)
+
+    def default_metrics(self, state: State) -> tuple[Metric, ...]:
+        """What an evaluator without metrics measures, judging by the outputs of a microbatch."""
+        return default_metrics(*self.task.measured(state.outputs, state.microbatch), self.task)
 
     def weights(self, pieces: list[Batch], state: State) -> tuple[Weights, int]:
         """The weight of each microbatch of a batch, and how many microbatches every rank runs."""

@@ -1,0 +1,146 @@
+"""``ensemble``: what stands in the place of the model where several are trained at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from pure_loop._internal.arguments import accepts, check_choice, check_integer, name_of
+from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.members.record import Fallback
+from pure_loop.members.stacking import stacked
+from pure_loop.model.checks import refuse_untrainable
+from pure_loop.random.seeds import seeded_all
+from pure_loop.state import State, with_fields
+
+__all__ = ["Ensemble", "ensemble"]
+
+
+@attrs.frozen
+class Ensemble:
+    """Several models of one structure; made by :func:`ensemble`.
+
+    Attributes:
+        make_model: makes the module of a member.
+        seeds: of the members, in order.
+        data: ``"shared"`` or ``"own"``.
+        fallback: ``"loop"`` or None.
+    """
+
+    make_model: Callable[..., nn.Module]
+    seeds: tuple[int, ...]
+    data: Literal["shared", "own"]
+    fallback: Fallback
+
+    def module(self, number: int) -> nn.Module:
+        """The module of a member, made under its seed, as it is after ``torch.manual_seed(seed)``.
+
+        Raises:
+            ArgumentTypeError: ``make_model`` returned something else.
+        """
+        seed = self.seeds[number]
+        with seeded_all(seed):
+            module = self.make_model() if accepts(self.make_model, 0) else self.make_model(seed)
+        if not isinstance(module, nn.Module):
+            raise ArgumentTypeError(
+                f"pl.ensemble: {name_of(self.make_model)} returned {type(module).__name__} for seed {seed}: it makes "
+                "and returns the module of one member."
+            )
+        refuse_untrainable(module)
+        return module
+
+    def state(self, seed: int, device: torch.device | str | None, seeds: Iterable[int] | None = None) -> State:
+        """The State of all members, before INIT.
+
+        Args:
+            seed: of what the members share: their data, unless each has its own order.
+            device: where the tensors go; None leaves them where they are.
+            seeds: of the members' random numbers in training; None: those that they were made under.
+
+        Raises:
+            ArgumentError: their structures differ, or there are more or fewer ``seeds`` than members.
+        """
+        of_training = self.seeds if seeds is None else tuple(seeds)
+        if len(of_training) != len(self.seeds):
+            raise ArgumentError(
+                f"seed=pl.each(...) has {len(of_training)} values, and the ensemble {len(self.seeds)} members: write "
+                "one value a member."
+            )
+        data_seed = seed if self.data == "shared" else None
+        states = [
+            State.create(self.module(number), seed=member_seed, device=device, data_seed=data_seed)
+            for number, member_seed in enumerate(of_training)
+        ]
+        # One structure for all: it finds private modules for calls.
+        shared = [
+            states[0],
+            *[with_fields(state, model=states[0].model) for state in states[1:] if _alike(states, state)],
+        ]
+        state = stacked(shared if len(shared) == len(states) else states)
+        assert state.ensemble is not None
+        return with_fields(state, seed=seed, ensemble=attrs.evolve(state.ensemble, fallback=self.fallback))
+
+
+def _alike(states: list[State], state: State) -> bool:
+    return state.model == states[0].model
+
+
+def ensemble(
+    make_model: Callable[..., nn.Module],
+    *,
+    seeds: Iterable[int] | Tensor,
+    data: Literal["shared", "own"] = "shared",
+    fallback: Fallback = None,
+) -> Ensemble:
+    """Several models of one structure in the place of fit's model: each trains as if it was alone.
+
+    A step of all of them is one vectorised step. Each has its own random numbers, and with :func:`pure_loop.each` its
+    own rates and strengths. ``state.member(i)`` is the State of one, which trains on alone.
+
+    Args:
+        make_model: ``() -> module``, called once a member, after ``torch.manual_seed(seed)``; or ``(seed) -> module``.
+            The modules differ in numbers alone.
+        seeds: of the members: under which their models are made and their random numbers in training are drawn.
+        data: ``"shared"``: all members see the same batches, in the order of ``fit(seed=)``; ``"own"``: each sees them
+            in the order of its own seed, as it would alone.
+        fallback: what to do where torch can't map the step: None: an error names the module, loss, algorithm or
+            optimizer, before training; ``"loop"``: the members are computed one after the other, with the same results.
+
+    Raises:
+        ArgumentTypeError: ``make_model`` is no function, or a seed is no int.
+        ArgumentError: there is no seed, or a choice that there is not.
+
+    >>> import torch, pure_loop as pl
+    >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
+    >>> models = pl.ensemble(lambda: torch.nn.Linear(2, 1), seeds=range(3))
+    >>> state = pl.run(pl.fit(models, data, loss=torch.nn.functional.mse_loss, max_duration="1ep",
+    ...                       optimizer=pl.optim.sgd(lr=pl.each([0.1, 0.05, 0.01]))))
+    >>> state.params["weight"].shape, state.member(2).params["weight"].shape
+    (torch.Size([3, 1, 2]), torch.Size([1, 2]))
+    """
+    checked: Any = make_model
+    if isinstance(checked, nn.Module) or not callable(checked) or not (accepts(checked, 0) or accepts(checked, 1)):
+        what = f"the module {type(checked).__name__}" if isinstance(checked, nn.Module) else f"{checked!r:.60}"
+        raise ArgumentTypeError(
+            f"pl.ensemble: make_model is {what}: write a function that makes the module of one member, "
+            "pl.ensemble(lambda: torch.nn.Linear(2, 1), seeds=range(8))."
+        )
+    if isinstance(seeds, Tensor):
+        seeds = seeds.tolist()
+    if isinstance(seeds, str) or not isinstance(seeds, Iterable):
+        raise ArgumentTypeError(f"pl.ensemble: seeds={seeds!r:.60}: write one int a member, seeds=range(8).")
+    listed = tuple(
+        check_integer("seeds", seed, where="pl.ensemble", wanted="whole numbers, one a member") for seed in seeds
+    )
+    if not listed:
+        raise ArgumentError("pl.ensemble: there are no seeds; write one int a member, seeds=range(8).")
+    return Ensemble(
+        checked,
+        listed,
+        check_choice("data", data, ("shared", "own"), where="pl.ensemble"),
+        check_choice("fallback", fallback, (None, "loop"), where="pl.ensemble"),
+    )
