@@ -419,7 +419,7 @@ class State(Record):
         (4, 2, 0)
         """
 
-        def some(indices: Sequence[int]) -> S:
+        def some(indices: Sequence[int] | Tensor) -> S:
             from pure_loop.members.stacking import select  # it imports this module
 
             return select(self, indices)

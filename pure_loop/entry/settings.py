@@ -302,6 +302,16 @@ class ModelSettings(StreamSettings):
     parallel: Together = _read_by(Together.of)
 
     @property
+    def run_seed(self) -> int:
+        """That of the run; what members share has the default one, where ``seed=pl.each(...)`` gives each its own."""
+        return 0 if isinstance(self.seed, Each) else self.seed
+
+    @property
+    def member_seeds(self) -> list[int] | None:
+        """Those of members, where they are not those of their models."""
+        return [int(seed) for seed in self.seed.values if not callable(seed)] if isinstance(self.seed, Each) else None
+
+    @property
     def algorithms_described(self) -> list[str]:
         """What has to be equal on all ranks of the algorithms."""
         return list(map(algorithm_described, self.algorithms))
