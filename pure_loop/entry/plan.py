@@ -31,6 +31,7 @@ from pure_loop.hooks import Observer
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Strategy
 from pure_loop.loop.training import Eager
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.members.turns import of_each
 from pure_loop.model.checks import refuse_sync_batchnorm
 from pure_loop.observer import observers
@@ -189,7 +190,9 @@ def _recorder(settings: Settings) -> Recorder:
     return Recorder(settings.optimizer, recorded, settings.algorithms, train_metrics=measured)
 
 
-def _beginning(settings: Settings, beginning: nn.Module | State, checkpoint: Checkpoint | None) -> tuple[State, bool]:
+def _beginning(
+    settings: Settings, beginning: nn.Module | State | Ensemble, checkpoint: Checkpoint | None
+) -> tuple[State, bool]:
     """The State to start from, on its device and in its precision, and whether it is a fresh start."""
     seed = seed_of(checkpoint, settings.run_seed)
     state, fresh = first_state(beginning, seed, settings.parallel.device(settings.device), settings.member_seeds)

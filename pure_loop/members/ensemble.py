@@ -24,6 +24,8 @@ __all__ = ["Ensemble", "ensemble"]
 class Ensemble:
     """Several models of one structure; made by :func:`ensemble`.
 
+    ``ensemble.module(i)`` is the module of one member, as it begins.
+
     Attributes:
         make_model: makes the module of a member.
         seeds: of the members, in order.
@@ -80,6 +82,17 @@ class Ensemble:
         state = stacked([with_fields(state, model=model) if state.model == model else state for state in states])
         assert state.ensemble is not None
         return with_fields(state, seed=seed, ensemble=attrs.evolve(state.ensemble, fallback=self.fallback))
+
+
+def refuse_several(value: object, function: str) -> None:
+    """
+    Raises:
+        ArgumentError: an ensemble, or a State with members, where a function takes one model.
+    """
+    several = isinstance(value, Ensemble) or (isinstance(value, State) and value.ensemble is not None)
+    if several:
+        one = "the module of one, ensemble.module(0)" if isinstance(value, Ensemble) else "one, state.member(0)"
+        raise ArgumentError(f"{function} takes one model, and was given members: give it {one}, and no pl.each.")
 
 
 def ensemble(
