@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Unpack
 
@@ -23,10 +22,10 @@ from pure_loop.entry.settings import read_batches_per_step, read_clip, read_micr
 from pure_loop.entry.start import refuse_other_optimizer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
+from pure_loop.gradients.samples import seeding
 from pure_loop.loop.batch import LoopStages
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
-from pure_loop.random.seeds import derive, seeded_all
 from pure_loop.stages.notes import noting
 from pure_loop.stages.search import search
 from pure_loop.stages.settings import found_size
@@ -303,14 +302,6 @@ class _Replay:
         self.modules: list[ModuleRow] = []
         self.alone = False
 
-    def seeding(self, stage: str, index: int) -> AbstractContextManager[object]:
-        """The random numbers and the precision of a stage of a microbatch, as in training."""
-        t = self.state.timestamp
-        stack = ExitStack()
-        stack.enter_context(seeded_all(derive(self.state.seed, stage, t.epoch, t.batch, index, 0)))
-        stack.enter_context(self.stages.precision.autocast(self.state.device) or nullcontext())
-        return stack
-
     def samples(self, *, gradients: bool) -> list[Measured]:
         """The loss of each sample, and the norm of its gradient."""
         state, task = self.state, self.stages.task
@@ -323,10 +314,10 @@ class _Replay:
             for name, submodule in module.named_modules()
             if next(submodule.children(), None) is None
         ]
-        one_by_one = OneByOne(state, task, self.seeding, gradients)
+        one_by_one = OneByOne(state, task, self.stages.precision, gradients)
         results: list[Measured] = []
         for index, piece in enumerate(self.pieces):
-            with torch.set_grad_enabled(gradients), self.seeding("forward", index):
+            with torch.set_grad_enabled(gradients), seeding(state, self.stages.precision, "forward", index):
                 outputs = task.forward(module, piece)
             for handle in handles:
                 handle.remove()
