@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -158,7 +159,7 @@ def of_samples(
             found = torch.autograd.grad(value, list(inputs.values()), allow_unused=True, materialize_grads=True)
             grads, losses = {name: grad[None] for name, grad in zip(inputs, found, strict=True)}, losses[None]
         else:
-            grads, losses = _mapped(task, piece, trained, lambda *args, index=index: loss_of(*args, index))
+            grads, losses = _mapped(task, piece, trained, partial(loss_of, index=index))
         if not task.by_shape:  # a mean over nothing has gradients that are NaN
             weights = [float(weight) for weight in task.weigh_parts(piece, task.split(piece, 1))]
             for row in [row for row, weight in enumerate(weights) if not weight]:

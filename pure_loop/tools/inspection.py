@@ -47,11 +47,11 @@ class Sample:
         loss: its own, of its row of the outputs of its microbatch, or of a forward of its own; None: it has no target
             that counts (its weight is 0).
         gradient_norm: the L2 norm of the gradient of that loss. None: not computed; or it is not finite while the loss
-            is, in a batch in which something is not finite: the NaN may be another sample's, with which a backward
-            multiplies. Of a loss that is a mean over samples, the mean of these gradients is the batch's; of one with
-            ``reduction="sum"`` their sum is; of a mean over tokens or over targets that are not ignored, their mean
-            weighted by how many each sample has (``pl.Task(weight=)``). This doesn't hold of another loss, nor of
-            samples that have forwards of their own.
+            is, after a backward through the whole microbatch (see ``gradients`` of :func:`inspect`), which multiplies
+            with the NaN of another sample. Of a loss that is a mean over samples, the mean of these gradients is the
+            batch's; of one with ``reduction="sum"`` their sum is; of a mean over tokens or over targets that are not
+            ignored, their mean weighted by how many each sample has (``pl.Task(weight=)``). This doesn't hold of
+            another loss, nor of samples that have forwards of their own.
     """
 
     row: int
@@ -199,8 +199,11 @@ def inspect(state: State, data: Batch = None, *, gradients: bool = True, **setti
         data: the ``train_dataloader`` of the run, for the indices of samples in its dataset; they are known where it
             is a ``DataLoader`` of a sampler that gives indices of a batch, and no algorithm moved its rows. Or, of a
             State of a boundary, a batch.
-        gradients: compute the norm of the gradient of each sample. That is one backward through the whole microbatch
-            for each, so the time grows with the square of its samples; False leaves it out.
+        gradients: compute the norm of the gradient of each sample, of all at once, as
+            :func:`pure_loop.gradients.per_sample` does. Where samples by themselves have other losses than in their
+            microbatch (BatchNorm in train mode, dropout that torch draws in another order), and where torch can't map
+            the model, it is one backward through the whole microbatch for each, a time that grows with the square of
+            its samples; False leaves it out.
         **settings: the other arguments of :func:`pure_loop.fit`, as the run had them; used are ``loss``,
             ``optimizer``, ``precision``, ``microbatch_size``, ``batches_per_step`` and ``clip_grad``.
 

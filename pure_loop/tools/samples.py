@@ -84,18 +84,21 @@ class Measured:
         gradient_norm: None: not computed.
         finite_inputs: whether all of its part of the batch is.
         finite_outputs: whether all of its outputs are.
+        apart: whether the backward of the norm went through no other sample.
     """
 
     loss: float | None
     gradient_norm: float | None
     finite_inputs: bool
     finite_outputs: bool
+    apart: bool = False
 
     def norm(self, *, finite: bool) -> float | None:
         """The norm of the gradient, if it is the sample's own; ``finite``: as of :meth:`order`."""
         norm, loss = self.gradient_norm, self.loss
-        lost = not finite and norm is not None and loss is not None and math.isfinite(loss) and not math.isfinite(norm)
-        return None if lost else norm
+        if finite or self.apart or norm is None or loss is None or not math.isfinite(loss) or math.isfinite(norm):
+            return norm
+        return None
 
     def order(self, *, finite: bool) -> tuple[int, bool, float]:
         """By which samples are sorted; ``finite``: whether all of the batch and of its forward is.
@@ -182,9 +185,8 @@ class OneByOne:
         rows = [map_tensors(partial(_row, row), outputs) for row in range(len(samples))]
         losses = [self._loss(index, row, sample, module) for row, sample in zip(rows, samples, strict=True)]
         norms = self._norms_apart(index, piece, losses) if self.gradients else None
-        for each in zip(samples, rows, losses, norms or [None] * len(samples), strict=True):
-            sample, row, loss, norm = each
-            yield self._measured(sample, row, loss, module, norm)
+        for place, (sample, row, loss) in enumerate(zip(samples, rows, losses, strict=True)):
+            yield self._measured(sample, row, loss, module, None if norms is None else norms[place])
 
     def _norms_apart(self, index: int, piece: object, losses: Sequence[Tensor | None]) -> list[float] | None:
         """Norms of the gradients of samples, each by itself; None where these are not the gradients of the rows.
@@ -244,9 +246,10 @@ class OneByOne:
         finite_inputs, finite_outputs = (all(map(is_finite, tensors_in(part))) for part in (sample, outputs))
         if loss is None:
             return Measured(None, None, finite_inputs, finite_outputs)
+        apart = norm is not None
         if self.gradients and norm is None:
             norm = _gradient_norm(loss, module)
-        return Measured(float(loss.detach()), norm, finite_inputs, finite_outputs)
+        return Measured(float(loss.detach()), norm, finite_inputs, finite_outputs, apart)
 
     def _loss(self, index: int, outputs: Outputs, sample: Batch, module: Any) -> Tensor | None:
         """Of one sample; None: it weighs 0.

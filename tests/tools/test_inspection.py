@@ -102,6 +102,13 @@ class Centred(nn.Module):
         return x - x.mean(0)
 
 
+class Rooted(nn.Module):
+    """Of a number below 0 it is 0, and its derivative NaN."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, x.sqrt(), 0.0)
+
+
 def of_layer(layer: nn.Module, features: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(4, features), layer, nn.Linear(features, 3))
 
@@ -204,6 +211,14 @@ def test_a_sample_that_is_not_finite_comes_first_and_one_without_a_target_last()
     branching = nn.Sequential(Branching(), mlp())
     report = pl.inspect(start(branching, state.batch, **PLAIN), **PLAIN)
     assert all(math.isfinite(each.loss or 0.0) and each.gradient_norm is None for each in report.samples[1:])
+    # A NaN of the gradient alone belongs to its sample, beside another one's.
+    rooted = nn.Sequential(nn.Linear(4, 3), Rooted())
+    with torch.no_grad():
+        rooted[0].bias.fill_(100.0)  # type: ignore[union-attr]
+    batch = (torch.tensor([[0.0], [math.nan], [-1e6], [0.0]]) * torch.ones(4), TARGETS[:4])
+    report = pl.inspect(start(rooted, batch, **PLAIN), **PLAIN)
+    norms = {sample.row: sample.gradient_norm for sample in report.samples}
+    assert [row for row, norm in sorted(norms.items()) if not math.isfinite(norm or 0.0)] == [1, 2]
     targets[:2] = -100
     # Their mean is over nothing; of a loss that is none of torch's it is not known that they weigh nothing.
     for loss, weightless in ((cross_entropy, True), (lambda a, b: cross_entropy(a, b), False)):
