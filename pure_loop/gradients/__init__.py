@@ -14,6 +14,7 @@ from pure_loop.gradients.clipping import (
     map_present,
     norms,
 )
+from pure_loop.gradients.clipping import inner_product as inner_product  # importable, and not listed
 from pure_loop.gradients.samples import per_sample
 
 __all__ = [

@@ -17,7 +17,7 @@ from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import teaching
 from pure_loop._internal.tracebacks import RaisedIn
 from pure_loop._internal.tree_ops import are_sharded
-from pure_loop.data.batch import describe, leaves, map_tensors, tensors_in, to_device
+from pure_loop.data.batch import describe, leaves, map_tensors, to_device
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, DataError, LossError, ModelError, PureLoopError
 from pure_loop.frozendict import FrozenDict
@@ -156,8 +156,8 @@ def of_samples(
             inputs = {name: tensor.clone().requires_grad_() for name, tensor in trained.items()}
             with torch.enable_grad():
                 value, losses = loss_of(inputs, piece, index)
-            found = torch.autograd.grad(value, list(inputs.values()), allow_unused=True, materialize_grads=True)
-            grads, losses = {name: grad[None] for name, grad in zip(inputs, found, strict=True)}, losses[None]
+            results = torch.autograd.grad(value, list(inputs.values()), allow_unused=True, materialize_grads=True)
+            grads, losses = {name: grad[None] for name, grad in zip(inputs, results, strict=True)}, losses[None]
         else:
             grads, losses = _mapped(task, piece, trained, partial(loss_of, index=index))
         if not task.by_shape:  # a mean over nothing has gradients that are NaN
@@ -180,20 +180,18 @@ def _mapped(
         DataError: more than tensors is split by samples.
         ModelError: torch can't map the model or the loss.
     """
-    axes = _axes(piece, task.split(piece, 1))
+    cuts = _cuts(piece, task.split(piece, 1))
     # A sample is a batch of one: its dimension stays, of size 1.
-    tensors = [
-        tensor if axis is None else tensor.detach().unsqueeze(axis + 1)
-        for tensor, axis in zip(tensors_in(piece), axes, strict=True)
-    ]
+    tensors = [tensor.detach().unsqueeze(axis + 1) for tensor, axis in cuts]
 
     def of_parts(trained: Mapping[str, Tensor], parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        of_sample = iter(parts)
-        return loss_of(trained, map_tensors(lambda _: next(of_sample), piece))
+        of_sample = {id(tensor): part for (tensor, _), part in zip(cuts, parts, strict=True)}
+        return loss_of(trained, map_tensors(lambda tensor: of_sample.get(id(tensor), tensor), piece))
 
+    axes = [axis for _, axis in cuts]
     function = torch.func.vmap(torch.func.grad(of_parts, has_aux=True), in_dims=(None, axes), randomness="different")
     try:
-        with warnings.catch_warnings():  # an operation without a rule takes samples in turn, and others all at once
+        with warnings.catch_warnings():  # an operation that has no rule runs for one sample after another
             warnings.filterwarnings("ignore", message="There is a performance drop")
             result: tuple[dict[str, Tensor], Tensor] = function(dict(trained), tensors)
     except PureLoopError:
@@ -208,20 +206,27 @@ def _mapped(
     return result
 
 
-def _axes(piece: Batch, samples: Sequence[Batch]) -> list[int | None]:
-    """By which dimension each tensor of a microbatch is split into its samples; None: it belongs to them all."""
-    first = list(leaves(samples[0]))
-    whole = list(leaves(piece))
-    axes: list[int | None] = []
-    for (path, leaf), (_, part) in zip_longest(whole, first, fillvalue=("the list in it", object())):
+def _cuts(piece: Batch, samples: Sequence[Batch]) -> list[tuple[Tensor, int]]:
+    """The tensors of a microbatch that are split into its samples, and along which dimension.
+
+    Raises:
+        DataError: something else is split, or a tensor in another way.
+    """
+    cuts = []
+    for (path, leaf), (_, part) in zip_longest(
+        leaves(piece), leaves(samples[0]), fillvalue=("the list in it", object())
+    ):
+        if leaf is part:
+            continue
         if isinstance(leaf, Tensor) and isinstance(part, Tensor) and leaf.ndim == part.ndim:
-            cut = [axis for axis, (a, b) in enumerate(zip(leaf.shape, part.shape, strict=True)) if a != b]
-            if not cut or [(leaf.shape[axis], part.shape[axis]) for axis in cut] == [(len(samples), 1)]:
-                axes.append(cut[0] if cut else None)
+            axes = [axis for axis, (a, b) in enumerate(zip(leaf.shape, part.shape, strict=True)) if a != b]
+            if [(leaf.shape[axis], part.shape[axis]) for axis in axes] == [(len(samples), 1)]:
+                cuts.append((leaf, axes[0]))
                 continue
-        if leaf is not part:
-            raise DataError(
-                f"pl.gradients.per_sample maps the samples of {describe(piece)}, and {path} is no tensor that has "
-                "them along one dimension: make it one, or pass microbatch_size=1, with which nothing is mapped."
-            )
-    return axes
+            if not axes:
+                continue
+        raise DataError(
+            f"pl.gradients.per_sample maps the samples of {describe(piece)}, and {path} is no tensor that has them "
+            "along one dimension: make it one, or pass microbatch_size=1, with which nothing is mapped."
+        )
+    return cuts
