@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pure_loop._internal.arguments import accepts, check_flag, check_function, name_of
-from pure_loop._internal.devices import shapes_only
 from pure_loop._internal.hints import squeezed
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop._internal.reprs import call, changed_fields, shown
@@ -506,6 +505,8 @@ def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
         return f"has dtype {loss.dtype}, which can't be differentiated."
     if loss.layout is not torch.strided:
         return f"has the layout {loss.layout}; return a dense tensor, loss.to_dense()."
+    from pure_loop._internal.devices import shapes_only  # what is wrong is the exception
+
     if loss.is_meta and not shapes_only.get():
         return "is on the meta device and has no number: compute it from outputs and targets that have numbers."
     return None

@@ -27,7 +27,7 @@ from pure_loop.compile.operations import decompositions, taken_apart
 from pure_loop.compile.refusals import Untraceable
 from pure_loop.compile.trees import is_number, rebuild, tensors_of
 from pure_loop.members import turns
-from pure_loop.members.record import MemberValues, PerMember
+from pure_loop.membership import MemberValues, PerMember
 from pure_loop.state import State
 
 _aten = torch.ops.aten

@@ -4,6 +4,9 @@ It may import what stands below the loop's stages: :class:`pure_loop.State`, :cl
 data. Begin with ``clipping.py``, functions of mappings of parameter names to tensors; ``samples.py`` maps a model.
 """
 
+from typing import TYPE_CHECKING
+
+from pure_loop._internal.lazy import lazily as _lazily
 from pure_loop.gradients.clipping import (
     clip_adaptively,
     clip_by_norm,
@@ -15,7 +18,9 @@ from pure_loop.gradients.clipping import (
     norms,
 )
 from pure_loop.gradients.clipping import inner_product as inner_product  # importable, and not listed
-from pure_loop.gradients.samples import per_sample
+
+if TYPE_CHECKING:
+    from pure_loop.gradients.samples import per_sample
 
 __all__ = [
     "clip_adaptively",
@@ -28,6 +33,11 @@ __all__ = [
     "norms",
     "per_sample",
 ]
+
+
+if not TYPE_CHECKING:
+    # What trains has no use for it.
+    __getattr__ = _lazily(__name__, {"samples": ("per_sample",)})
 
 
 def __dir__() -> list[str]:
