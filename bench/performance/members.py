@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +25,14 @@ import pure_loop as pl
 from bench.performance.hand import hand_written
 from bench.performance.loops import EPOCH
 from bench.performance.memory import peaks
-from bench.performance.steps import in_turns, paired
+from bench.performance.steps import cpu_seconds, in_turns, paired
 from bench.performance.turns import OfGenerator, Steps, Turns
 from bench.performance.workloads import WORKLOADS, Workload
 
-__all__ = ["ALONE", "COMPILED", "ENSEMBLE", "JAX", "MLPS", "PROBLEMS", "SMALL", "Problem", "measure", "python_with_jax"]
+__all__ = [
+    *("ALONE", "COMPILED", "ENSEMBLE", "INTERPRETED", "JAX", "MLPS", "PROBLEMS", "SMALL"),
+    *("Alone", "Problem", "measure", "memory", "python_with_jax"),
+]
 
 ENSEMBLE = "pl.ensemble, compile=True"
 INTERPRETED = "pl.ensemble"
@@ -124,19 +127,24 @@ def _fit(problem: Problem, *, ensemble: bool, compile: bool) -> Steps:
     return (EPOCH for _ in stream)
 
 
-class _Alone:
+class Alone:
     """Turns in which each of ``count`` members makes a step: as many steps of one."""
 
     def __init__(self, turns: Turns, count: int) -> None:
-        self._turns, self._count = turns, count
+        self.of_one, self._count = turns, count
 
     def run(self, steps: int) -> tuple[float, int]:
-        seconds, done = self._turns.run(steps * self._count)
+        seconds, done = self.of_one.run(steps * self._count)
         # A loop that makes an epoch at once may have made a part of a step of all.
         return seconds * steps * self._count / done, steps
 
     def close(self) -> None:
-        self._turns.close()
+        self.of_one.close()
+
+
+def _of_one(turns: Turns) -> Turns:
+    """Those of one model, or of the ensemble."""
+    return turns.of_one if isinstance(turns, Alone) else turns
 
 
 class _Elsewhere:
@@ -146,7 +154,7 @@ class _Elsewhere:
         command = [python, "-I", str(_SCRIPT), model, str(count)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         found = self._line().split()
-        self.version, self.first_seconds = found[0], float(found[1])
+        self.version, self.first_cpu_seconds = found[0], float(found[1])
 
     def run(self, steps: int) -> tuple[float, int]:
         stdin = self._process.stdin
@@ -172,18 +180,19 @@ def _loops(problem: Problem) -> dict[str, Callable[[], Turns]]:
     loops: dict[str, Callable[[], Turns]] = {
         ENSEMBLE: lambda: OfGenerator(fit(ensemble=True, compile=True)),
         INTERPRETED: lambda: OfGenerator(fit(ensemble=True, compile=False)),
-        COMPILED: lambda: _Alone(OfGenerator(fit(ensemble=False, compile=True)), problem.count),
-        ALONE: lambda: _Alone(OfGenerator(fit(ensemble=False, compile=False)), problem.count),
+        COMPILED: lambda: Alone(OfGenerator(fit(ensemble=False, compile=True)), problem.count),
+        ALONE: lambda: Alone(OfGenerator(fit(ensemble=False, compile=False)), problem.count),
     }
     if problem.options is _plain:
-        loops[HAND] = lambda: _Alone(OfGenerator(hand_written(fused=True)(problem.workload)), problem.count)
+        loops[HAND] = lambda: Alone(OfGenerator(hand_written(fused=True)(problem.workload)), problem.count)
     return loops
 
 
 def measure(jax: str | None, turns: int, seconds: float) -> dict[str, dict[str, dict[str, Any]]]:
     """By problem and loop: microseconds in which each member makes a step, and the ratio to those of the ensemble.
 
-    And wall seconds of the first epoch, compilation included; and MB, of all members, at a step's peak.
+    And seconds of the first epoch, compilation included, of CPU and by the clock; and MB of all members at a step's
+    peak.
 
     Args:
         jax: the Python that has JAX; None: there is none.
@@ -198,26 +207,26 @@ def _of(problem: Problem, jax: str | None, turns: int, seconds: float) -> dict[s
     found: dict[str, dict[str, Any]] = {}
     loops: dict[str, Turns] = {}
     for name, make in _loops(problem).items():
-        begin = time.perf_counter()
+        begin, wall = cpu_seconds(), time.perf_counter()
         loop = make()
-        inner = getattr(loop, "_turns", loop)
-        inner.run(1)
-        loops[name], found[name] = loop, {"first_seconds": time.perf_counter() - begin}
+        _of_one(loop).run(1)
+        loops[name] = loop
+        found[name] = {"first_cpu_seconds": cpu_seconds() - begin, "first_seconds": time.perf_counter() - wall}
     if jax is not None and problem.in_jax is not None:
         peer = _Elsewhere(jax, problem.in_jax, problem.count)
-        loops[JAX], found[JAX] = peer, {"first_seconds": peer.first_seconds, "version": peer.version}
+        loops[JAX], found[JAX] = peer, {"first_cpu_seconds": peer.first_cpu_seconds, "version": peer.version}
     times = in_turns(loops, turns, seconds)
     ratios = paired(times, ENSEMBLE)
     for name, values in times.items():
         found[name] |= {"us": statistics.median(values), "ratio": ratios[name]}
     for loop in loops.values():
         loop.close()
-    for name, megabytes in _memory(problem).items():
+    for name, megabytes in memory(problem, _loops(problem)).items():
         found[name]["mb"] = megabytes
     return found
 
 
-def _memory(problem: Problem) -> Mapping[str, float]:
+def memory(problem: Problem, names: Iterable[str]) -> Mapping[str, float]:
     """MB of all members in later steps, as torch's allocator was asked for, without the batches.
 
     That is parameters, the optimizer's memory, and gradients and activations of a step. Of members alone it is the sum
@@ -226,12 +235,9 @@ def _memory(problem: Problem) -> Mapping[str, float]:
     batches = sum(x.nbytes + y.nbytes for x, y in problem.workload.data())
     result = {}
     for name, make in _loops(problem).items():
-
-        def begin(make: Callable[[], Turns] = make) -> Turns:
-            loop = make()
-            return getattr(loop, "_turns", loop)
-
-        _, later = peaks(begin)
+        if name not in names:
+            continue
+        _, later = peaks(lambda make=make: _of_one(make()))  # type: ignore[misc]
         count = 1 if name in (ENSEMBLE, INTERPRETED) else problem.count
         result[name] = count * (later - batches) / 1e6
     return result
