@@ -154,7 +154,7 @@ class _Elsewhere:
         command = [python, "-I", str(_SCRIPT), model, str(count)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         found = self._line().split()
-        self.version, self.first_cpu_seconds = found[0], float(found[1])
+        self.version, self.first_seconds = found[0], float(found[1])
 
     def run(self, steps: int) -> tuple[float, int]:
         stdin = self._process.stdin
@@ -214,7 +214,7 @@ def _of(problem: Problem, jax: str | None, turns: int, seconds: float) -> dict[s
         found[name] = {"first_cpu_seconds": cpu_seconds() - begin, "first_seconds": time.perf_counter() - wall}
     if jax is not None and problem.in_jax is not None:
         peer = _Elsewhere(jax, problem.in_jax, problem.count)
-        loops[JAX], found[JAX] = peer, {"first_cpu_seconds": peer.first_cpu_seconds, "version": peer.version}
+        loops[JAX], found[JAX] = peer, {"first_seconds": peer.first_seconds, "version": peer.version}
     times = in_turns(loops, turns, seconds)
     ratios = paired(times, ENSEMBLE)
     for name, values in times.items():

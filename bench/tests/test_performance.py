@@ -223,9 +223,9 @@ def test_of_an_ensemble_what_misses_its_limit_is_named(scale: float, lines: int)
     """A ratio to the ensemble is at least its limit, memory and the first epoch at most."""
     found: dict[str, Any] = {}
     for describe, least in limits.MEMBERS.items():
-        loops = {name: {"ratio": limit / scale, "us": 1.0, "first_cpu_seconds": 1.0} for name, limit in least.items()}
+        loops = {name: {"ratio": limit / scale, "us": 1.0, "first_seconds": 1.0} for name, limit in least.items()}
         loops[members.COMPILED]["mb"] = 1.0
-        ensemble = {"ratio": 1.0, "us": 1.0, "mb": limits.MEMORY_OF_MEMBERS * scale, "first_cpu_seconds": 20 * scale}
+        ensemble = {"ratio": 1.0, "us": 1.0, "mb": limits.MEMORY_OF_MEMBERS * scale, "first_seconds": 20 * scale}
         found[describe] = {members.ENSEMBLE: ensemble, **loops}
     assert len(list(limits.exceeded({"members": found}))) == lines
     assert len(tables.of("members", {"members": found})) == 1 + sum(map(len, found.values()))

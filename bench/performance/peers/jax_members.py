@@ -133,10 +133,10 @@ def main(model: str, members: int) -> None:
     batches = [(jax.random.normal(key, shape), jax.random.randint(key, shape[:1], 0, 10)) for key in keys]
     step = jax.jit(jax.vmap(partial(_step, apply), in_axes=(0, 0, None, None)), donate_argnums=0)
     data = itertools.cycle(batches)
-    begin = time.process_time()
+    begin = time.perf_counter()
     carry, losses = step(carry, rates, *next(data))
     jax.block_until_ready(losses)
-    print(jax.__version__, time.process_time() - begin, flush=True)
+    print(jax.__version__, time.perf_counter() - begin, flush=True)
     for line in sys.stdin:
         start = time.process_time()
         for _ in range(int(line)):
