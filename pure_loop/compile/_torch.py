@@ -257,6 +257,8 @@ _SETTINGS: Options = {
 # Nodes of a graph. The C++ wrapper is entered at less cost than the Python one; of a large graph it is one file, on
 # which a C++ compiler takes many minutes, and the cost of entering is nothing beside what the graph does.
 CPP_WRAPPER_UP_TO = 2000
+# In the meta of a graph: it is one of several members.
+OF_MEMBERS = "of_members"
 
 
 @cache
@@ -317,9 +319,11 @@ def _by_inductor(graph: GraphModule, examples: list[Tensor], backward: bool | No
     no = _find("torch._inductor.utils:BoxedBool")(False)
     compile_inner = _find("torch._inductor.compile_fx:compile_fx_inner")
     options = {} if backward is None else {"is_backward": backward}
+    # Images of members are convolved in groups; with channels last, what is around these is not vectorised.
+    layouts = {"layout_optimization": False} if OF_MEMBERS in graph.meta and not devices else {}
     # On a GPU it multiplies random matrices, to find out how.
     rng = torch.random.fork_rng(sorted(set(devices), key=str)) if devices else nullcontext()
-    with _naming_a_missing_compiler(), patch(_SETTINGS), rng:
+    with _naming_a_missing_compiler(), patch({**_SETTINGS, **layouts}), rng:
         _find("torch._inductor.fx_passes.joint_graph:joint_graph_passes")(graph)
         return compile_inner(graph, examples, is_inference=False, cpp_wrapper=in_cpp, cudagraphs=no, **options)
 

@@ -232,11 +232,13 @@ def mapped(raw: GraphModule, mapping: Mapping, kinds: Sequence[int | None], *, r
         # Without a compiler, operations stay as large as they are.
         table = {} if is_on() else _torch.decompositions()
         try:
-            return _torch.make_fx(of_all, decomposition_table={**table, **decompositions(), **taken_apart()})(*wide)
+            result = _torch.make_fx(of_all, decomposition_table={**table, **decompositions(), **taken_apart()})(*wide)
         except RuntimeError as error:
             if "vmap" not in str(error) and "atching rule" not in str(error):
                 raise
             raise Untraceable(f"torch can't map a step over members: {error}. {LOOP_INSTEAD}") from error
+    result.meta[_torch.OF_MEMBERS] = True
+    return result
 
 
 # The numbers that a report of one member can have.
