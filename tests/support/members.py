@@ -56,7 +56,8 @@ def arguments(sweep: Sweep, pick: Pick) -> dict[str, Any]:
 def together(sweep: Sweep, model: Any = None, **more: Any) -> Iterator[tuple[Event, State]]:
     """The stream of the ensemble, from its beginning or from a State."""
     model = pl.ensemble(sweep.make, seeds=sweep.seeds, **sweep.ensemble) if model is None else model
-    return pl.fit(model, sweep.data, **arguments(sweep, pl.each) | sweep.more | more)
+    count = len(sweep.seeds)
+    return pl.fit(model, sweep.data, **arguments(sweep, lambda values: pl.each(values[:count])) | sweep.more | more)
 
 
 def alone(sweep: Sweep, number: int, model: Any = None, **more: Any) -> Iterator[tuple[Event, State]]:
