@@ -17,7 +17,7 @@ from pure_loop.compile.connected import Connection, differentiate
 from pure_loop.compile.draws import Seed
 from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf
 from pure_loop.compile.lowering import Compiled, compile_function
-from pure_loop.compile.members import Mapping, stand_in_values
+from pure_loop.compile.members import Mapping, own_value, stand_in_values
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
 from pure_loop.compile.numbers import Number, TracedTimestamp
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable, naming
@@ -369,7 +369,7 @@ def _stand_in(leaf: object, position: int, name: str, tracing: Tracing) -> objec
     values = stand_in_values(leaf)
     if values is not None:
         source = frozenset({Leaf(position, name)})
-        return Number(tracing.context, values[0], lambda env: env.leaves[position].values[turns.member()], source)
+        return Number(tracing.context, values[0], lambda env: own_value(env.leaves[position]), source)
     if not is_number(leaf):
         return leaf
     return Number(tracing.context, leaf, lambda env: env.leaves[position], frozenset({Leaf(position, name)}))

@@ -194,7 +194,8 @@ def _masked(before: State, after: State, running: Tensor) -> State:
 
     fields = {}
     for name in names:
-        value, old = field_of(after, name), field_of(before, name)
+        value: Any = field_of(after, name)
+        old: Any = field_of(before, name)
         if value is not old and old is not None:
             fields[name] = optree.tree_map(chosen, value, old, namespace=NAMESPACE)
     return with_fields(after, **fields)
@@ -204,13 +205,12 @@ def _shot(before: State, state: State) -> dict[str, PyTree]:
     """What an event shows that the State before the batch has not."""
     fields: dict[str, PyTree] = {}
     for name in _SHOWN:
-        value = field_of(state, name)
+        value: Any = field_of(state, name)
         if value is NOT_READY:
             value = None
         if value is not field_of(before, name):
             fields[name] = _wrapped(name, value)
-    params = raw_params(state)
-    params = getattr(params, "origin", params)
+    params = getattr(raw_params(state), "origin", raw_params(state))
     if params is not raw_params(before):
         fields["params"] = params
     return fields

@@ -1,8 +1,9 @@
 """Members: the traced step of one model, mapped over those of an ensemble by ``torch.vmap``.
 
 A step is traced for one member, like that of one model. The list of operations is mapped before operations are
-decomposed, because torch knows how to map whole ones (a convolution, its backward). What each member has of its own gets
-a leading dimension of members: parameters, buffers, memory, draws, numbers of the step. A batch that all share has none.
+decomposed, because torch knows how to map whole ones (a convolution, its backward). What each member has of its own
+gets a leading dimension of members: parameters, buffers, memory, draws, numbers of the step. A batch that all share
+has none.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Mapping:
 
     Attributes:
         seeds: those of the members.
-        dims: of each tensor that the graph is called with: 0: it has a leading dimension of members; None: all share it.
+        dims: of each tensor that the graph is called with: 0: it has a leading dimension of members; None: all
+            share it.
     """
 
     seeds: tuple[int, ...]
@@ -174,6 +176,14 @@ def stand_in_values(leaf: object) -> list[Any] | None:
     if isinstance(leaf, MemberValues) and all(map(is_number, leaf.values)):
         return list(leaf.values)
     return None
+
+
+def own_value(leaf: object) -> object:
+    """That of the member whose turn it is."""
+    number = turns.member()
+    assert isinstance(leaf, MemberValues)
+    assert number is not None
+    return leaf.values[number]
 
 
 # The transform.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import attrs
+from torch import Tensor
 
 from pure_loop._internal.registry import register
 from pure_loop.time import Timestamp
@@ -39,6 +40,19 @@ class Members:
         return len(self.seeds)
 
     @property
+    def is_valid(self) -> bool:
+        """Whether it is what a State has, and not what a stranger's file says."""
+        seeds, stopped = self.seeds, self.stopped
+        if type(seeds) is not tuple or type(stopped) is not tuple or not 0 < len(seeds) == len(stopped):
+            return False
+        stops = [stop for stop in stopped if stop is not None]
+        timed = all(
+            type(stop) is tuple and len(stop) == 2 and all(isinstance(item, Timestamp) for item in stop)
+            for stop in stops
+        )
+        return timed and all(type(seed) is int for seed in seeds) and self.fallback in (None, "loop")
+
+    @property
     def running(self) -> list[bool]:
         """Of each member, whether it trains."""
         return [stop is None for stop in self.stopped]
@@ -47,14 +61,14 @@ class Members:
 class MemberCount(int, Generic[S]):
     """``state.members``: how many members a State has; called with their numbers, it gives a State of those alone."""
 
-    _select: Callable[[Sequence[int]], S]
+    _select: Callable[[Sequence[int] | Tensor], S]
 
-    def __new__(cls, count: int, select: Callable[[Sequence[int]], S]) -> MemberCount[S]:
+    def __new__(cls, count: int, select: Callable[[Sequence[int] | Tensor], S]) -> MemberCount[S]:
         result = super().__new__(cls, count)
         result._select = select
         return result
 
-    def __call__(self, indices: Sequence[int]) -> S:
+    def __call__(self, indices: Sequence[int] | Tensor) -> S:
         return self._select(indices)
 
 
