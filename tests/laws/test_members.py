@@ -87,8 +87,8 @@ OPTIMIZERS: dict[str, Callable[[Pick], Any]] = {
 ALGORITHMS: dict[str, Callable[[Pick], pl.Algorithm]] = {
     "clipping": lambda pick: pl.algorithms.gradient_clipping("norm", pick([0.1, 0.2, 0.3, 10.0])),
     "ema": lambda pick: pl.algorithms.ema(half_life="3ba"),
-    "sam": lambda pick: pl.algorithms.sam(pick([0.05, 0.1, 0.0, 0.01])),
-    "noise": lambda pick: pl.algorithms.gradient_noise(pick([0.01, 0.1, 0.0, 0.05])),
+    "sam": lambda pick: pl.algorithms.sam(pick([0.05, 0.1, 0.02, 0.01])),
+    "noise": lambda pick: pl.algorithms.gradient_noise(pick([0.01, 0.1, 0.02, 0.05])),
     "mixup": lambda pick: pl.algorithms.mixup(pick([0.2, 0.5, 1.0, 0.3])),
     "smoothing": lambda pick: pl.algorithms.label_smoothing(pick([0.0, 0.1, 0.2, 0.3])),
     "lookahead": lambda pick: pl.algorithms.lookahead(2, 0.5),
@@ -167,6 +167,10 @@ def everything(data: str = "shared", fallback: str | None = None) -> Sweep:
     return Sweep(mlp, loader("mlp", (5, 5, 3)), settings, (7, 8, 9), {"data": data, "fallback": fallback})
 
 
+# A batch of each member is compared as that of each.
+BATCHES = frozenset({"batch", "microbatch"})
+# A file holds what lasts.
+OF_A_BATCH = BATCHES | {"outputs", "loss", "grads", "grad_norm", "position"}
 KINDS = pytest.mark.parametrize("kind", ["shared", "own", "loop"])
 
 
@@ -185,12 +189,12 @@ def test_an_ensemble_resumes_from_each_boundary_bitwise(kind: str, tmp_path: Pat
         path = tmp_path / f"{index}.safetensors"
         pl.save(state, path)
         loaded = pl.load(path, model=sweep.make())
-        assert differences(loaded, state) == [], event
+        assert differences(loaded, state, without=OF_A_BATCH) == [], event
         for start in (state, loaded):
             again = list(together(sweep, start))[1:]
             for (event_again, value), (wanted_event, wanted) in zip(again[::-1], pairs[index + 1 :][::-1], strict=False):
                 assert event_again is wanted_event
-                assert differences(value, wanted) == [], (event, event_again)
+                assert differences(value, wanted, without=BATCHES) == [], (event, event_again)
 
 
 @KINDS
@@ -214,7 +218,7 @@ def test_members_come_apart_and_together_again_bitwise(kind: str) -> None:
         assert [differences(a, b) for a, b in zip(states, split(state), strict=True)] == [[]] * 3
         if event in BOUNDARIES:
             again = pl.stack(states)
-            assert differences(again, state, without=frozenset({"ensemble", "seed"})) == [], event
+            assert differences(again, state, without=BATCHES | {"ensemble", "seed"}) == [], event
             assert again.ensemble.seeds == state.ensemble.seeds
         chosen = state.members([2, 0])
         assert chosen.members == 2
