@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeAlias
+from unittest import mock
 
 import attrs
 import torch
@@ -12,10 +15,14 @@ from torch.nn import functional
 
 import pure_loop as pl
 from pure_loop import Event
-from tests.support.members import Pick, Sweep
+from pure_loop.compile import _torch
+from tests.support.members import TOLERANCE, Pick, Sweep, assert_alike
 from tests.support.problem import noise
 
-__all__ = ["ROWS", "Row"]
+__all__ = ["ROWS", "Row", "verdict"]
+
+# bfloat16 has 8 bits; a sum of members in another order may round otherwise, in a step of a rate of 0.1.
+COARSE = 2**-7
 
 Make: TypeAlias = Callable[[], nn.Module]
 Settings: TypeAlias = Callable[[Pick], dict[str, Any]]
@@ -28,10 +35,12 @@ class Row:
     Attributes:
         sweep: the run.
         dtype: in which it computes.
+        tolerance: how far members may be from their runs alone: in float64 as by law.
     """
 
     sweep: Sweep
     dtype: torch.dtype = torch.float64
+    tolerance: float = TOLERANCE
 
 
 def floats(*shape: int) -> Callable[[torch.Generator], Tensor]:
@@ -332,6 +341,7 @@ OPTIMIZERS: dict[str, Row] = {
     ),
     "lamb": optimizer(lambda p: o.lamb(lr=p([0.1, 0.05]), betas=(p([0.9, 0.8]), 0.99), weight_decay=p([0.0, 0.1]))),
     "lion": optimizer(lambda p: o.lion(lr=p([0.1, 0.05]), betas=(p([0.9, 0.8]), 0.99), weight_decay=p([0.0, 0.1]))),
+    # Its step is computed in bfloat16.
     "muon": optimizer(lambda p: o.muon(lr=p([0.1, 0.05]), momentum=p([0.9, 0.8]), weight_decay=p([0.0, 0.1]))),
     "master_weights": optimizer(lambda p: o.master_weights(o.adamw(lr=p([0.1, 0.05])))),
     "partition": optimizer(
@@ -342,6 +352,7 @@ OPTIMIZERS: dict[str, Row] = {
     ),
     "from_torch": optimizer(lambda p: o.from_torch(torch.optim.Adagrad, lr=0.1)),
 }
+OPTIMIZERS["muon"] = attrs.evolve(OPTIMIZERS["muon"], tolerance=COARSE)
 
 
 def scheduled(make: Callable[[float], Any]) -> Row:
@@ -437,6 +448,16 @@ class Words(nn.Module):
         return self.head(self.layer(x).mean(1))  # type: ignore[no-any-return]
 
 
+def in_float32(result: Row) -> Row:
+    data = [tuple(x.float() if x.is_floating_point() else x for x in batch) for batch in result.sweep.data]
+    return Row(attrs.evolve(result.sweep, data=data), torch.float32, COARSE)
+
+
+def coarse(make: Callable[[Pick], Any], model: Make, inputs: Callable[[torch.Generator], Tensor]) -> Row:
+    """In mixed precision."""
+    return in_float32(with_algorithm(make, model, inputs, precision="amp_bf16"))
+
+
 ALGORITHMS: dict[str, Row] = {
     "alibi": with_algorithm(lambda p: a.alibi(6, position_embeddings=["positions"]), Words, words()),
     "augmix": with_algorithm(lambda p: a.augmix(p([3.0, 2.0])), pooled, COLOURS),
@@ -458,11 +479,10 @@ ALGORITHMS: dict[str, Row] = {
     "label_smoothing": with_algorithm(lambda p: a.label_smoothing(p([0.1, 0.2]))),
     "layer_freezing": with_algorithm(lambda p: a.layer_freezing("1ep", p([1.0, 1.0])), max_duration="4ep"),
     "lookahead": with_algorithm(lambda p: a.lookahead(2, 0.5)),
-    "low_precision_groupnorm": with_algorithm(
-        lambda p: a.low_precision_groupnorm(), lambda: head(nn.Conv2d(2, 2, 3), nn.GroupNorm(1, 2), features=32), IMAGES,
-        precision="amp_bf16",
+    "low_precision_groupnorm": coarse(
+        lambda p: a.low_precision_groupnorm(), lambda: head(nn.Conv2d(2, 2, 3), nn.GroupNorm(1, 2), features=32), IMAGES
     ),
-    "low_precision_layernorm": with_algorithm(lambda p: a.low_precision_layernorm(), Words, words(), precision="amp_bf16"),
+    "low_precision_layernorm": coarse(lambda p: a.low_precision_layernorm(), Words, words()),
     "mixup": with_algorithm(lambda p: a.mixup(p([0.2, 0.5]))),
     "no_op_model": with_algorithm(lambda p: a.no_op_model()),
     "progressive_resizing": with_algorithm(lambda p: a.progressive_resizing(increment=2), pooled, COLOURS),
@@ -477,7 +497,10 @@ ALGORITHMS: dict[str, Row] = {
         lambda p: a.sequence_length_warmup("2ba", min_length=2, max_length=6, increment=2), Words, words()
     ),
     "squeeze_excite": with_algorithm(lambda p: a.squeeze_excite(2, min_channels=1), pooled, COLOURS),
-    "stochastic_depth": with_algorithm(lambda p: a.stochastic_depth(Residual, p([0.5, 0.2])), residual),
+    # As schedules, because a number is in the buffers from INIT on.
+    "stochastic_depth": with_algorithm(
+        lambda p: a.stochastic_depth(Residual, p([s.constant(0.5), s.constant(0.2)])), residual
+    ),
     "swa": with_algorithm(lambda p: a.swa("1ba", interval="1ba"), evaluated=True),
     "threshold_stopping": with_algorithm(
         lambda p: a.threshold_stopping("val/loss", 1.3), evaluated=True, max_duration="6ep", eval_interval="1ba"
@@ -488,7 +511,11 @@ ALGORITHMS: dict[str, Row] = {
 }
 
 
-PRECISIONS: dict[str, Row] = {}
+def with_precision(name: str) -> Row:
+    return in_float32(with_algorithm(lambda pick: a.ema("1ba"), net, IMAGES, precision=name))
+
+
+PRECISIONS: dict[str, Row] = {name: with_precision(name) for name in ("fp32", "amp_bf16", "amp_fp16", "amp_fp8")}
 
 ROWS = {
     "modules": MODULES,
@@ -497,4 +524,36 @@ ROWS = {
     "algorithms": ALGORITHMS,
     "optimizers": OPTIMIZERS,
     "schedules": SCHEDULES,
+    "precisions": PRECISIONS,
 }
+
+
+# How a row is computed.
+MAPPED, BY_MEMBER, LOOP, REFUSED = "mapped", "member by member", "loop", "refused"
+_UNMAPPED = "not yet implemented the batching rule for aten::"
+
+
+def verdict(row: Row, read_stderr: Callable[[], str]) -> str:
+    """What becomes of a row; each member is what it is alone, mapped or in a loop.
+
+    Args:
+        row: the row.
+        read_stderr: what torch has written there since.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(row.dtype)
+    try:
+        with warnings.catch_warnings(record=True) as caught, mock.patch.object(_torch, "mapping_in_silence", nullcontext):
+            warnings.simplefilter("always")
+            read_stderr()
+            assert_alike(row.sweep, row.tolerance)
+        looped = _UNMAPPED in read_stderr() or any(_UNMAPPED in str(item.message) for item in caught)
+        return BY_MEMBER if looped else MAPPED
+    except pl.PureLoopError as error:
+        named = " ".join([str(error), *getattr(error, "__notes__", ())])
+        if 'fallback="loop"' not in named:
+            return REFUSED
+        assert_alike(attrs.evolve(row.sweep, ensemble={"fallback": "loop"}), row.tolerance)
+        return LOOP
+    finally:
+        torch.set_default_dtype(before)
