@@ -41,11 +41,13 @@ class Mapping:
 
     Attributes:
         seeds: those of the members.
+        first: the number of the one for which steps are traced: the first that trains.
         dims: of each tensor that the graph is called with: 0: it has a leading dimension of members; None: all
             share it.
     """
 
     seeds: tuple[int, ...]
+    first: int
     dims: tuple[int | None, ...]
 
     @classmethod
@@ -56,15 +58,16 @@ class Mapping:
         dims: list[int | None] = [0] * durable
         for value in per_batch:
             dims += [0 if isinstance(value, PerMember) else None] * len(tensors_of(value))
-        return cls(state.ensemble.seeds, tuple(dims))
+        running = state.ensemble.running
+        return cls(state.ensemble.seeds, running.index(True) if True in running else 0, tuple(dims))
 
     @property
     def count(self) -> int:
         return len(self.seeds)
 
     def of_one(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of the first member, for a trace."""
-        return [tensor if dim is None else tensor[0] for tensor, dim in zip(tensors, self.dims, strict=True)]
+        """The tensors of one member, for a trace."""
+        return [tensor if dim is None else tensor[self.first] for tensor, dim in zip(tensors, self.dims, strict=True)]
 
     def seed(self, env: Env) -> int:
         """The seed of the member whose turn it is."""

@@ -22,7 +22,7 @@ from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.parallel import announced
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, EventName
-from pure_loop.gradients import ClipFunction
+from pure_loop.gradients.clipping import ClipFunction
 from pure_loop.loop.stream import Stream
 from pure_loop.members.each import Each
 from pure_loop.members.ensemble import Ensemble

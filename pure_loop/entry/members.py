@@ -199,7 +199,12 @@ class MemberHandlers:
             result: State = self._called(handler.function, path, state, *stages)
             return result
 
-        of_all = over_members(of_one)
+        def of_evaluated(state: State, *stages: object) -> State:
+            # One that has stopped is evaluated as it was then, and remembers nothing of it.
+            result = of_one(state, *stages)
+            return with_fields(result, algorithm_state=state.algorithm_state) if state.stop else result
+
+        of_all = over_members(of_evaluated, stopped=True) if event.is_eval else over_members(of_one)
 
         def function(state: State, *stages: object) -> State:
             if state.ensemble is None or handler.across_members:
@@ -320,7 +325,7 @@ class MemberLoop:
         pass
 
 
-_PER_BATCH = ("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
+_PER_BATCH = ("event", "position", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
 
 
 def computation(

@@ -16,7 +16,6 @@ from pure_loop.model.model import ModelDef
 from pure_loop.model.names import Note, aligned
 from pure_loop.model.parameters import are_leaves
 from pure_loop.precision import LossScale
-from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import (
     NOT_READY,
@@ -29,6 +28,7 @@ from pure_loop.state import (
     raw_params,
     refuse_misfit,
 )
+from pure_loop.task import loss_problem
 
 
 def check_returned(returned: object, old: State, name: str, event: Event) -> State:
