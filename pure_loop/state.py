@@ -999,7 +999,7 @@ def refuse_misfit(state: State) -> None:
                 "has the module's own numbers; pl.load(path, model=module, exclude=[...]) keeps those that fit."
             )
         for name, tensor in wanted.items():
-            if tensor.shape != value[name].shape:
+            if tensor.shape != value[name].shape[state.ensemble is not None :]:
                 raise ResumeError(
                     f"{kind}[{name!r}] has shape {tuple(value[name].shape)} in this State and "
                     f"{tuple(tensor.shape)} in its model: the State is another model's."

@@ -213,7 +213,9 @@ def storage_key(tensor: Tensor) -> object:
 def decompositions() -> Decompositions:
     """Operations as others that the compiler takes; ``torch.compile`` has them by itself."""
     select = _find("torch._inductor.decomposition:select_decomp_table") if _has_inductor() else None
-    return {} if select is None else dict(select())
+    table: Decompositions = {} if select is None else dict(select())
+    # torch's are wrong where a target is -1.
+    return {op: function for op, function in table.items() if "multilabel_margin_loss" not in str(op)}
 
 
 # Members.
@@ -231,6 +233,8 @@ def unmapped(targets: Iterable[object]) -> Decompositions:
         for target in targets
         if isinstance(target, operator_class)
         and target in table
+        # The further results of others (attention, a margin loss), decomposed, are not what their backwards take.
+        and (len(target._schema.returns) == 1 or "batch_norm" in target.name())
         and not any(has_kernel(target.name(), key) for key in ("FuncTorchBatched", "CompositeImplicitAutograd"))
     }
 

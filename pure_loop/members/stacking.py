@@ -71,7 +71,7 @@ def stacked(states: Sequence[S], like: S | None = None, before: Sequence[S] = ()
     Raises:
         ArgumentError: as there.
     """
-    newest = max(states, key=lambda state: state.timestamp.batch)
+    newest = max(states, key=lambda state: (not state.stop, state.timestamp.batch, state.timestamp.epoch))
     for number, state in enumerate(states):
         _refuse_misfit(newest, number, state)
     if like is not None and all(state is old for state, old in zip(states, before, strict=True)):
