@@ -233,9 +233,7 @@ def mapped(raw: GraphModule, mapping: Mapping, kinds: Sequence[int | None], *, r
         table = {} if is_on() else _torch.decompositions()
         try:
             result = _torch.make_fx(of_all, decomposition_table={**table, **decompositions(), **taken_apart()})(*wide)
-        except RuntimeError as error:
-            if "vmap" not in str(error) and "atching rule" not in str(error):
-                raise
+        except (RuntimeError, ValueError, TypeError) as error:  # a NotImplementedError is a RuntimeError
             raise Untraceable(f"torch can't map a step over members: {error}. {LOOP_INSTEAD}") from error
     result.meta[_torch.OF_MEMBERS] = True
     return result
@@ -276,7 +274,9 @@ def _mappable() -> _torch.Decompositions:
     }
 
 
-def _slice_scatter(target: Tensor, source: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+def _slice_scatter(
+    target: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     """Without a negative place, which torch maps wrongly."""
     size = target.shape[dim]
     places = slice(start, end, step).indices(size)

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import attrs
+from torch import nn
 
+from pure_loop._internal.equality import equal
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.members import turns
 from pure_loop.membership import BATCHES, OF_A_BATCH, Members, PerMember, measured, stacked_batches, stacked_tree
+from pure_loop.model.model import ModelDef
 from pure_loop.state import EXPLAINED, NOT_READY, OF_ALL_MEMBERS, State, with_fields
 from pure_loop.time import Timestamp
 
@@ -50,7 +53,12 @@ def stack(states: Iterable[S]) -> S:
     >>> stacked.members, stacked.params["weight"].shape, stacked.member(1).seed
     (2, torch.Size([2, 1, 2]), 4)
     """
-    listed = list(states) if isinstance(states, Iterable) and not isinstance(states, State | Mapping) else [states]
+    passed: object = states
+    if isinstance(passed, State | Mapping) or not isinstance(passed, Iterable):
+        raise ArgumentTypeError(
+            f"pl.stack({type(passed).__name__}): write States of one structure, pl.stack([state_a, state_b])."
+        )
+    listed = list(states)
     for number, state in enumerate(listed):
         if not isinstance(state, State):
             raise ArgumentTypeError(
@@ -99,10 +107,11 @@ def _refuse_misfit(first: State, number: int, state: State) -> None:
     where = f"members of different structure: member {number}"
     if type(state) is not type(first):
         raise ArgumentError(f"{where} is a {type(state).__name__}, and another one is a {type(first).__name__}.")
-    if state.model is not first.model and state.model != first.model:
+    difference = None if state.model is first.model else _difference(state.model, first.model)
+    if difference is not None:
         raise ArgumentError(
-            f"{where} has the model {state.model!r}, and another one {first.model!r}: members are of one class, with "
-            "equal settings, names, shapes and dtypes. make_model may differ by seed in numbers alone."
+            f"{where} has {difference}: their modules differ in the numbers of parameters and buffers alone, and one "
+            "text of a step serves all. What else differs by member is a buffer, or pl.each."
         )
     for field in ("frozen", "event", "evaluator", "data_seed"):
         value, wanted = getattr(state, field), getattr(first, field)
@@ -113,6 +122,30 @@ def _refuse_misfit(first: State, number: int, state: State) -> None:
             f"{where} is at batch {state.timestamp.batch} (epoch {state.timestamp.epoch}), and another one at batch "
             f"{first.timestamp.batch} (epoch {first.timestamp.epoch}): train them equally long first."
         )
+
+
+# What torch keeps in a module: of parameters, buffers, submodules and hooks, which the structure compares.
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _difference(one: ModelDef, other: ModelDef) -> str | None:
+    """The first thing in which two structures differ, and what the other one has there; None: nothing."""
+    modules, others = dict(one.skeleton.named_modules()), dict(other.skeleton.named_modules())
+    for path, module in modules.items():
+        twin = others.get(path)
+        if twin is None or type(module) is not type(twin) or module.extra_repr() != twin.extra_repr():
+            return f"{_shown(path, module)}, and another one {_shown(path, twin)}"
+        attributes = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+        for key, value in attributes.items():
+            theirs = vars(twin).get(key)
+            if not isinstance(value, nn.Module) and not equal(value, theirs):
+                return f"{path or 'a model'}.{key}={value!r:.60}, and another one {theirs!r:.60}"
+    return None if one == other else f"the model {one!r}, and another one {other!r}"
+
+
+def _shown(path: str, module: nn.Module | None) -> str:
+    name = "none" if module is None else f"{type(module).__name__}({module.extra_repr()})"
+    return f"{name} at {path!r}" if path else name
 
 
 def _counts(timestamp: Timestamp) -> tuple[int, ...]:

@@ -186,9 +186,7 @@ MODULES: dict[str, Row] = {
         lambda: Repeated(nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True), 3)
     ),
     "TransformerEncoderLayer": of_words(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)),
-    "TransformerDecoderLayer": of_words(
-        lambda: Repeated(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2)
-    ),
+    "TransformerDecoderLayer": of_words(lambda: Repeated(nn.TransformerDecoderLayer(8, 2, 16, batch_first=True), 2)),
     "scaled_dot_product_attention": of_words(lambda: Calls(attended)),
     "Dropout": of_points(lambda: nn.Dropout(0.2)),
     "Dropout1d": row(lambda: head(nn.Conv1d(2, 2, 3), nn.Dropout1d(0.5), features=8), SIGNAL),
@@ -241,7 +239,12 @@ MODULES: dict[str, Row] = {
 
 
 def loss_row(loss: Callable[[Tensor, Tensor], Tensor], targets: Callable[[torch.Generator], Tensor] = classes) -> Row:
-    return row(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), floats(4), lambda pick: {"loss": loss}, targets)
+    return row(
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)),
+        floats(4),
+        lambda pick: {"loss": loss},
+        targets,
+    )
 
 
 def positive(*shape: int) -> Callable[[torch.Generator], Tensor]:
@@ -286,9 +289,7 @@ LOSSES: dict[str, Row] = {
         functional.multilabel_margin_loss, lambda g: torch.tensor([[0, 2, -1], [1, -1, 0], [2, 1, -1], [0, 1, 2]])
     ),
     "multilabel_soft_margin_loss": loss_row(functional.multilabel_soft_margin_loss, lambda g: (signs(3)(g) + 1) / 2),
-    "cosine_embedding_loss": loss_row(
-        lambda out, y: functional.cosine_embedding_loss(out, out.roll(1, 0), y), signs()
-    ),
+    "cosine_embedding_loss": loss_row(lambda out, y: functional.cosine_embedding_loss(out, out.roll(1, 0), y), signs()),
     "margin_ranking_loss": loss_row(
         lambda out, y: functional.margin_ranking_loss(out[:, 0], out[:, 1], y, margin=0.1), signs()
     ),
@@ -297,7 +298,21 @@ LOSSES: dict[str, Row] = {
 }
 
 _ACTIVATIONS = (
-    *("ReLU", "ReLU6", "LeakyReLU", "PReLU", "RReLU", "ELU", "CELU", "SELU", "GELU", "SiLU", "Mish", "Hardswish", "Hardsigmoid"),
+    *(
+        "ReLU",
+        "ReLU6",
+        "LeakyReLU",
+        "PReLU",
+        "RReLU",
+        "ELU",
+        "CELU",
+        "SELU",
+        "GELU",
+        "SiLU",
+        "Mish",
+        "Hardswish",
+        "Hardsigmoid",
+    ),
     *("Hardtanh", "Hardshrink", "Softshrink", "Tanhshrink", "Softplus", "Softsign", "Sigmoid", "LogSigmoid", "Tanh"),
     *("Softmin", "Softmax", "LogSoftmax"),
 )
@@ -543,7 +558,10 @@ def verdict(row: Row, read_stderr: Callable[[], str]) -> str:
     before = torch.get_default_dtype()
     torch.set_default_dtype(row.dtype)
     try:
-        with warnings.catch_warnings(record=True) as caught, mock.patch.object(_torch, "mapping_in_silence", nullcontext):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            mock.patch.object(_torch, "mapping_in_silence", nullcontext),
+        ):
             warnings.simplefilter("always")
             read_stderr()
             assert_alike(row.sweep, row.tolerance)
