@@ -1,4 +1,4 @@
-"""What callbacks see and record of an ensemble: those that ask for it each member, and of numbers mean, spread and best."""
+"""What callbacks see of an ensemble, each member where they ask for it; and what is recorded: mean, spread and best."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ class _MemberLogger(LoggerGroup):
         self._logger.log_file(self._name(name), path)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return getattr(self._logger, name)
+        method: Callable[..., None] = getattr(self._logger, name)
+        return method
 
 
 # Callbacks.
@@ -198,15 +199,16 @@ class _EachMember(Callback):
     def close(self) -> None:
         call_all(callback.close for callback in self._copies)
 
-    def _observe(self, event: Event, by_event: bool, state: State, logger: LoggerGroup) -> None:
+    def _observe(self, event: Event, by_event: bool, state: State, logger: LoggerGroup) -> object:
         collected = _Collected(logger, state)
         for number, (callback, one) in enumerate(zip(self._copies, split(state), strict=True)):
-            own = collected.of(number)
+            method: Callable[..., object] = getattr(callback, event.value if by_event else "run_event")
             with turns.turn(number):
-                result = getattr(callback, event.value)(one, own) if by_event else callback.run_event(event, one, own)
+                result = method(*(() if by_event else (event,)), one, collected.of(number))
             if result is not None:
-                return result
+                return result  # which is refused, as that of any callback
         collected.record()
+        return None
 
 
 def _of_each(callback: Callback, count: int) -> Callback:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from inspect import GEN_CREATED, getgeneratorstate
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -113,13 +113,13 @@ def rates(optimizer: Optimizer | None, state: State, name: str = "lr") -> dict[s
     return {name: rate if state.lr_scale is None else rate * state.lr_scale}
 
 
-def is_number(value: object, members: int = 0) -> bool:
+def is_number(value: object, members: int = 0) -> TypeGuard[Tensor | float]:
     """Whether a value is shown: a number, or one of each member of an ensemble."""
-    return is_scalar(value) or (isinstance(value, Tensor) and 0 < members and value.shape == (members,))
+    return is_scalar(value) or (isinstance(value, Tensor) and members > 0 and value.shape == (members,))
 
 
 def in_numbers(values: Mapping[str, object], members: int) -> dict[str, MetricValue]:
-    """Those values that are shown: of members the median, and behind it, as ``<name> best``, the best where it is known.
+    """Those values that are shown: of members the median, and behind it, as ``<name> best``, the best if it is known.
 
     >>> in_numbers({"val/loss": torch.tensor([0.5, 0.25, 1.0])}, members=3)
     {'val/loss': tensor(0.5000), 'val/loss best': tensor(0.2500)}

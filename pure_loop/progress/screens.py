@@ -262,7 +262,8 @@ class Lines:
         measured = map("  ".join, snapshot.measured(values))
         inside = snapshot.inside if snapshot.epoch else None
         left = "" if inside is None or inside.fraction is None else f"{int(100 * inside.fraction)}%"
-        parts = (snapshot.title, snapshot.members, snapshot.place, snapshot.percent if inside is None else left, *measured, snapshot.time)
+        done = snapshot.percent if inside is None else left
+        parts = (snapshot.title, snapshot.members, snapshot.place, done, *measured, snapshot.time)
         remarks = (f"{snapshot.title}  {remark}" for remark in snapshot.remarks)
         print("  ".join(filter(None, parts)), *remarks, sep="\n", file=self._file, flush=True)
 
