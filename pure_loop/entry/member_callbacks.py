@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.members import best_of, of_float
+from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.recordable import Table, recordable_metrics
 from pure_loop.algorithms._monitored import known_mode
 from pure_loop.callback import Callback, CallbackLike, LoggerGroup, Run
 from pure_loop.entry.settings import listed_callbacks
 from pure_loop.event import Event
-from pure_loop.frozendict import FrozenDict
 from pure_loop.members import turns
 from pure_loop.members.ensemble import Ensemble
+from pure_loop.members.record import MemberValues
 from pure_loop.members.stacking import split
 from pure_loop.observer import observers
 from pure_loop.recorder import Recorder
-from pure_loop.state import State, with_fields
+from pure_loop.state import State, raw_loss, with_fields
 
 # Members of whose numbers each is recorded; of more, mean, spread and best alone.
 MOST_EACH = 64
@@ -167,13 +170,24 @@ class MemberRecorder(Recorder):
 
     def _of_members(self, method: Callable[[State, LoggerGroup], None], state: State, logger: LoggerGroup) -> None:
         collected = _Collected(logger, state)
-        # What is not recorded is not taken apart.
-        empty: dict[str, Any] = dict.fromkeys(("params", "buffers", "algorithm_state"), FrozenDict())
-        empty |= dict.fromkeys(("opt_state", "batch", "microbatch", "outputs", "_grads", "grad_norm", "loss_scale"))
-        for number, one in enumerate(split(with_fields(state, **empty))):
+        for number, one in enumerate(_recorded(state)):
             with turns.turn(number):
                 method(one, collected.of(number))
         collected.record()
+
+
+def _recorded(state: State) -> Iterator[State]:
+    """Of each member what a recorder reads: loss, metrics and times; the rest is not taken apart."""
+    assert state.ensemble is not None
+    fields, structure = optree.tree_flatten((raw_loss(state), state.metrics, state.lr_scale), namespace=NAMESPACE)
+    columns: list[Sequence[Any]] = []
+    for leaf in fields:
+        values = leaf.values if isinstance(leaf, MemberValues) else [leaf] * len(state.ensemble)
+        columns.append(leaf.unbind() if isinstance(leaf, Tensor) else values)
+    times = ((state.timestamp, state.previous_timestamp) if stop is None else stop for stop in state.ensemble.stopped)
+    names = ("loss", "metrics", "lr_scale", "timestamp", "previous_timestamp")
+    for row, pair in zip(zip(*columns, strict=True) if columns else repeat(()), times, strict=False):
+        yield with_fields(state, **dict(zip(names, (*structure.unflatten(row), *pair), strict=True)), ensemble=None)
 
 
 class _EachMember(Callback):
