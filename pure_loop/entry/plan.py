@@ -126,6 +126,7 @@ class Plan:
         if state.ensemble is None:
             stages, strategy, evaluating = _computation(settings, stages, observed, evaluators)
         else:
+            evaluators = members.with_member_metrics(evaluators, len(state.ensemble))
             stages, strategy, evaluating = members.computation(settings, stages, observed, evaluators, state.ensemble)
         return cls(
             settings=settings,
