@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal.closing import call_all
 from pure_loop._internal.members import best_of, of_float
-from pure_loop._internal.pytree import NAMESPACE
+from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.recordable import Table, recordable_metrics
 from pure_loop.algorithms._monitored import known_mode
 from pure_loop.callback import Callback, CallbackLike, LoggerGroup, Run
@@ -179,7 +179,8 @@ class MemberRecorder(Recorder):
 def _recorded(state: State) -> Iterator[State]:
     """Of each member what a recorder reads: loss, metrics and times; the rest is not taken apart."""
     assert state.ensemble is not None
-    fields, structure = optree.tree_flatten((raw_loss(state), state.metrics, state.lr_scale), namespace=NAMESPACE)
+    seen: PyTree = (raw_loss(state), state.metrics, state.lr_scale)
+    fields, structure = optree.tree_flatten(seen, namespace=NAMESPACE)
     columns: list[Sequence[Any]] = []
     for leaf in fields:
         values = leaf.values if isinstance(leaf, MemberValues) else [leaf] * len(state.ensemble)

@@ -128,7 +128,8 @@ def in_numbers(values: Mapping[str, object], members: int) -> dict[str, MetricVa
     for name, value in values.items():
         if is_scalar(value):
             numbers[name] = value
-        elif isinstance(value, Tensor) and is_number(value, members):
+        elif is_number(value, members):
+            assert isinstance(value, Tensor)
             from pure_loop._internal.members import best_of, median_of  # of an ensemble alone
             from pure_loop.algorithms._monitored import known_mode
 

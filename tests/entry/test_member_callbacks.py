@@ -123,6 +123,24 @@ def test_each_member_is_recorded_as_its_run_alone(case: str) -> None:
     check(of_ensemble(**changes), lambda number: of_one(number, **changes))
 
 
+@pl.algorithm(Event.EPOCH_END)
+def stop_one(state: pl.State) -> pl.State:
+    return state.replace(stop=True) if state.seed == SEEDS[1] else state
+
+
+@pytest.mark.parametrize("fallback", [None, "loop"])
+def test_a_member_that_has_stopped_counts_with_its_last_weights(fallback: Any) -> None:
+    schedule = pl.each([pl.schedules.linear(rate, 0.0, "6ba") for rate in RATES])
+    logger = of_ensemble(fallback=fallback, algorithms=[stop_one], optimizer=pl.optim.sgd(lr=schedule))
+    _, losses = logger.series("val/loss/member/1")
+    assert losses[0] == losses[1]
+    last = [logger.series(f"val/loss/member/{number}")[1][-1] for number in range(3)]
+    assert logger.series("val/loss/mean")[1][-1] == pytest.approx(statistics.fmean(last), rel=1e-6)
+    _, rates = logger.series("train/learning_rate/member/1")
+    assert rates[3:] == rates[2:3] * 3
+    assert len(set(logger.series("train/learning_rate/member/0")[1])) == 6
+
+
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks(name: str, tmp_path: Path) -> None:
     """Each works, or is refused at the call with what to write."""
@@ -141,10 +159,12 @@ def test_callbacks(name: str, tmp_path: Path) -> None:
 
 
 def test_callbacks_beside_a_mapped_step(tmp_path: Path) -> None:
-    callbacks = [made(name, tmp_path / name) for name in CALLBACKS if name not in REFUSED]
-    changes: dict[str, Any] = {"evaluators": {"val": images(1)}, "callbacks": callbacks}
-    entries = recorded(of_ensemble(pixels, images(), fallback=None, **changes))
-    alone = of_one(1, pixels, images(), **changes)
+    def changes(run: str) -> dict[str, Any]:
+        callbacks = [made(name, tmp_path / run / name) for name in CALLBACKS if name not in REFUSED]
+        return {"evaluators": {"val": images(1)}, "callbacks": callbacks}
+
+    entries = recorded(of_ensemble(pixels, images(), fallback=None, **changes("all")))
+    alone = of_one(1, pixels, images(), **changes("one"))
     assert {(f"{name}/member/1", *rest) for name, *rest in alone} <= entries.keys()
     for (name, *rest), value in alone.items():
         if isinstance(value, float):
@@ -184,7 +204,8 @@ def test_files_and_the_console(tmp_path: Path) -> None:
     memory = InMemoryLogger()
     run(pl.ensemble(small, seeds=SEEDS), loggers=[memory, *loggers], **options(pl.each(RATES)))
     names = list(memory.metrics)
-    assert "train/loss/member/2" in names and "train/learning_rate/spread" in names
+    assert "train/loss/member/2" in names
+    assert "train/learning_rate/spread" in names
     written = [json.loads(line) for line in lines.read_text().splitlines()]
     assert {line["name"] for line in written if line["kind"] == "metric"} == set(names)
     with open(tmp_path / "run.csv") as file:
@@ -266,7 +287,8 @@ def test_a_state_with_members_in_words() -> None:
     text, losses = str(state), state.metrics["val"]["loss"]
     assert "members          3, of the seeds 3, 4, 5\n" in text
     assert f"loss {', '.join(f'{float(loss):.6g}' for loss in losses)}" in text
-    assert "3 times Sequential, 43 parameters in 4 tensors" in text and "3 times Sequential" in repr(state)
+    assert "3 times Sequential, 43 parameters in 4 tensors" in text
+    assert "3 times Sequential" in repr(state)
     many = run(pl.ensemble(small, seeds=range(9)), **options(max_duration="1ba"))
     numbers = sorted(map(float, many.metrics["val"]["loss"]))
     assert f"loss median {numbers[4]:.6g}, {numbers[0]:.6g} to {numbers[-1]:.6g}" in " ".join(str(many).split())
@@ -279,6 +301,7 @@ def test_what_is_not_finite_is_that_of_a_member() -> None:
     with pytest.raises(NonFiniteError, match="the step of batch 2 of member 2 was NaN") as caught:
         bad.check_finite()
     assert caught.value.index == 2
-    assert "first at batch 2 of member 2" in str(bad) and "3 steps" in str(bad)
+    assert "first at batch 2 of member 2" in str(bad)
+    assert "3 steps" in str(bad)
     with pytest.raises(NonFiniteError, match=r"of batch 1 of members 0, 1, 2 and 1 more was NaN"):
         pl.stack([pl.State.create(small())] * 4).replace(nonfinite=torch.ones(4, dtype=torch.int64)).check_finite()

@@ -51,12 +51,15 @@ def test_rows_have_the_median_and_the_best(count, nonfinite):
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_columns_are_in_line(width):
+    pytest.importorskip("rich")
     lines = shown(ensemble(), columns=width)
     assert all(len(line) < width for line in lines)
     head = next(line for line in lines if line.startswith("epoch "))
     titles = head.partition("  +")[0].split()
-    assert titles[:2] == ["epoch", "loss"] and "best" in titles
-    assert all(len(row) == len(titles) for row in rows_of(lines)) and len(rows_of(lines)) == 2
+    assert titles[:2] == ["epoch", "loss"]
+    assert "best" in titles
+    assert all(len(row) == len(titles) for row in rows_of(lines))
+    assert len(rows_of(lines)) == 2
     # The best stands behind its median.
     assert all(titles[place - 1] in ("loss", "accuracy") for place, title in enumerate(titles) if title == "best")
 
@@ -67,7 +70,8 @@ def test_lines_of_a_file():
     loss, accuracy = state.metrics["val"]["loss"], state.metrics["val"]["accuracy"]
     line = f"val: loss {middle(loss):#.4g} (best {float(loss.min()):#.4g})  accuracy {middle(accuracy):#.4g} (best "
     last = out.getvalue().splitlines()[-1]
-    assert last.startswith("train  4 members  epoch 2/2  batch 12/12") and line in last
+    assert last.startswith("train  4 members  epoch 2/2  batch 12/12")
+    assert line in last
 
 
 def test_a_vector_of_one_model_is_no_number():

@@ -111,7 +111,8 @@ def test_an_ensemble(notebook):
     members = pl.ensemble(lambda: torch.nn.Linear(4, 3), seeds=[0, 1, 2], fallback="loop")
     pl.run(progress(fit(model=members, evaluators=VAL), refresh_seconds=0))
     html, text = notebook.messages[-1]
-    assert "3 members" in html and "3 members" in text
+    assert "3 members" in html
+    assert "3 members" in text
     names = re.findall(r'title="([^"]*)"', html)
     assert names == [*("epoch", "train/loss", "train/loss best", "val/loss", "val/loss best"), *names[5:]]
     assert names[5:] == ["val/accuracy", "val/accuracy best", "lr", "time"]
