@@ -63,9 +63,9 @@ def summary(values: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     ``<name>/best``, where the name tells whether less or more is better; and ``<name>/member/<number>``, where there
     are at most 64. Tensors stay on their device.
 
-    >>> summary({"val/accuracy": [0.5, 0.75]})
-    {'val/accuracy/mean': 0.625, 'val/accuracy/spread': 0.17677669529663687, 'val/accuracy/best': 0.75, \
-'val/accuracy/member/0': 0.5, 'val/accuracy/member/1': 0.75}
+    >>> numbers = summary({"val/loss": [0.5, 0.75, 0.25]})
+    >>> [numbers[f"val/loss/{name}"] for name in ("mean", "spread", "best", "member/1")]
+    [0.5, 0.25, 0.25, 0.75]
     """
     numbers: dict[str, Any] = {}
     for name, of_members in values.items():
