@@ -81,6 +81,7 @@ class Run:
         autoresume: the folder; the same command resumes from its newest checkpoint. None: there is none.
         resumed_from: the checkpoint that ``load_path`` or ``autoresume`` reads; None: the run starts from a module or
             from a State in memory.
+        members: how many models an ensemble has; 0: it is one model.
         started: when the function was called, in whole seconds since 1970.
     """
 
@@ -104,6 +105,7 @@ class Run:
     run_name: str | None = None
     autoresume: str | os.PathLike[str] | None = None
     resumed_from: str | None = None
+    members: int = 0
     started: int = attrs.field(factory=lambda: int(time.time()))
 
     def fields(self, now: Timestamp, rank: int = 0) -> Fields:
@@ -143,6 +145,12 @@ class Callback:
     needs_grad_norm: bool = False
     """Whether ``fit`` computes ``state.grad_norm`` at each batch for this callback, even if no clipping needs it. It
     requires ``all_ranks = True``, because ranks with shards of the gradients compute it together."""
+
+    each_member: bool = False
+    """Whether of an ensemble a copy of it (``copy.copy``, before it is bound) sees the State of each member, one after
+    the other, and what the copies record is recorded as ``fit`` records its own numbers: ``<name>/mean``,
+    ``<name>/spread``, ``<name>/best`` and ``<name>/member/<number>``. Otherwise it sees the State of all members, whose
+    loss and metrics have shape (members,)."""
 
     records: bool = False
     """Whether it only passes values to the logger. It is then shown an event at which an algorithm or another callback

@@ -53,6 +53,18 @@ class Members:
     def __len__(self) -> int:
         return len(self.seeds)
 
+    def __str__(self) -> str:
+        """In words.
+
+        >>> print(Members(seeds=(3, 4), stopped=(None, (Timestamp(), Timestamp()))))
+        2, of the seeds 3, 4; stopped: 1 at batch 0
+        """
+        seeds = [str(seed) for seed in self.seeds[:8]] + ["..."] * (len(self) > 8)
+        stops = [f"{number} at batch {stop[0].batch}" for number, stop in enumerate(self.stopped) if stop is not None]
+        more = f" and {len(stops) - 4} more" if len(stops) > 4 else ""
+        stopped = f"; stopped: {', '.join(stops[:4])}{more}" if stops else ""
+        return f"{len(self)}, of the seeds {', '.join(seeds)}{stopped}"
+
     @property
     def is_valid(self) -> bool:
         """Whether it is what a State has, and not what a stranger's file says."""

@@ -166,10 +166,6 @@ class State(Record):
             the same batches, and of a member that was taken out of it; None: ``seed``.
         ensemble: the seeds of the members and which of them have stopped (:class:`pure_loop.membership.Members`);
             None: it is one model. Tensors of a State with members have a leading dimension of members.
-        data_seed: the seed of the order of the data, where that is not ``seed``: that of an ensemble whose members see
-            the same batches, and of a member that was taken out of it; None: ``seed``.
-        ensemble: the seeds of the members and which of them have stopped (:class:`pure_loop.membership.Members`);
-            None: it is one model. Tensors of a State with members have a leading dimension of members.
 
     Of the current batch, None outside it:
         evaluator: the label of the current evaluator, from its EVAL_START to its EVAL_END.
@@ -558,18 +554,29 @@ class State(Record):
         The loop calls it where it reads from the device anyway; call it wherever you do.
 
         Raises:
-            NonFiniteError: names the first such batch.
+            NonFiniteError: names the first such batch, and of an ensemble the member.
         """
-        if self.nonfinite is None:
-            return
-        batch = int(self.nonfinite)
-        if batch >= 0:
+        first = self._first_nonfinite()
+        if first is not None:
+            batch, where = first
             error = NonFiniteError(
-                f"the loss, a gradient or a parameter after the step of batch {batch} was NaN or infinite "
+                f"the loss, a gradient or a parameter after the step of batch {batch}{where} was NaN or infinite "
                 f"(noticed at batch {self.timestamp.batch}). {NON_FINITE_ADVICE}"
             )
             error.index = batch
             raise error
+
+    def _first_nonfinite(self) -> tuple[int, str] | None:
+        """The first batch with a number that was not finite, and in an ensemble of which members, in words."""
+        numbers = None if self.nonfinite is None else number(self.nonfinite)
+        batches = numbers.tolist() if isinstance(numbers, Tensor) and numbers.ndim else [numbers]
+        batch = min((item for item in batches if isinstance(item, int) and item >= 0), default=None)
+        if batch is None:
+            return None
+        places = [str(place) for place, item in enumerate(batches) if item == batch]
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        members = f" of {'members' if len(places) > 1 else 'member'} {', '.join(places[:3])}{more}"
+        return batch, members if self.members else ""
 
     if not TYPE_CHECKING:  # to type checkers, too, a State has neither items nor an iterator
 
@@ -611,8 +618,8 @@ class State(Record):
         at = self.event.value if self.event is not None else "no event"
         loss = raw_loss(self)
         parts = [at, str(self.timestamp), model_in_words(self)]
-        parts += [f"loss {cell(loss)}"] if isinstance(loss, Tensor) else []
-        parts += [f"metrics of {label} ({_numbers(values)})" for label, values in self.metrics.items()]
+        parts += [f"loss {self._cell(loss)}"] if isinstance(loss, Tensor) else []
+        parts += [f"metrics of {label} ({self._numbers(values)})" for label, values in self.metrics.items()]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def __str__(self) -> str:
@@ -629,25 +636,38 @@ class State(Record):
     def _rows(self) -> list[tuple[str, str]]:
         """Fields that have something to tell, by their names, in words."""
         loss, memory = raw_loss(self), raw_opt_state(self)
-        measured = [f"{label}: {_numbers(values)}" for label, values in self.metrics.items()]
-        skipped, nonfinite = number(self.skipped), number(self.nonfinite)
+        measured = [f"{label}: {self._numbers(values)}" for label, values in self.metrics.items()]
+        skipped = number(None if self.skipped is None else self.skipped.sum())
+        nonfinite = self._first_nonfinite()
         rows = [
+            ("members", "" if self.ensemble is None else str(self.ensemble)),
             ("evaluator", self.evaluator or ""),
-            ("loss", _numbers(loss) if isinstance(loss, dict) else cell(loss)),
+            ("loss", self._numbers(loss) if isinstance(loss, dict) else self._cell(loss)),
             ("metrics", "; ".join(measured)),
             ("model", model_in_words(self)),
             ("opt_state", ", ".join(map(str, memory)) if type(memory) is FrozenDict else cell(memory)),
             ("algorithm_state", ", ".join(self.algorithm_state)),
-            ("lr_scale", cell(self.lr_scale)),
+            ("lr_scale", self._cell(self.lr_scale)),
             ("stop", "True" if self.stop else ""),
             ("skipped", f"{skipped:,} steps" if isinstance(skipped, int) and skipped else ""),
-            ("nonfinite", f"first at batch {nonfinite}" if isinstance(nonfinite, int) and nonfinite >= 0 else ""),
+            ("nonfinite", "" if nonfinite is None else f"first at batch {nonfinite[0]}{nonfinite[1]}"),
             ("notes", "; ".join(map(str, self.notes))),
         ]
         rows += [
             (name, cell(getattr(self, attribute))) for attribute, name in _fields[type(self)][len(_fields[State]) :]
         ]
         return [(name, text) for name, text in rows if text not in ("", "None")]
+
+    def _cell(self, value: object) -> str:
+        """A value in words: of an ensemble the numbers of its members."""
+        if self.ensemble is None or not isinstance(value, Tensor) or value.shape != (len(self.ensemble),):
+            return cell(value)
+        from pure_loop._internal.members import in_words  # one model has none
+
+        return in_words(value)
+
+    def _numbers(self, values: Mapping[str, object]) -> str:
+        return ", ".join(f"{name} {self._cell(value)}" for name, value in values.items())
 
 
 def lend(mapping: object) -> None:
@@ -664,10 +684,6 @@ def lend(mapping: object) -> None:
 _MARGIN = 19
 
 
-def _numbers(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {cell(value)}" for name, value in values.items())
-
-
 def model_in_words(state: State) -> str:
     """The class of the model, and how many parameters it has, where and of which dtype."""
     params = raw_params(state)
@@ -677,6 +693,9 @@ def model_in_words(state: State) -> str:
     tensors = getattr(params, "origin", params)
     trained = set(state.model.trainable) - state.frozen
     frozen = sum(tensor.numel() for name, tensor in tensors.items() if name not in trained)
+    if state.members:  # the words are those of one
+        tensors, name = {key: tensor[0] for key, tensor in tensors.items()}, f"{state.members} times {name}"
+        frozen //= state.members
     size = count(sum(tensor.numel() for tensor in tensors.values()), "parameter", "parameters")
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
     of_them = f" ({frozen:,} of them frozen)" if frozen else ""

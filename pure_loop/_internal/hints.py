@@ -721,6 +721,11 @@ _IN_HANDLERS: tuple[tuple[str, str], ...] = (
         "if it is a field of a State, that is None before the event that sets it; gradients are in state.grads, not in "
         ".grad",
     ),
+    (
+        r"^(?:only one element tensors|a Tensor with \d+ elements|Boolean value of Tensor with more)",
+        "if it is the State of an ensemble, its loss and metrics hold a number of each member: write loss.mean(), or "
+        "each_member = True in the callback, which then sees one model at a time",
+    ),
 )
 _OF_TORCH = {
     "raised by the loss ": _IN_LOSS,

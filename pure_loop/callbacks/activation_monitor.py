@@ -94,6 +94,7 @@ class ActivationMonitor(Callback):
     """
 
     records = True
+    each_member = True
 
     def __init__(
         self,

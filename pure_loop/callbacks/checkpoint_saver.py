@@ -13,6 +13,7 @@ from pure_loop._internal.logs import get_logger, warn_on_terminal
 from pure_loop._internal.names import OF_RUN, Fields, Pattern
 from pure_loop.cadence import Cadence, CadenceLike, as_predicate
 from pure_loop.callback import Callback, LoggerGroup, Run
+from pure_loop.callbacks._beside import refuse_members
 from pure_loop.callbacks._scored import Scored
 from pure_loop.checkpoint.background import StateWriter
 from pure_loop.checkpoint.coordination import REQUEUE, Coordinator, StopConsensus, TimeLimit, of_first_rank, read_limit
@@ -156,8 +157,16 @@ class CheckpointSaver(Callback):
     def bind(self, run: Run) -> None:
         """
         Raises:
-            ArgumentError: it would never save, its metric isn't measured, or another saver has files of the same names.
+            ArgumentError: it would never save, its metric isn't measured, or another saver has files of the same names;
+                or ``keep_best`` for an ensemble, whose members are best at different batches.
         """
+        if self._scored.metric is not None:
+            refuse_members(
+                run,
+                f"CheckpointSaver(keep_best=, metric={self._scored.metric!r})",
+                "each is best at another batch. Leave keep_best= out, and choose a member of a State that is saved, "
+                "state.member(number).",
+            )
         self._called = run
         if run.autoresume is not None and not self._contents.is_whole and same_place(self.folder, run.autoresume):
             what = "weights_only=True" if self._contents.weights_only else f"exclude={list(self._contents.exclude)}"

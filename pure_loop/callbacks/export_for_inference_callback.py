@@ -10,6 +10,7 @@ from pure_loop._internal.arguments import path_text
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithms._averages import averaged_if_begun
 from pure_loop.callback import Callback, LoggerGroup, Run
+from pure_loop.callbacks._beside import refuse_members
 from pure_loop.callbacks._place import Place
 from pure_loop.checkpoint.paths import PathLike
 from pure_loop.checkpoint.storage import storage_of
@@ -96,6 +97,12 @@ class ExportForInferenceCallback(Callback):
         self._began = 0
 
     def bind(self, run: Run) -> None:
+        """
+        Raises:
+            ArgumentError: an ensemble is trained.
+        """
+        instead = "export one of the last State, pl.export(state.member(0), path)."
+        refuse_members(run, "ExportForInferenceCallback", instead)
         self._evaluated = {} if run.boundary is None else run.boundary.evaluated
         self._evaluates = bool(run.metrics)
         self._place.run = run

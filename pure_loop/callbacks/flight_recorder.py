@@ -20,6 +20,7 @@ from pure_loop._internal.logs import get_logger
 from pure_loop._internal.owned_files import naming, refuse_other_run, release, reserve
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import LoggerGroup, Run
+from pure_loop.callbacks._beside import refuse_members
 from pure_loop.callbacks._intervals import is_due, read_interval
 from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
 from pure_loop.checkpoint.digests import digest_of, digest_of_batch
@@ -120,8 +121,11 @@ class FlightRecorder(CheckpointSaver):
     def bind(self, run: Run) -> None:
         """
         Raises:
-            ArgumentError: a run of ``evaluate``, ``predict`` or of the order of 2021, or another saver of this folder.
+            ArgumentError: a run of ``evaluate``, ``predict`` or of the order of 2021, or of an ensemble; or another
+                saver of this folder.
         """
+        instead = "its journal has one loss a batch; record a run of one of them, or save by CheckpointSaver(folder)."
+        refuse_members(run, "FlightRecorder", instead)
         super().bind(run)
         self._settings = settings_of(run)
 

@@ -72,6 +72,7 @@ class Generate(Callback):
 
     # Of a sharded State each rank holds a part, and all of them gather it.
     all_ranks = True
+    each_member = True
 
     def __init__(
         self,

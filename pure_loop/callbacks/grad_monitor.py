@@ -69,6 +69,7 @@ class GradMonitor(Callback):
     """
 
     records = True
+    each_member = True
 
     all_ranks = True
     needs_grad_norm = True

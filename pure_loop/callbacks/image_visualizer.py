@@ -87,6 +87,8 @@ class ImageVisualizer(Callback):
     (['image', 'target', 'prediction'], 3)
     """
 
+    each_member = True
+
     def __init__(
         self,
         interval: CadenceLike = "1ep",

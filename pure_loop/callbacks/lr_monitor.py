@@ -36,6 +36,7 @@ class LRMonitor(Callback):
     """
 
     records = True
+    each_member = True
 
     def __init__(self, optimizer: Optimizer | None = None, name: Annotated[str, Name()] = LEARNING_RATE) -> None:
         if optimizer is not None and not isinstance(optimizer, Optimizer):

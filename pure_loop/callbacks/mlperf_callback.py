@@ -16,6 +16,7 @@ from pure_loop._internal.names import Pattern
 from pure_loop._internal.owned_files import naming
 from pure_loop.algorithms._monitored import Monitored
 from pure_loop.callback import Callback, LoggerGroup, Run
+from pure_loop.callbacks._beside import refuse_members
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.ranges import Name, Number, checked
 from pure_loop.state import State
@@ -116,8 +117,9 @@ class MLPerfCallback(Callback):
     def bind(self, run: Run) -> None:
         """
         Raises:
-            ArgumentError: no evaluator measures the metric.
+            ArgumentError: no evaluator measures the metric; or an ensemble is trained.
         """
+        refuse_members(run, "MLPerfCallback", "a result is that of one; train it alone, fit(make_model(), ...).")
         self._run = run
         if run.function == "fit":
             self._monitored.bind(attrs.evolve(run, train_metrics=()))

@@ -216,7 +216,8 @@ class FlopCounter:
             for leaf in optree.tree_leaves(state.batch, namespace="pure_loop")
         )
         if key not in self._known:
-            self._known[key] = self._count(state)
+            count = self._count(state.member(0)) * state.members if state.members else self._count(state)
+            self._known[key] = count
         return self._known[key]
 
     def _count(self, state: State) -> int:

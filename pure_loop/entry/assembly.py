@@ -84,6 +84,7 @@ def _bound(plan: Plan, boundary: LastBoundary) -> BoundRun:
         run_name=_run_name(plan),
         autoresume=settings.autoresume,
         resumed_from=None if plan.checkpoint is None else plan.checkpoint.path,
+        members=int(plan.state.members),
     )
     bind_callbacks(run)
     for algorithm in settings.algorithms:

@@ -18,6 +18,7 @@ from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry import members
 from pure_loop.entry.compiling import evaluating
 from pure_loop.entry.deterministic import refuse_cublas, stream_of
+from pure_loop.entry.member_callbacks import MemberRecorder, member_callbacks, member_count
 from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import ModelSettings
 from pure_loop.entry.start import any_state, refuse_other_memories
@@ -195,8 +196,13 @@ def _stream(
     evaluators: Sequence[BoundEvaluator] | None = None,
 ) -> Stream:
     engine = stages.engine
+    count = member_count(settings.model_or_state)
     observed, objects, _ = observers(
-        settings.callbacks, settings.loggers, Recorder(), settings.parallel.rank, engine.ranks
+        member_callbacks(settings.callbacks, count) if count else settings.callbacks,
+        settings.loggers,
+        MemberRecorder() if count else Recorder(),
+        settings.parallel.rank,
+        engine.ranks,
     )
     run = Run(
         function="predict" if evaluators is None else "evaluate",
@@ -205,6 +211,7 @@ def _stream(
         ranks=engine.ranks,
         precision=settings.precision.name,
         sources=tuple(sources),
+        members=count,
     )
     bind_callbacks(run)
     handlers = stages.handlers

@@ -20,6 +20,7 @@ from pure_loop.entry import members
 from pure_loop.entry.auto_size import AutoSize
 from pure_loop.entry.compiling import compiler
 from pure_loop.entry.deterministic import refuse_cublas
+from pure_loop.entry.member_callbacks import MemberRecorder, member_callbacks, member_count
 from pure_loop.entry.resume import read_start, saving, seed_of
 from pure_loop.entry.schedule_checks import refuse_endless_warmups
 from pure_loop.entry.settings import Settings
@@ -95,10 +96,12 @@ class Plan:
         beginning, checkpoint = read_start(
             settings.model_or_state, settings.load_path, settings.autoresume, settings.run_seed, settings.run_name
         )
+        count = member_count(beginning)
+        attached = saving(settings.autoresume, settings.callbacks)
         observed, callbacks, logger = observers(
-            saving(settings.autoresume, settings.callbacks),
+            member_callbacks(attached, count) if count else attached,
             settings.loggers,
-            _recorder(settings),
+            _recorder(settings, MemberRecorder if count else Recorder),
             settings.parallel.rank,
             settings.parallel.ranks,
         )
@@ -181,13 +184,13 @@ def _refuse_endless_warmups(settings: Settings, state: State, stages: LoopStages
     )
 
 
-def _recorder(settings: Settings) -> Recorder:
+def _recorder(settings: Settings, kind: type[Recorder]) -> Recorder:
     if isinstance(settings.loggers, tuple) and not settings.loggers:
-        return Recorder(settings.optimizer)  # nothing is recorded
+        return kind(settings.optimizer)  # nothing is recorded
     from pure_loop.entry.record import hyperparameters  # only loggers need it
 
     recorded, measured = hyperparameters(settings), bool(settings.train_metrics)
-    return Recorder(settings.optimizer, recorded, settings.algorithms, train_metrics=measured)
+    return kind(settings.optimizer, recorded, settings.algorithms, train_metrics=measured)
 
 
 def _beginning(

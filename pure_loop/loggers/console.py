@@ -36,6 +36,9 @@ _MOST_ON_A_LINE, _MOST_CELLS = 8, 20
 class ConsoleLogger(AtIntervals):
     """Prints one line in every interval, at the end of training, and for each evaluation, followed by its tables.
 
+    Of an ensemble a line has the mean of each number over members, its spread, and the best where it is known:
+    ``loss 0.5000 ±0.1250 (best 0.2500)``.
+
     At the end it says where training stopped early, where there was nothing to train, and from which file it resumed.
     Only where a line is due it reads from the device and checks that every loss so far was finite.
 
@@ -85,7 +88,8 @@ class ConsoleLogger(AtIntervals):
         self._reported = self._begun_at = state.timestamp.batch
 
     def batch_end(self, state: State, logger: LoggerGroup) -> None:
-        self._latest |= losses(state.loss)
+        if not state.members:  # else the recorder has given what there is to show of their losses
+            self._latest |= losses(state.loss)
         super().batch_end(state, logger)
 
     def fit_end(self, state: State, logger: LoggerGroup) -> None:
@@ -99,6 +103,11 @@ class ConsoleLogger(AtIntervals):
 
     def eval_end(self, state: State, logger: LoggerGroup) -> None:
         label = state.evaluator or "eval"
+        if state.members:
+            place = "eval/train/" if label == "train" else f"{label}/"
+            recorded = {name.removeprefix(place): x for name, x in self._latest.items() if name.startswith(place)}
+            self._print(state, label, recorded)
+            return
         measured: Mapping[str, MetricValue] = state.metrics.get(label, {})
         numbers: dict[str, MetricValue] = {}
         tables: dict[str, Table] = {}
@@ -129,7 +138,8 @@ class ConsoleLogger(AtIntervals):
         numbers = {}
         for name, value in self._latest.items():
             for prefix, short in _SHOWN.items():
-                if name.startswith(prefix):
+                # Of an ensemble the loss itself has parts: its mean, its spread.
+                if name.startswith(prefix) and not (state.members and prefix == "train/loss/"):
                     numbers[short + name.removeprefix(prefix)] = value
                     break
             else:
@@ -139,7 +149,8 @@ class ConsoleLogger(AtIntervals):
 
     def _print(self, state: State, label: str, values: Mapping[str, MetricValue]) -> None:
         state.check_finite()
-        self._write(state, label, "  ".join(f"{name} {_value(name, value)}" for name, value in values.items()))
+        texts = _of_members(values) if state.members else [f"{name} {_value(name, x)}" for name, x in values.items()]
+        self._write(state, label, "  ".join(texts))
 
     def _write(self, state: State, label: str, text: str) -> None:
         t = state.timestamp
@@ -147,6 +158,26 @@ class ConsoleLogger(AtIntervals):
         of = f"/{length.value}" if length is not None and length.unit is TimeUnit.EPOCH else ""
         line = f"epoch {_words.epoch(t)}{of}  batch {t.batch:>6}  {label:<7}  {text}"
         print(line.rstrip(), file=sys.stdout if self._stream is None else self._stream, flush=True)
+
+
+def _of_members(values: Mapping[str, MetricValue]) -> list[str]:
+    """Of each number of an ensemble mean, spread and best in one text.
+
+    >>> _of_members({"loss/mean": 0.5, "loss/spread": 0.125, "loss/best": 0.25, "loss/member/0": 0.25, "lr/mean": 0.1})
+    ['loss 0.5000 ±0.1250 (best 0.2500)', 'lr 0.1000']
+    """
+    texts: dict[str, str] = {}
+    for name, value in values.items():
+        base, _, kind = name.rpartition("/")
+        if kind == "mean":
+            texts[base] = f"{base} {_value(base, value)}"
+        elif kind == "spread" and base in texts:
+            texts[base] += f" ±{_value(base, value)}"
+        elif kind == "best" and base in texts:
+            texts[base] += f" (best {_value(base, value)})"
+        elif "/member/" not in name:
+            texts[name] = f"{name} {_value(name, value)}"
+    return list(texts.values())
 
 
 def _cell(value: object) -> str:

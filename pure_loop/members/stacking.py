@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import attrs
 from torch import nn
@@ -70,7 +70,7 @@ def stack(states: Iterable[S]) -> S:
             )
     if not listed:
         raise ArgumentError("pl.stack([]): write States of one structure, pl.stack([state_a, state_b]).")
-    return stacked(cast("list[S]", listed))
+    return stacked(listed)
 
 
 def stacked(states: Sequence[S], like: S | None = None, before: Sequence[S] = ()) -> S:

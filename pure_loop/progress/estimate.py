@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from inspect import GEN_CREATED, getgeneratorstate
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -108,9 +108,36 @@ def rates(optimizer: Optimizer | None, state: State, name: str = "lr") -> dict[s
             values |= rates(part, state, f"{name}:{label}")
         return values
     rate = optimizer.lr(state.previous_timestamp)
-    if rate != rate:  # an optimizer without a learning rate has NaN
+    if is_scalar(rate) and rate != rate:  # an optimizer without a learning rate has NaN
         return {}
     return {name: rate if state.lr_scale is None else rate * state.lr_scale}
+
+
+def is_number(value: object, members: int = 0) -> TypeGuard[Tensor | float]:
+    """Whether a value is shown: a number, or one of each member of an ensemble."""
+    return is_scalar(value) or (isinstance(value, Tensor) and members > 0 and value.shape == (members,))
+
+
+def in_numbers(values: Mapping[str, object], members: int) -> dict[str, MetricValue]:
+    """Those values that are shown: of members the median, and behind it, as ``<name> best``, the best if it is known.
+
+    >>> in_numbers({"val/loss": torch.tensor([0.5, 0.25, 1.0])}, members=3)
+    {'val/loss': tensor(0.5000), 'val/loss best': tensor(0.2500)}
+    """
+    numbers: dict[str, MetricValue] = {}
+    for name, value in values.items():
+        if is_scalar(value):
+            numbers[name] = value
+        elif is_number(value, members):
+            assert isinstance(value, Tensor)
+            from pure_loop._internal.members import best_of, median_of  # of an ensemble alone
+            from pure_loop.algorithms._monitored import known_mode
+
+            numbers[name] = median_of(value)
+            mode = known_mode(name.partition("/")[2] or name)
+            if mode is not None:
+                numbers[f"{name}{BEST}"] = best_of(value, mode)
+    return numbers
 
 
 def on_cpu(value: object) -> bool:
@@ -150,6 +177,8 @@ class Reading:
         return {name: value for name, value in read.items() if value is not None}
 
 
+# At the end of the name of the best of several members.
+BEST = " best"
 # One sum of so many losses costs as much as two operations on the device.
 _TOGETHER = 64
 
@@ -185,9 +214,9 @@ class MeanLoss:
         """The samples since the last mean."""
         return self._weight + self._samples * len(self._losses)
 
-    def add(self, loss: object, samples: int) -> None:
-        """Count the loss of a batch of so many samples; nothing, if it is no number."""
-        if (type(loss) is not Tensor or loss.ndim) and not is_scalar(loss):
+    def add(self, loss: object, samples: int, members: int = 0) -> None:
+        """Count the loss of a batch of so many samples; nothing, if it is no number, nor one of each of the members."""
+        if (type(loss) is not Tensor or loss.ndim) and not is_number(loss, members):
             return
         if samples != self._samples or len(self._losses) >= _TOGETHER:
             self._fold()
@@ -203,7 +232,7 @@ class MeanLoss:
 
     def _fold(self) -> None:
         losses = [
-            torch.as_tensor(loss).reshape(()) if type(loss) is not Tensor or loss.ndim else loss
+            torch.as_tensor(loss).reshape(()) if type(loss) is not Tensor or loss.numel() == 1 else loss
             for loss in self._losses
         ]
         self._losses.clear()
@@ -212,7 +241,7 @@ class MeanLoss:
                 values = torch.stack(losses)
                 if self._skips:
                     finite = torch.isfinite(values)
-                    self._left_out = self._left_out + self._samples * (~finite).sum()
+                    self._left_out = self._left_out + self._samples * (~finite).sum(0)
                     values = torch.where(finite, values, 0.0)
                 self._sum = self._sum + self._samples * _summed(values)
             self._weight += self._samples * len(losses)
@@ -220,7 +249,7 @@ class MeanLoss:
 
 def _summed(values: Tensor) -> Tensor:
     # Not every device has float64.
-    return values.sum(dtype=torch.float64 if values.device.type == "cpu" else torch.float32)
+    return values.sum(0, dtype=torch.float64 if values.device.type == "cpu" else torch.float32)
 
 
 @attrs.frozen

@@ -22,7 +22,7 @@ import attrs
 
 from pure_loop._internal.closing import call_all
 from pure_loop.progress import words as _words
-from pure_loop.progress.estimate import Inside
+from pure_loop.progress.estimate import BEST, Inside
 from pure_loop.progress.table import Row, Table
 
 
@@ -89,6 +89,7 @@ class Snapshot:
 
     Attributes:
         title: what runs.
+        members: how many models an ensemble has, in words; empty for one model.
         epoch: which epoch of how many, ``"epoch 1/2"``; empty outside training.
         batch: which batch of how many, ``"batch 3/20"``.
         inside: the evaluation under way.
@@ -101,6 +102,7 @@ class Snapshot:
     """
 
     title: str
+    members: str = ""
     epoch: str = ""
     batch: str = ""
     inside: Inside | None = None
@@ -154,6 +156,9 @@ class Snapshot:
         groups: dict[str, list[str]] = {}
         for name, value in values.items():
             label, _, metric = name.rpartition("/")
+            if name.endswith(BEST) and label in groups:
+                groups[label][-1] += f" (best {_words.number(value)})"
+                continue
             metric = metric if longest is None else _words.cut(metric, longest)
             groups.setdefault(label, []).append(f"{metric} {_words.number(value)}")
         if self.speed is not None:
@@ -257,7 +262,8 @@ class Lines:
         measured = map("  ".join, snapshot.measured(values))
         inside = snapshot.inside if snapshot.epoch else None
         left = "" if inside is None or inside.fraction is None else f"{int(100 * inside.fraction)}%"
-        parts = (snapshot.title, snapshot.place, snapshot.percent if inside is None else left, *measured, snapshot.time)
+        done = snapshot.percent if inside is None else left
+        parts = (snapshot.title, snapshot.members, snapshot.place, done, *measured, snapshot.time)
         remarks = (f"{snapshot.title}  {remark}" for remark in snapshot.remarks)
         print("  ".join(filter(None, parts)), *remarks, sep="\n", file=self._file, flush=True)
 
@@ -355,7 +361,7 @@ class Notebook:
 
 def _place(snapshot: Snapshot) -> Sequence[str]:
     label = snapshot.inside.label if snapshot.inside is not None and not snapshot.epoch else ""
-    return label, snapshot.epoch, snapshot.batch
+    return label, snapshot.members, snapshot.epoch, snapshot.batch
 
 
 def _bar(place: str, done: float | None, percent: str, time: str, head: str = "") -> str:

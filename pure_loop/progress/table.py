@@ -9,6 +9,7 @@ from itertools import groupby
 import attrs
 
 from pure_loop.progress import words as _words
+from pure_loop.progress.estimate import BEST
 
 TRAIN = "train"
 _LABEL = "/"
@@ -186,7 +187,8 @@ class Table:
         columns = []
         for name in self._names:
             marked = _mode(name) is not None
-            title = _words.cut(name if _is_rate(name) else name.rpartition(_LABEL)[2], longest)
+            title = BEST.strip() if name.endswith(BEST) else name if _is_rate(name) else name.rpartition(_LABEL)[2]
+            title = _words.cut(title, longest)
             columns.append(Column(name, title, max(len(title), self._widths[name]) + marked, marked))
         for group, members in groupby(list(columns), key=lambda column: column.group):
             members_of = list(members)

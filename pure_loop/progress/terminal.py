@@ -106,6 +106,7 @@ class Bar:
         head = [
             Part(title, 3, "bold"),
             Part(_words.cut(place, max(width // 3, 8)), 5),
+            Part(snapshot.members, 7),
             Part(snapshot.epoch, 2),
             Part(snapshot.batch, 4),
         ]

@@ -9,9 +9,8 @@ from functools import partial
 
 from torch import Tensor
 
-from pure_loop._internal.recordable import is_scalar
 from pure_loop.event import Event
-from pure_loop.progress.estimate import Estimate, Facts, MeanLoss, Reading, on_cpu, rates
+from pure_loop.progress.estimate import Estimate, Facts, MeanLoss, Reading, in_numbers, on_cpu, rates
 from pure_loop.progress.screens import Screen, Snapshot, batch_of
 from pure_loop.progress.table import TRAIN, Row
 from pure_loop.progress.words import epoch as epoch_number
@@ -50,7 +49,7 @@ class Tracker:
         # What waits for its values: how it is shown, and the values.
         self._waiting: deque[tuple[Callable[[dict[str, float]], None], Reading]] = deque()
         self._shown: dict[str, float] = {}
-        self._title = "train"
+        self._title, self._members = "train", 0
         self._timestamp: Timestamp | None = None
         # How a stream that ended well ended, and what else there is to say.
         self._ending, self._remarks = "done", list[str]()
@@ -109,7 +108,7 @@ class Tracker:
     # What happens at the events.
 
     def _start(self, title: str, state: State) -> None:
-        self._title = title
+        self._title, self._members = title, int(state.members)
         self._row_begun = self._clock()
         self._timestamp = None
         if title == TRAIN:
@@ -127,10 +126,11 @@ class Tracker:
         if self._row is not None:
             self._close_row()
         self._timestamp, self._loss = t, loss = state.timestamp, state.loss
+        self._members = int(state.members)
         if self._losses is not None:
             self._trained = state.metrics
             total = loss if type(loss) is Tensor else _total(loss)
-            self._losses.add(total, t.sample - state.previous_timestamp.sample)
+            self._losses.add(total, t.sample - state.previous_timestamp.sample, self._members)
         self._look()
 
     def _epoch_end(self, state: State) -> None:
@@ -174,7 +174,7 @@ class Tracker:
         self._look()
 
     def _eval_end(self, state: State) -> None:
-        label = state.evaluator
+        label, self._members = state.evaluator, int(state.members)
         self._estimate.evaluation_ends(self._clock(), self._fraction())
         if label is not None:
             self._metrics = {**self._metrics, label: state.metrics.get(label, {})}
@@ -227,7 +227,7 @@ class Tracker:
         values = dict(trained)
         for label, metrics in self._metrics.items():
             values |= {f"{_group(label)}/{name}": value for name, value in metrics.items()}
-        return {name: value for name, value in values.items() if is_scalar(value)}
+        return in_numbers(values, self._members)
 
     # When it is shown.
 
@@ -291,13 +291,14 @@ class Tracker:
         values |= self._train_metrics(self._trained)
         for label in labels:
             values |= {f"{label}/{name}": value for name, value in self._metrics[label].items()}
-        return {name: value for name, value in values.items() if is_scalar(value)}
+        return in_numbers(values, self._members)
 
     def _snapshot(self, seconds: float, *, about: str | None = None, ending: str = "") -> Snapshot:
         epoch, batch = self._place()
         fraction = self._fraction() if about is None else None
         return Snapshot(
             title=self._title if self._description is None else self._description,
+            members=f"{self._members} members" if self._members else "",
             epoch=epoch,
             batch=batch,
             inside=self._estimate.inside(seconds),

@@ -40,7 +40,9 @@ def charts(record: Record) -> tuple[list[str], int]:
     """The charts of a record as HTML, and how many of its names they leave out."""
     groups: dict[str, list[str]] = {}
     for name in record.series:
-        groups.setdefault(_subject(name), []).append(name)
+        base, _, part = name.partition("/member/")
+        if not (part and base in record.series):  # of an ensemble a band has all of them
+            groups.setdefault(_subject(name, record), []).append(name)
     # Losses first, then what is measured of more than one set of data.
     ordered = sorted(groups, key=lambda subject: (subject != "loss", len(groups[subject]) == 1))
     drawn = [(subject, name) for subject in ordered for name in groups[subject]][:_LINES]
@@ -58,8 +60,11 @@ def charts(record: Record) -> tuple[list[str], int]:
     return parts, len(record.series) - len(drawn)
 
 
-def _subject(name: str) -> str:
+def _subject(name: str, record: Record) -> str:
     """What a name is of, without the data: ``"loss"`` of ``"val/loss"`` and ``"train/loss"``."""
+    base = name.removesuffix("/best")
+    if base in record.series and record.series[base].spread is not None:
+        name = base
     return name.removeprefix("eval/").partition("/")[2] or name
 
 
@@ -145,7 +150,7 @@ class Stretch:
 
 
 def stretches(series: Series, most: int) -> list[Stretch]:
-    """The numbers in at most so many stretches; each for itself where there are no more.
+    """The numbers in at most so many stretches, each for itself where there are no more; a spread widens them.
 
     >>> [(part.batch, part.low, part.high) for part in stretches(Series([1, 2, 3, 4], [4.0, 1.0, 2.0, 3.0]), 2)]
     [(1, 1.0, 4.0), (3, 2.0, 3.0)]
@@ -156,6 +161,7 @@ def stretches(series: Series, most: int) -> list[Stretch]:
     for place, (batch, value) in enumerate(zip(series.batches, series.values, strict=True)):
         key = place if count <= most else (batch - first) * most // length
         groups.setdefault(key, (batch, []))[1].append(value)
+    spreads = {} if series.spread is None else dict(zip(series.spread.batches, series.spread.values, strict=True))
     parts = []
     for batch, values in groups.values():
         finite = [value for value in values if math.isfinite(value)]
@@ -163,7 +169,9 @@ def stretches(series: Series, most: int) -> list[Stretch]:
         # Of numbers whose sum may be infinite.
         mean = min(max(sum(value / len(finite) for value in finite), low), high)
         lost = tuple(value for value in values if not math.isfinite(value))
-        parts.append(Stretch(batch, low, mean, high, lost, len(finite)))
+        around = spreads.get(batch, 0.0)
+        around = around if math.isfinite(around) else 0.0
+        parts.append(Stretch(batch, low - around, mean, high + around, lost, len(finite)))
     return parts
 
 

@@ -139,6 +139,8 @@ def _curves(record: Record) -> str:
     drawn, left_out = charts(record)
     note = "By how many batches had ended. Of many values a line is their mean at each place, and a band their range; "
     note += "a ring is the best value, and a cross one that is not finite."
+    if any(series.spread is not None for series in record.series.values()):
+        note += " Of an ensemble a line is the mean over members, in a band of one standard deviation to each side."
     note += f" {count(left_out, 'more name has', 'more names have')} no curve." if left_out else ""
     return f'<div class="charts">{"".join(drawn)}</div>{_note(note)}'
 

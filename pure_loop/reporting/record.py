@@ -28,11 +28,13 @@ class Series:
         batches: how many had ended, for each number.
         values: the numbers; NaN and infinities stay.
         epochs: how many had ended; None: not recorded.
+        spread: of the means of an ensemble, the standard deviation over its members at each batch.
     """
 
     batches: list[int] = attrs.field(factory=list)
     values: list[float] = attrs.field(factory=list)
     epochs: list[int | None] = attrs.field(factory=list)
+    spread: Series | None = None
 
     def add(self, batch: int, value: float, epoch: int | None) -> None:
         """Add a number. One of an earlier batch is of a run that resumed there, and replaces what came after."""
@@ -204,6 +206,19 @@ class Record:
         if mode is not None and numbers and entry.header.score == (min(numbers) if mode == "min" else max(numbers)):
             marks.append("best")
         return marks
+
+    def fold_members(self) -> None:
+        """Of an ensemble let the mean stand for a name, ``train/loss`` for ``train/loss/mean``; members come last."""
+        folded: dict[str, Series] = {}
+        for name, series in self.series.items():
+            base, _, last = name.rpartition("/")
+            if not {f"{base}/mean", f"{base}/spread"} <= self.series.keys() or base in self.series:
+                folded[name] = series
+            elif last == "mean":
+                folded[base] = attrs.evolve(series, spread=self.series[f"{base}/spread"])
+            elif last != "spread":
+                folded[name] = series
+        self.series = dict(sorted(folded.items(), key=lambda pair: "/member/" in pair[0]))
 
     # What readers add.
 

@@ -81,6 +81,7 @@ def report(
             f"report: folder_or_logger is {kind}: pass the folder of a run, such as 'runs/1', or {_READ}."
         )
     file = place / "report.html" if path is None else read_file_path(path, "report path", "report.html")
+    record.fold_members()
     make_folder(file.parent, "report")
     replace_file(file, page(record, name, inspection), "report")
     return file

@@ -8,6 +8,7 @@ import types
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
 
 import pure_loop as pl
 from pure_loop.progress.display import progress, screen_for
@@ -104,3 +105,15 @@ def test_why_a_run_stopped_stands_below_the_bar(notebook):
     for text in notebook.messages[-1]:
         assert "done: stopped early, 0:00" in text
         assert state.why_ended() in text
+
+
+def test_an_ensemble(notebook):
+    members = pl.ensemble(lambda: torch.nn.Linear(4, 3), seeds=[0, 1, 2], fallback="loop")
+    pl.run(progress(fit(model=members, evaluators=VAL), refresh_seconds=0))
+    html, text = notebook.messages[-1]
+    assert "3 members" in html
+    assert "3 members" in text
+    names = re.findall(r'title="([^"]*)"', html)
+    assert names == [*("epoch", "train/loss", "train/loss best", "val/loss", "val/loss best"), *names[5:]]
+    assert names[5:] == ["val/accuracy", "val/accuracy best", "lr", "time"]
+    assert html.count("<td") == 2 * len(names)

@@ -421,3 +421,26 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         words = ("report path", says) if path == "s3://a/b" else ("report path", says, f"{tmp_path / 'report.html'}")
         check(Refusal(says, lambda path=path: pl.report(tmp_path, path), pl.errors.ArgumentError, words))
     check(Refusal("a file", lambda: pl.report(tmp_path, tmp_path / "metrics.csv" / "x.html"), OSError, ("report",)))
+
+
+@pytest.mark.parametrize("count", [1, 3, 70])
+def test_an_ensemble_is_its_mean_in_a_band(count: int, tmp_path: Path) -> None:
+    logger = InMemoryLogger()
+    loggers = [logger, JSONLinesLogger(tmp_path / "run.jsonl"), CSVLogger(tmp_path / "run.csv")]
+    members = pl.ensemble(lambda: torch.nn.Linear(4, 3), seeds=range(count), fallback="loop")
+    problem.run(members, evaluators={"val": problem.points(1)}, loggers=loggers)
+    html = pl.report(tmp_path).read_text()
+    assert html.count("<figure>") == pl.report(logger, tmp_path / "other.html").read_text().count("<figure>")
+    parsed(html)
+    assert ("the mean over members" in html) == (count > 1)
+    if count > 1:
+        first = html[: html.index("</figure>")]
+        assert [name in first for name in ("train/loss", "val/loss", "val/loss/best", "member")] == [True] * 3 + [False]
+        assert first.count('class="band') == 2
+        record = of_memory(logger)
+        means, spreads = (record.series[f"train/loss/{kind}"].values for kind in ("mean", "spread"))
+        record.fold_members()
+        parts = stretches(record.series["train/loss"], 100)
+        wanted = [(mean - spread, mean, mean + spread) for mean, spread in zip(means, spreads, strict=True)]
+        assert [(part.low, part.mean, part.high) for part in parts] == wanted
+        assert "/member/" not in "".join(list(record.series)[:4])
