@@ -27,6 +27,7 @@ from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.members.record import Members
 from pure_loop.model.names import Note
 from pure_loop.precision import LossScale
 from pure_loop.time import Time, Timestamp
@@ -193,7 +194,8 @@ def refuse_invalid(values: Mapping[str, PyTree], path: object) -> None:
                 raise CheckpointError(f"{path} can't be read: {name}[{shortened(key)}] is a {type(tensor).__name__}.")
     for name in ("timestamp", "previous_timestamp"):
         refuse_no_time(name, values[name], path)
-    _refuse_no_stop(values, path)
+    shape = _shape_of_numbers(values, path)
+    _refuse_no_stop(values, shape, path)
     scale = values["loss_scale"]
     scalars = {"skipped": (values["skipped"], torch.int64), "nonfinite": (values["nonfinite"], torch.int64)}
     if scale is not None:
@@ -202,10 +204,10 @@ def refuse_invalid(values: Mapping[str, PyTree], path: object) -> None:
     for name, (scalar, dtype) in scalars.items():
         if scalar is None and "." not in name:
             continue
-        if not isinstance(scalar, Tensor) or scalar.shape != () or scalar.dtype is not dtype:
+        if not isinstance(scalar, Tensor) or scalar.shape != shape or scalar.dtype is not dtype:
             kind = shape_and_dtype(scalar) if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
             raise CheckpointError(
-                f"{path} can't be read: its {name} is {kind}, and a State has () "
+                f"{path} can't be read: its {name} is {kind}, and a State has {shape} "
                 f"{str(dtype).removeprefix('torch.')} there."
             )
 
@@ -222,7 +224,17 @@ def refuse_other_kinds(values: Mapping[str, PyTree], names: Iterable[str], path:
             raise CheckpointError(f"{path} can't be read: its {name} is a {type(values[name]).__name__}.")
 
 
-def _refuse_no_stop(values: Mapping[str, PyTree], path: object) -> None:
+def _shape_of_numbers(values: Mapping[str, PyTree], path: object) -> tuple[int, ...]:
+    """The shape of a number of a State: (members,) where it has some; refuses what says otherwise of them."""
+    ensemble = values.get("ensemble")
+    if ensemble is None:
+        return ()
+    if type(ensemble) is not Members or not ensemble.is_valid:
+        raise CheckpointError(f"{path} can't be read: its ensemble is {shortened(ensemble)}.")
+    return (len(ensemble),)
+
+
+def _refuse_no_stop(values: Mapping[str, PyTree], shape: tuple[int, ...], path: object) -> None:
     """Refuse another kind of ``stop``, ``frozen``, ``notes`` or ``lr_scale``; a file that is older has none."""
     notes = values.get("notes", ())
     if type(notes) is not tuple or not all(isinstance(note, Note) and note.is_valid for note in notes):
@@ -233,9 +245,9 @@ def _refuse_no_stop(values: Mapping[str, PyTree], path: object) -> None:
     if type(values.get("stop", False)) is not bool:
         raise CheckpointError(f"{path} can't be read: its stop is a {type(values['stop']).__name__}.")
     scale = values.get("lr_scale")
-    if scale is not None and not (isinstance(scale, Tensor) and scale.shape == () and scale.is_floating_point()):
+    if scale is not None and not (isinstance(scale, Tensor) and scale.shape == shape and scale.is_floating_point()):
         kind = shape_and_dtype(scale) if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
-        raise CheckpointError(f"{path} can't be read: its lr_scale is {kind}, and a State has () float64 there.")
+        raise CheckpointError(f"{path} can't be read: its lr_scale is {kind}, and a State has {shape} float64 there.")
 
 
 def refuse_no_time(name: str, timestamp: Timestamp, path: object) -> None:

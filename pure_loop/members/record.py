@@ -39,9 +39,25 @@ class Members:
         return len(self.seeds)
 
     @property
+    def is_valid(self) -> bool:
+        """Whether its fields are what it says, which no constructor has looked at where it was read from a file."""
+        tuples = type(self.seeds) is tuple and type(self.stopped) is tuple
+        return (
+            tuples
+            and len(self.seeds) == len(self.stopped) > 0
+            and all(type(seed) is int for seed in self.seeds)
+            and all(stop is None or (type(stop) is tuple and _are_times(stop)) for stop in self.stopped)
+            and self.fallback in ("loop", None)
+        )
+
+    @property
     def running(self) -> list[bool]:
         """Of each member, whether it trains."""
         return [stop is None for stop in self.stopped]
+
+
+def _are_times(stop: tuple[object, ...]) -> bool:
+    return len(stop) == 2 and all(isinstance(time, Timestamp) for time in stop)
 
 
 class MemberCount(int, Generic[S]):

@@ -256,6 +256,8 @@ def _stacked_field(name: str, values: list[Any], like: Any, old: list[Any] | Non
         return first
     if name in _OF_A_BATCH:
         return stacked_batches(name, values)
+    if name == "lr_scale":  # None is 1, and one member may have a factor where another has none
+        values = [torch.ones((), dtype=torch.float64) if value is None else value for value in values]
     if type(first) is FrozenDict:
         return _stacked_mapping(name, values, like, old)
     return _stacked_tree(f"state.{name}", values)
@@ -363,6 +365,29 @@ def stacked_batches(name: str, values: list[Any]) -> Any:
             )
     results = iter([_stacked_leaf(f"state.{name}", column) for column in zip(*columns, strict=True)])
     return map_tensors(lambda _: next(results), values[0])
+
+
+def stop_members(state: S, numbers: Iterable[int]) -> S:
+    """The State in which these members have stopped, at its timestamp; those that have stopped before stay as they are."""
+    members, stop, stopping = _members_of(state), (state.timestamp, state.previous_timestamp), set(numbers)
+    stopped = tuple(old or (stop if number in stopping else None) for number, old in enumerate(members.stopped))
+    ensemble = attrs.evolve(members, stopped=stopped)
+    return with_fields(state, ensemble=ensemble, stop=state.stop or None not in stopped)
+
+
+def running(state: State) -> list[int]:
+    """The numbers of the members that have not stopped."""
+    return [number for number, runs in enumerate(_members_of(state).running) if runs]
+
+
+def over_some(state: S, numbers: Iterable[int], function: Callable[[S], S]) -> S:
+    """The State with these members as a function of the State of one gives them."""
+    before = split(state)
+    after = list(before)
+    for number in numbers:
+        with turns.turn(number):
+            after[number] = function(before[number])
+    return stacked(after, state, before)
 
 
 def over_members(function: Callable[..., State], *, stopped: bool = False) -> Callable[..., State]:
