@@ -195,6 +195,7 @@ def watcher(
     of_batches: tuple[Event, ...] = BOUNDARIES,
     is_due: Callable[[State], bool] = lambda state: True,
     bind: Callable[[Run], None] | None = None,
+    begin: Callable[[State], State] | None = None,
     across_members: bool = False,
 ) -> Algorithm:
     """An algorithm that compares each value of a metric, and acts at the next checkpoint event where it has to.
@@ -213,6 +214,7 @@ def watcher(
         of_batches: where a value of training is compared.
         is_due: when it is, and the next mean begins.
         bind: as that of an algorithm; default: refuses a run without the metric.
+        begin: what is done at FIT_START.
         across_members: as that of an algorithm.
     """
 
@@ -251,17 +253,19 @@ def watcher(
         memory = state.algorithm_state[name]
         return act(state.remember(name, FrozenDict({**memory, flag: False}))) if memory[flag] else state
 
-    def begin(state: State) -> FrozenDict[str, PyTree]:
+    def first(state: State) -> FrozenDict[str, PyTree]:
         totals = {"totals": _no_losses(state)} if monitored.label == "train" else {}
         return FrozenDict(start(state, **totals))
 
     handlers: dict[object, Any] = {} if monitored.of_training else {Event.EVAL_END: evaluated}
+    if begin is not None:
+        handlers[Event.FIT_START] = begin
     if monitored.label == "train":  # which may be an evaluator's, too
         handlers[Event.BATCH_END] = add_up
         handlers |= dict.fromkeys(of_batches, (compare_training, act_once))
     handlers |= {event: act_once for event in BOUNDARIES if event not in handlers}
     bound = bind or monitored.bind
-    return Algorithm(name, handlers, init=begin, bind=bound, across_members=across_members)
+    return Algorithm(name, handlers, init=first, bind=bound, across_members=across_members)
 
 
 def _no_losses(state: State) -> FrozenDict[str, Tensor | int]:

@@ -11,6 +11,7 @@ https://arxiv.org/abs/1711.09846 (Jaderberg et al., 2017).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -26,11 +27,14 @@ from pure_loop.algorithms._spans import Counted
 from pure_loop.callback import Run
 from pure_loop.errors import AlgorithmReturnError, ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.members import turns
+from pure_loop.members.each import Each
 from pure_loop.members.stacking import over_some, running
+from pure_loop.optim import Optimizer
 from pure_loop.random import generator
 from pure_loop.ranges import Name, Within, checked
 from pure_loop.state import State, refuse_no_state
-from pure_loop.time import Time
+from pure_loop.time import Time, Timestamp
 
 __all__ = ["Round", "population_based", "rounds"]
 
@@ -66,6 +70,7 @@ def population_based(
     mode: Literal["min", "max"] | None = None,
     interval: Annotated[str | Time, Counted(typical=("1ba", "1ep"))] = "1ep",
     exploit: Annotated[float, Within(0, 0.5)] = 0.2,
+    lr_scale: Each | None = None,
     explore: Explore | None = None,
     name: str = "population_based",
 ) -> Algorithm:
@@ -84,12 +89,14 @@ def population_based(
             ``fit(train_metrics=)``: that of the batches so far in the epoch.
         mode: whether less is better, ``"min"``, or more, ``"max"``. None: known for losses, accuracies and the like.
         interval: the training between two rounds, at least: a round is where a value comes after it.
+        lr_scale: of each member where training begins, ``pl.each([0.1, 1.0, 10.0])``; default: 1. A learning rate that
+            is a ``pl.each`` itself would not be taken by who exploits its member, and is refused.
         exploit: the part of the members that exploits as large a part; at least one of two; 0: none.
         explore: ``(state, generator) -> state`` of a member that has exploited another one, as it is then: draw from
             the generator alone. Default: ``lr_scale``, times 0.8 or 1.25.
         name: another one, if there are several.
 
-    State: ``since`` (what was finished at the last round), ``value`` (of each member when it was last compared;
+    State: ``begun`` (a bool: whether ``lr_scale`` is that of each member), ``since`` (what was finished at the last round), ``value`` (of each member when it was last compared;
     float64, shape (members,)), ``rounds`` (how many there were), of each round ``batch``, ``source``, ``values`` and
     ``lr_scales`` (shape (members, room), the first ``rounds`` columns), and ``exploit`` (a bool: whether members change
     at the next checkpoint event).
@@ -104,13 +111,14 @@ def population_based(
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
     >>> models = pl.ensemble(lambda: torch.nn.Linear(2, 1), seeds=[0, 0, 0])
     >>> state = pl.run(pl.fit(models, data, loss=torch.nn.functional.mse_loss, max_duration="2ep",
-    ...     optimizer=pl.optim.sgd(lr=pl.each([0.0, 0.02, 0.05])), evaluators={"val": data},
-    ...     algorithms=[population_based("val/loss")]))
+    ...     optimizer=pl.optim.sgd(lr=0.1), evaluators={"val": data},
+    ...     algorithms=[population_based("val/loss", lr_scale=pl.each([0.125, 0.25, 0.5]))]))
     >>> [(found.batch, found.sources, found.lr_scales) for found in rounds(state)][0]
-    (3, (2, 1, 2), (1.25, 1.0, 1.0))
+    (3, (2, 1, 2), (0.625, 0.25, 0.5))
     """
     monitored = Monitored.read("population_based", metric, mode)
     length = Time.parse(interval)
+    scales = () if lr_scale is None else _read_scales(lr_scale)
     if explore is not None and not (callable(explore) and accepts(explore, 2)):
         raise ArgumentTypeError(
             f"population_based: explore={explore!r:.60} is no function of (state, generator) that returns the State of "
@@ -125,6 +133,18 @@ def population_based(
                 "rate as pl.optim.rate_at(name, lr, timestamp), and write Optimizer(..., takes_lr_scale=True); or write "
                 "explore=, a function that changes something else."
             )
+        if run.optimizer is not None and _is_of_each(run.optimizer, Timestamp(max_duration=run.max_duration)):
+            raise ArgumentError(
+                "population_based: the learning rate of the optimizer is a pl.each, which a member that exploits another "
+                "one would not take from it: write one lr for all, and population_based(lr_scale=pl.each(factors))."
+            )
+
+    def begin(state: State) -> State:
+        memory = state.algorithm_state[name]
+        if not scales or memory["begun"]:
+            return state
+        scale = torch.tensor(scales, dtype=torch.float64)
+        return state.remember(name, FrozenDict({**memory, "begun": True})).replace(lr_scale=scale)
 
     def is_due(state: State) -> bool:
         return state.timestamp.get(length.unit) - state.algorithm_state[name]["since"] >= length.value
@@ -134,7 +154,7 @@ def population_based(
         history = {"batch": numbers, "source": numbers, "values": values, "lr_scales": values}
         unknown = torch.full((state.members,), torch.nan, dtype=torch.float64)
         since = state.timestamp.get(length.unit)
-        return {"since": since, "value": unknown, "rounds": 0, **history, "exploit": False, **totals}
+        return {"begun": False, "since": since, "value": unknown, "rounds": 0, **history, "exploit": False, **totals}
 
     def compare(state: State, memory: Memory, values: Tensor) -> Memory:
         return {"value": values, "exploit": True} if is_due(state) else {}
@@ -147,16 +167,38 @@ def population_based(
         if changed:
             state = _exploited(state, sources, name)
             state = _rescaled(state, changed, random) if explore is None else _explored(state, changed, random, explore)
-        scales = [1.0] * state.members if state.lr_scale is None else state.lr_scale.tolist()
+        rates = [1.0] * state.members if state.lr_scale is None else state.lr_scale.tolist()
         batch = state.timestamp.batch
-        column = {"source": sources, "batch": [batch] * len(sources), "values": memory["value"], "lr_scales": scales}
+        column = {"source": sources, "batch": [batch] * len(sources), "values": memory["value"], "lr_scales": rates}
         history = {key: _with_column(memory[key], memory["rounds"], column[key]) for key in column}
         since = state.timestamp.get(length.unit)
         return state.remember(name, FrozenDict({**memory, **history, "since": since, "rounds": memory["rounds"] + 1}))
 
     return watcher(
-        *(name, monitored, start, compare, "exploit", change), is_due=is_due, bind=bind, across_members=True
+        *(name, monitored, start, compare, "exploit", change),
+        is_due=is_due,
+        bind=bind,
+        begin=begin,
+        across_members=True,
     )
+
+
+def _read_scales(lr_scale: object) -> tuple[float, ...]:
+    if not isinstance(lr_scale, Each):
+        raise ArgumentTypeError(
+            f"population_based: lr_scale={lr_scale!r:.60}: write the factor of each member, lr_scale=pl.each([0.1, 1.0])."
+        )
+    for value in lr_scale.values:
+        if callable(value) or not 0 < value < math.inf:
+            raise ArgumentError(f"population_based: lr_scale has {value!r}: each factor is a number above 0.")
+    return tuple(float(value) for value in lr_scale.values if not callable(value))
+
+
+def _is_of_each(optimizer: Optimizer, now: Timestamp) -> bool:
+    """Whether the learning rate depends on the number of a member."""
+    if optimizer.parts:
+        return any(_is_of_each(part, now) for part in optimizer.parts.values())
+    return len(turns.of_each(lambda: optimizer.lr(now), 2)) > 1
 
 
 def _sources(

@@ -116,6 +116,12 @@ def refuse_settings(settings: Settings, state: State) -> None:
         if isinstance(settings.seed, Each):
             raise ArgumentError(f"seed={settings.seed!r}, and one model is trained: write one number.")
         return
+    alone = next((item for item in settings.algorithms if item.across_members and item.factory), None)
+    if alone is not None and len(state.ensemble) == 1:
+        raise ArgumentError(
+            f"algorithm {alone.name!r} compares members, and the ensemble has one: give pl.ensemble(make_model, seeds=...) "
+            "several seeds, or leave it out."
+        )
     refused = {
         "parallel=": settings.parallel.parallel is not None,
         'microbatch_size="auto"': settings.microbatch_size == "auto",
