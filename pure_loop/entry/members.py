@@ -316,7 +316,7 @@ class MemberLoop:
         pass
 
 
-_PER_BATCH = ("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
+_PER_BATCH = ("event", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
 
 
 def computation(

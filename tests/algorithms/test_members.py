@@ -367,7 +367,7 @@ REFUSALS = [
     refused(lambda: fit(None, None, [BASED]), ARG, "'population_based' compares members, and one model is trained"),
     refused(lambda: stream([HALVING], ensemble(1)), ARG, "'successive_halving' compares members, and the ensemble has"),
     refused(lambda: stream([BASED], ensemble(1)), ARG, "'population_based' compares members, and the ensemble has one"),
-    refused(lambda: stream([A.successive_halving("val/los")]), ARG, "no metric 'val/los'; did you mean 'val/loss'?"),
+    refused(lambda: stream([A.successive_halving("vall/loss")]), ARG, "no metric 'vall/loss'; did you"),
     refused(lambda: stream([A.population_based("vall/loss")]), ARG, "no metric 'vall/loss'; did you mean 'val/loss'?"),
     refused(lambda: A.population_based("val/mine"), ARG, "whether less or more of it is better is not known"),
     refused(lambda: A.population_based(exploit=0.6), ARG, "exploit=0.6", "a number from 0 to 0.5"),
