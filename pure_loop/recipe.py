@@ -25,6 +25,7 @@ from pure_loop.errors import ArgumentTypeError
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event
 from pure_loop.loop.stream import Stream, run
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.state import Loss, State
 from pure_loop.task import Task
 from pure_loop.time import Time, Timestamp
@@ -78,7 +79,7 @@ class Recipe(Arguments):
 
     @teaching
     @passing_on(all_settings)
-    def fit(self, model_or_state: nn.Module | State, **changes: Unpack[RecipeOptions]) -> Stream:
+    def fit(self, model_or_state: nn.Module | State | Ensemble, **changes: Unpack[RecipeOptions]) -> Stream:
         """Train: the stream of :func:`pure_loop.fit`.
 
         Callbacks and loggers are the objects that were passed, and observe each run of the recipe.
@@ -88,7 +89,7 @@ class Recipe(Arguments):
         return stream
 
     # Not decorated: the frame of a decorator would refer to the first State for as long as the run takes.
-    def run(self, model_or_state: nn.Module | State, **changes: Unpack[RecipeOptions]) -> State:
+    def run(self, model_or_state: nn.Module | State | Ensemble, **changes: Unpack[RecipeOptions]) -> State:
         """Train to the end, and return the last State: ``pl.run(recipe.fit(...))``."""
         stream = fit(model_or_state, **self._for("run", changes, draws=True))
         self._drew(changes)
@@ -98,7 +99,7 @@ class Recipe(Arguments):
     @teaching
     def evaluate(
         self,
-        model_or_state: nn.Module | State,
+        model_or_state: nn.Module | State | Ensemble,
         evaluators: EvaluatorsLike = None,
         *,
         loss: Callable[[Any, Any], Loss] | Task | None = None,
@@ -125,7 +126,7 @@ class Recipe(Arguments):
     @teaching
     def predict(
         self,
-        model_or_state: nn.Module | State,
+        model_or_state: nn.Module | State | Ensemble,
         dataloader: Iterable[Any],
         *,
         task: Task | None = None,
@@ -153,7 +154,7 @@ class Recipe(Arguments):
     @passing_on(all_settings)
     def explain(
         self,
-        model_or_state: nn.Module | State,
+        model_or_state: nn.Module | State | Ensemble,
         *,
         file: TextIO | None = None,
         sample: Batch = None,
@@ -270,7 +271,7 @@ class Recipe(Arguments):
     @passing_on(all_settings)
     def rewind(
         self,
-        model: nn.Module,
+        model: nn.Module | Ensemble,
         folder: str | os.PathLike[str],
         when: str | Time | Timestamp,
         event: Event | str,

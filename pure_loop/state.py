@@ -419,7 +419,7 @@ class State(Record):
         (4, 2, 0)
         """
 
-        def some(indices: Sequence[int]) -> S:
+        def some(indices: Sequence[int] | Tensor) -> S:
             from pure_loop.members.stacking import select  # it imports this module
 
             return select(self, indices)
@@ -457,6 +457,7 @@ class State(Record):
 
         Raises:
             ArgumentTypeError: ``training`` is no bool.
+            ArgumentError: the State has members: ``state.member(i).module()`` is one of them.
             DistributedError: the State is sharded, and not all ranks call it within the timeout of the last stream.
 
         >>> import torch
@@ -465,6 +466,7 @@ class State(Record):
         (True, False)
         """
         check_flag("training", training, where="state.module", example="state.module(training=False) for eval mode")
+        self._refuse_members("module()")
         return self.model.module(self.params, self.buffers, training=training)
 
     @teaching
@@ -484,9 +486,21 @@ class State(Record):
         from pure_loop.model.checks import refuse_untrainable
 
         refuse_untrainable(module)
+        self._refuse_members("with_module(module)")
         structure, params, buffers = ModelDef.split(module, device=self.device)
         frozen = self.frozen & params.keys()
         return self.replace(model=structure, params=params, buffers=buffers, frozen=frozen)
+
+    def _refuse_members(self, call: str) -> None:
+        """
+        Raises:
+            ArgumentError: the State has members.
+        """
+        if self.ensemble is not None:
+            raise ArgumentError(
+                f"state.{call}: the State has {len(self.ensemble)} members, and a module is one model: "
+                f"state.member(0).{call} is that of the first."
+            )
 
     @property
     def device(self) -> torch.device:

@@ -20,6 +20,7 @@ from pure_loop.checkpoint.validation import Json
 from pure_loop.checkpoint.weights import saved_weights, with_buffers_of, with_weights
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.model.buffers import UNALTERED
 from pure_loop.model.model import ModelDef
 from pure_loop.state import State
@@ -88,7 +89,7 @@ class Checkpoint:
 
     def state(
         self,
-        model: nn.Module,
+        model: nn.Module | Ensemble,
         device: torch.device | str | None,
         *,
         weights_only: bool = False,
@@ -102,7 +103,7 @@ class Checkpoint:
                 "and lacks the optimizer state, the algorithm state and the timestamp, which training resumes from. "
                 "For a State that starts with these weights, pl.load(path, model=model, weights_only=True)."
             )
-        fresh = State.create(model, device=device)
+        fresh = model.state(0, device) if isinstance(model, Ensemble) else State.create(model, device=device)
         selection = selection.of_ties(all_names(fresh.model))
         if self.document is None or weights_only:
             return self.weights_into(fresh, strict=strict, selection=selection)
@@ -142,6 +143,13 @@ class Checkpoint:
     ) -> State:
         """The State with the weights that were saved; ``call`` is for errors, as in ``with_weights``."""
         document, path = self.document or self.weights, self.path
+        members = None if document is None else document.members
+        if members is not None or state.ensemble is not None:
+            what = f"is of {members} members" if members else "is of one model, and an ensemble was given"
+            raise ResumeError(
+                f"{path} {what}: weights alone are read from a State of one model into one. Load the whole State, and "
+                "take one member: pl.load(path, model=make_model()).member(0).module()."
+            )
         weights = saved_weights(self.document, self.tensors, path)
         base: dict[str, BaseTensor] = {}
         altered = UNALTERED

@@ -24,6 +24,7 @@ from pure_loop.checkpoint.storage import not_read, storage_of
 from pure_loop.checkpoint.validation import Json
 from pure_loop.checkpoint.weights import Weights
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError, CheckpointNotFoundError
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.state import State, refuse_no_state
 
 SUFFIX = ".safetensors"
@@ -130,7 +131,7 @@ def in_parts(state: State) -> bool:
 def load(
     path: PathLike,
     *,
-    model: nn.Module,
+    model: nn.Module | Ensemble,
     device: torch.device | str | None = None,
     weights_only: bool = False,
     strict: bool = True,
@@ -145,7 +146,8 @@ def load(
     Args:
         path: of the file, or of the folder of a sharded State, which is unsharded here; ``fit`` shards it again, over
             any number of ranks. A URL is opened by fsspec.
-        model: the module with the structure of the State. Its values matter where the file has none: of a file that was
+        model: the module with the structure of the State; of a State with members, that of one, or their
+            :func:`pure_loop.ensemble`. Its values matter where the file has none: of a file that was
             saved with ``trained_only=True`` they are the frozen parameters, which are compared with their digests;
             with ``weights_only=True`` and ``strict=False``, whatever the file lacks.
         device: the device of the tensors; None: that of the model.
@@ -170,7 +172,7 @@ def load(
         ResumeError: it is of another model, or of another base; names the leaf. Or it was saved with
             ``weights_only=True``, and ``weights_only`` is False.
     """
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module | Ensemble):
         raise ArgumentTypeError(
             f"load(path, model=...) was given a {type(model).__name__}: give the module that was trained, built as it "
             "was then; a checkpoint holds its numbers and not its code."

@@ -194,22 +194,46 @@ def refuse_invalid(values: Mapping[str, PyTree], path: object) -> None:
                 raise CheckpointError(f"{path} can't be read: {name}[{shortened(key)}] is a {type(tensor).__name__}.")
     for name in ("timestamp", "previous_timestamp"):
         refuse_no_time(name, values[name], path)
-    shape = _shape_of_numbers(values, path)
-    _refuse_no_stop(values, shape, path)
+    _refuse_no_stop(values, path)
     scale = values["loss_scale"]
     scalars = {"skipped": (values["skipped"], torch.int64), "nonfinite": (values["nonfinite"], torch.int64)}
     if scale is not None:
         scalars["loss_scale.scale"] = scale.scale, torch.float32
         scalars["loss_scale.growth_tracker"] = scale.growth_tracker, torch.int32
+    shape = _shape_of_scalars(values, path)
+    if (lr_scale := values.get("lr_scale")) is not None:
+        scalars["lr_scale"] = lr_scale, torch.float64
     for name, (scalar, dtype) in scalars.items():
         if scalar is None and "." not in name:
             continue
-        if not isinstance(scalar, Tensor) or scalar.shape != shape or scalar.dtype is not dtype:
+        fits = isinstance(scalar, Tensor) and scalar.shape == shape
+        if not fits or not (scalar.dtype is dtype or (name == "lr_scale" and scalar.is_floating_point())):
             kind = shape_and_dtype(scalar) if isinstance(scalar, Tensor) else f"a {type(scalar).__name__}"
             raise CheckpointError(
-                f"{path} can't be read: its {name} is {kind}, and a State has {shape} "
+                f"{path} can't be read: its {name} is {kind}, and a State has {tuple(shape)} "
                 f"{str(dtype).removeprefix('torch.')} there."
             )
+
+
+def _shape_of_scalars(values: Mapping[str, PyTree], path: object) -> tuple[int, ...]:
+    """That of what is one number in a State of one model; a file that is older has no members.
+
+    Raises:
+        CheckpointError: what it says of members no State says.
+    """
+    members, data_seed = values.get("ensemble"), values.get("data_seed")
+    if members is None:
+        right = data_seed is None or type(data_seed) is int
+        shape: tuple[int, ...] = ()
+    else:
+        right = isinstance(members, Members) and members.is_valid and (data_seed is None or type(data_seed) is int)
+        shape = (len(members),) if right else ()
+    if not right:
+        raise CheckpointError(f"{path} can't be read: its ensemble is {shortened(members)}, of {shortened(data_seed)}.")
+    for stop in () if members is None else members.stopped:
+        for timestamp in stop or ():
+            refuse_no_time("ensemble", timestamp, path)
+    return shape
 
 
 def refuse_other_kinds(values: Mapping[str, PyTree], names: Iterable[str], path: object) -> None:
@@ -224,18 +248,8 @@ def refuse_other_kinds(values: Mapping[str, PyTree], names: Iterable[str], path:
             raise CheckpointError(f"{path} can't be read: its {name} is a {type(values[name]).__name__}.")
 
 
-def _shape_of_numbers(values: Mapping[str, PyTree], path: object) -> tuple[int, ...]:
-    """The shape of a number of a State: (members,) where it has some; refuses what says otherwise of them."""
-    ensemble = values.get("ensemble")
-    if ensemble is None:
-        return ()
-    if type(ensemble) is not Members or not ensemble.is_valid:
-        raise CheckpointError(f"{path} can't be read: its ensemble is {shortened(ensemble)}.")
-    return (len(ensemble),)
-
-
-def _refuse_no_stop(values: Mapping[str, PyTree], shape: tuple[int, ...], path: object) -> None:
-    """Refuse another kind of ``stop``, ``frozen``, ``notes`` or ``lr_scale``; a file that is older has none."""
+def _refuse_no_stop(values: Mapping[str, PyTree], path: object) -> None:
+    """Refuse another kind of ``stop``, ``frozen`` or ``notes``; a file that is older has none."""
     notes = values.get("notes", ())
     if type(notes) is not tuple or not all(isinstance(note, Note) and note.is_valid for note in notes):
         raise CheckpointError(f"{path} can't be read: its notes are {shortened(notes)}.")
@@ -244,10 +258,6 @@ def _refuse_no_stop(values: Mapping[str, PyTree], shape: tuple[int, ...], path: 
         raise CheckpointError(f"{path} can't be read: its frozen is a {type(frozen).__name__}, and no set of names.")
     if type(values.get("stop", False)) is not bool:
         raise CheckpointError(f"{path} can't be read: its stop is a {type(values['stop']).__name__}.")
-    scale = values.get("lr_scale")
-    if scale is not None and not (isinstance(scale, Tensor) and scale.shape == shape and scale.is_floating_point()):
-        kind = shape_and_dtype(scale) if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
-        raise CheckpointError(f"{path} can't be read: its lr_scale is {kind}, and a State has {shape} float64 there.")
 
 
 def refuse_no_time(name: str, timestamp: Timestamp, path: object) -> None:

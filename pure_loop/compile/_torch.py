@@ -225,7 +225,7 @@ def unmapped(targets: Iterable[object]) -> Decompositions:
     table: Decompositions | None = _find("torch._decomp:decomposition_table")
     if has_kernel is None or table is None:
         return {}
-    operator_class = type(torch.ops.aten.add.Tensor)
+    operator_class: Any = type(torch.ops.aten.add.Tensor)
     return {
         target: table[target]
         for target in targets

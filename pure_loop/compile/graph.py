@@ -17,7 +17,7 @@ from pure_loop.compile.connected import Connection, differentiate
 from pure_loop.compile.draws import Seed
 from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf
 from pure_loop.compile.lowering import Compiled, compile_function
-from pure_loop.compile.members import Mapping, stand_in_values
+from pure_loop.compile.members import Mapping, own_value, stand_in_values
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
 from pure_loop.compile.numbers import Number, TracedTimestamp
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable, naming
@@ -166,7 +166,7 @@ def make_graph(
     # Made now: a module can't be copied on tensors without numbers.
     state.model.prepare_instances(SPARE_MODULES)
     try:
-        with nullcontext() if mapping is None else turns.turn(0):
+        with nullcontext() if mapping is None else turns.turn(mapping.first):
             compiled = compile_function(function, tensors, tracing, len(places))
     except StrayDrawError as error:
         raise Untraceable(
@@ -280,7 +280,7 @@ class _Function:
         mapping, context = self.tracing.mapping, self.tracing.context
         if mapping is None:
             return {}
-        return {"ensemble": None, "seed": Seed(context, mapping.seeds[0], mapping.seed, frozenset({"seed"}))}
+        return {"ensemble": None, "seed": Seed(context, mapping.seeds[mapping.first], mapping.seed, frozenset({"seed"}))}
 
 
 def _graph(
@@ -369,7 +369,7 @@ def _stand_in(leaf: object, position: int, name: str, tracing: Tracing) -> objec
     values = stand_in_values(leaf)
     if values is not None:
         source = frozenset({Leaf(position, name)})
-        return Number(tracing.context, values[0], lambda env: env.leaves[position].values[turns.member()], source)
+        return Number(tracing.context, own_value(leaf), lambda env: own_value(env.leaves[position]), source)
     if not is_number(leaf):
         return leaf
     return Number(tracing.context, leaf, lambda env: env.leaves[position], frozenset({Leaf(position, name)}))

@@ -27,6 +27,7 @@ from pure_loop.loop.batch import gradients
 from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.evaluation import current
+from pure_loop.members import turns
 from pure_loop.members.record import PerMember
 from pure_loop.stages.ownership import Request
 from pure_loop.state import NOT_READY, State, after_batch, raw_params, with_fields
@@ -99,7 +100,8 @@ class MemberSteps(Compiler):
             per_batch += (PerMember(torch.tensor(state.ensemble.running, device=state.device)),)
         try:
             segment = self._observing_segment() if observed else self.segment("step", self._step)
-            return segment(state, timestamps, per_batch)
+            with turns.among(state.ensemble.running):
+                return segment(state, timestamps, per_batch)
         except Untraceable as error:
             kind, event = error.part
             if kind != "handler" or event not in (*_BEGINNING, Event.BATCH_END) or event in self.outside:
@@ -184,17 +186,26 @@ class MemberSteps(Compiler):
 
 
 def _masked(before: State, after: State, running: Tensor) -> State:
-    """The State after a step, for a member that may have stopped: what lasts stays as it was before."""
-    names = durable_fields(type(before))
+    """The State after a step, for a member that may have stopped: what lasts stays as it was before.
+
+    Args:
+        before, after: of the step.
+        running: whether the member trains; bool, shape ().
+    """
 
     def chosen(value: object, old: object) -> object:
-        if value is old or not (isinstance(value, Tensor) and isinstance(old, Tensor)):
+        if value is old:
             return value
-        return torch.where(running, value, old)
+        if isinstance(value, Tensor) and isinstance(old, Tensor):
+            return torch.where(running, value, old)
+        if type(value) is Number:
+            return Number.of(value.context, lambda new, kept: new if turns.trains() else kept, value, old)
+        return value
 
     fields = {}
-    for name in names:
-        value, old = field_of(after, name), field_of(before, name)
+    for name in durable_fields(type(before)):
+        value: Any = field_of(after, name)
+        old: Any = field_of(before, name)
         if value is not old and old is not None:
             fields[name] = optree.tree_map(chosen, value, old, namespace=NAMESPACE)
     return with_fields(after, **fields)
@@ -204,13 +215,12 @@ def _shot(before: State, state: State) -> dict[str, PyTree]:
     """What an event shows that the State before the batch has not."""
     fields: dict[str, PyTree] = {}
     for name in _SHOWN:
-        value = field_of(state, name)
+        value: Any = field_of(state, name)
         if value is NOT_READY:
             value = None
         if value is not field_of(before, name):
             fields[name] = _wrapped(name, value)
-    params = raw_params(state)
-    params = getattr(params, "origin", params)
+    params = getattr(raw_params(state), "origin", raw_params(state))
     if params is not raw_params(before):
         fields["params"] = params
     return fields

@@ -1,8 +1,9 @@
 """Members: the traced step of one model, mapped over those of an ensemble by ``torch.vmap``.
 
 A step is traced for one member, like that of one model. The list of operations is mapped before operations are
-decomposed, because torch knows how to map whole ones (a convolution, its backward). What each member has of its own gets
-a leading dimension of members: parameters, buffers, memory, draws, numbers of the step. A batch that all share has none.
+decomposed, because torch knows how to map whole ones (a convolution, its backward). What each member has of its own
+gets a leading dimension of members: parameters, buffers, memory, draws, numbers of the step. A batch that all share
+has none.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ class Mapping:
 
     Attributes:
         seeds: those of the members.
-        dims: of each tensor that the graph is called with: 0: it has a leading dimension of members; None: all share it.
+        first: the number of the one for which steps are traced: the first that trains.
+        dims: of each tensor that the graph is called with: 0: it has a leading dimension of members; None: all
+            share it.
     """
 
     seeds: tuple[int, ...]
+    first: int
     dims: tuple[int | None, ...]
 
     @classmethod
@@ -54,15 +58,16 @@ class Mapping:
         dims: list[int | None] = [0] * durable
         for value in per_batch:
             dims += [0 if isinstance(value, PerMember) else None] * len(tensors_of(value))
-        return cls(state.ensemble.seeds, tuple(dims))
+        running = state.ensemble.running
+        return cls(state.ensemble.seeds, running.index(True) if True in running else 0, tuple(dims))
 
     @property
     def count(self) -> int:
         return len(self.seeds)
 
     def of_one(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of the first member, for a trace."""
-        return [tensor if dim is None else tensor[0] for tensor, dim in zip(tensors, self.dims, strict=True)]
+        """The tensors of one member, for a trace."""
+        return [tensor if dim is None else tensor[self.first] for tensor, dim in zip(tensors, self.dims, strict=True)]
 
     def seed(self, env: Env) -> int:
         """The seed of the member whose turn it is."""
@@ -174,6 +179,14 @@ def stand_in_values(leaf: object) -> list[Any] | None:
     if isinstance(leaf, MemberValues) and all(map(is_number, leaf.values)):
         return list(leaf.values)
     return None
+
+
+def own_value(leaf: object) -> object:
+    """That of the member whose turn it is."""
+    number = turns.member()
+    assert isinstance(leaf, MemberValues)
+    assert number is not None
+    return leaf.values[number]
 
 
 # The transform.

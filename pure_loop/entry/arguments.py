@@ -31,6 +31,7 @@ from pure_loop.event import Event, EventName
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients import ClipFunction
 from pure_loop.loop.stream import Stream
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.metrics._base import MetricsLike
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import fixed_rate
@@ -360,7 +361,7 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
         ArgumentError, ArgumentTypeError: a value that no call takes; None is taken where a tool need not have it.
     """
     data, loss = settings["train_dataloader"], settings["loss"]
-    if isinstance(data, nn.Module | State | Stream):
+    if isinstance(data, nn.Module | State | Ensemble | Stream):
         raise ArgumentTypeError(
             f"train_dataloader is a {type(data).__name__}: a recipe has no model, and no run; write "
             "pl.Recipe(train_dataloader, ...).fit(model)."

@@ -18,6 +18,7 @@ from pure_loop.event import Event
 
 if TYPE_CHECKING:
     from pure_loop.compile.compiler import Compiler
+    from pure_loop.compile.member_steps import MemberSteps
     from pure_loop.entry.settings import Settings
     from pure_loop.loop.batch import LoopStages
 
@@ -50,7 +51,7 @@ def compiler(
 
 def member_steps(
     settings: Settings, stages: LoopStages, observers: Mapping[Event, object], evaluators: Iterable[BoundEvaluator]
-) -> Compiler:
+) -> MemberSteps:
     """What computes the steps of an ensemble: as :func:`compiler`; without ``compile=`` graphs run in Python."""
     import_compiler()
     from pure_loop.compile.member_steps import MemberSteps
@@ -72,17 +73,26 @@ def _observed(settings: Settings, observers: Mapping[Event, object]) -> frozense
 
 
 def evaluating(
-    compile: bool | Literal["where possible"], stages: LoopStages, evaluators: Iterable[BoundEvaluator]
+    compile: bool | Literal["where possible"],
+    stages: LoopStages,
+    evaluators: Iterable[BoundEvaluator],
+    *,
+    mapped: bool = False,
 ) -> LoopStages:
-    """The stages of an evaluation or a prediction, compiled where that is asked for."""
-    if not compile:
+    """The stages of an evaluation or a prediction, compiled where that is asked for; ``mapped``: over members."""
+    if not compile and not mapped:
         return stages
     import_compiler()
     from pure_loop.compile.evaluation import CompiledEvaluation
     from pure_loop.compile.replay import Recorders
 
-    where_possible = compile == "where possible"
-    return CompiledEvaluation.of(stages, Recorders(), with_loss=measure_loss(evaluators), where_possible=where_possible)
+    return CompiledEvaluation.of(
+        stages,
+        Recorders(),
+        with_loss=measure_loss(evaluators),
+        where_possible=compile == "where possible",
+        interprets=not compile,
+    )
 
 
 def interpreted() -> AbstractContextManager[None]:

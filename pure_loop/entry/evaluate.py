@@ -15,6 +15,7 @@ from pure_loop.algorithm import AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run
 from pure_loop.data.source import Source
 from pure_loop.distributed.parallel import Parallel
+from pure_loop.entry import members
 from pure_loop.entry.compiling import evaluating
 from pure_loop.entry.deterministic import refuse_cublas, stream_of
 from pure_loop.entry.parallel import announced
@@ -35,10 +36,11 @@ from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
+from pure_loop.members.each import Each
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.observer import bind_callbacks, observers
 from pure_loop.precision import PrecisionName
 from pure_loop.recorder import Recorder
-from pure_loop.stages import Stages
 from pure_loop.state import Loss, State
 from pure_loop.task import Task, has_loss_method, make_task
 
@@ -46,12 +48,12 @@ from pure_loop.task import Task, has_loss_method, make_task
 @announced
 @teaching
 def evaluate(
-    model_or_state: nn.Module | State,
+    model_or_state: nn.Module | State | Ensemble,
     evaluators: EvaluatorsLike,
     *,
     loss: Callable[[Any, Any], Loss] | Task | None = None,
     precision: PrecisionName = "fp32",
-    seed: int = 0,
+    seed: int | Each = 0,
     algorithms: Iterable[AlgorithmLike] = (),
     callbacks: Iterable[CallbackLike] = (),
     loggers: Iterable[Logger] = (),
@@ -65,7 +67,7 @@ def evaluate(
     """Evaluate without training; the last State has the results in ``state.metrics[label]``.
 
     Args:
-        model_or_state: a module, or a State of any event.
+        model_or_state: a module, or an ensemble, or a State of any event.
         evaluators: a dataloader, or a mapping of labels to dataloaders or :class:`pure_loop.Evaluator`.
         algorithms: algorithms that act in evaluation, such as EMA.
         loss: as in :func:`fit`; not needed where evaluators have metrics, and none is of the loss.
@@ -84,7 +86,9 @@ def evaluate(
     if evaluators is None:
         raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
     module, task = state.model.skeleton, loss if isinstance(loss, Task) else Task()
-    bound = bind_evaluators(evaluators, "1ep", state.seed, sources=settings.parallel.sources(task))
+    bound = bind_evaluators(evaluators, "1ep", members.seed_of_data(state), sources=settings.parallel.sources(task))
+    if state.ensemble is not None:
+        bound = members.with_member_metrics(bound, len(state.ensemble))
     lacks_loss = loss is None or (loss is task and task.loss is None)
     if lacks_loss and not has_loss_method(module) and not measure_loss(bound, of_call=True):
         loss = attrs.evolve(task, loss=_no_loss)
@@ -98,12 +102,12 @@ def evaluate(
 @announced
 @teaching
 def predict(
-    model_or_state: nn.Module | State,
+    model_or_state: nn.Module | State | Ensemble,
     dataloader: Iterable[Any],
     *,
     task: Task | None = None,
     precision: PrecisionName = "fp32",
-    seed: int = 0,
+    seed: int | Each = 0,
     algorithms: Iterable[AlgorithmLike] = (),
     callbacks: Iterable[CallbackLike] = (),
     loggers: Iterable[Logger] = (),
@@ -118,7 +122,7 @@ def predict(
     """Predict: ``state.outputs`` at PREDICT_AFTER_FORWARD and PREDICT_BATCH_END, in evaluation mode.
 
     Args:
-        model_or_state: a module, or a State of any event.
+        model_or_state: a module, or an ensemble, or a State of any event.
         task: what the forward does with a batch; None: that of :class:`pure_loop.Task`.
         dataloader: batches as in training, ``(inputs, targets)``, or whatever ``task.validate`` takes.
         gradients: whether the forward differentiates, as in :class:`pure_loop.Evaluator`; outputs have no graph.
@@ -141,7 +145,7 @@ def predict(
     if task is None:
         module = state.model.skeleton
         task = make_task(module, None if has_loss_method(module) else _no_loss)
-    data = settings.parallel.sources(task)(dataloader, seed=state.seed, stream="predict")
+    data = settings.parallel.sources(task)(dataloader, seed=members.seed_of_data(state), stream="predict")
     refuse_empty(data, "dataloader")
     stages = _stages(settings, state, task)
     script = loop.predict(state, stages, data, _described(settings), gradients=gradients)
@@ -153,7 +157,9 @@ def _no_loss(outputs: object, targets: object) -> Tensor:
 
 
 def _state(settings: ModelSettings) -> State:
-    state = any_state(settings.model_or_state, settings.seed, settings.parallel.device(settings.device))
+    state = any_state(
+        settings.model_or_state, settings.run_seed, settings.parallel.device(settings.device), settings.member_seeds
+    )
     if settings.deterministic:
         refuse_cublas(state.device)
     if settings.precision.float8:
@@ -164,9 +170,14 @@ def _state(settings: ModelSettings) -> State:
     return state
 
 
-def _stages(settings: ModelSettings, state: State, task: Task, evaluators: Sequence[BoundEvaluator] = ()) -> Stages:
-    refuse_other_memories(state, settings.algorithms)
+def _stages(settings: ModelSettings, state: State, task: Task, evaluators: Sequence[BoundEvaluator] = ()) -> LoopStages:
+    refuse_other_memories(state if state.ensemble is None else state.member(0), settings.algorithms)
+    members.refuse_shared_settings(settings, state)
     engine, handlers = settings.parallel.engine(state), bind(settings.algorithms)
+    if state.ensemble is not None:
+        own = members.stages_of_members(handlers)
+        member_stages = members.MemberStages(task=task, precision=settings.precision, **own)
+        return members.evaluating_stages(settings.compile, member_stages, evaluators, state.ensemble)
     stages = LoopStages(task=task, precision=settings.precision, handlers=handlers, engine=engine)
     return evaluating(settings.compile, stages, evaluators)
 
@@ -178,7 +189,7 @@ def _described(settings: ModelSettings) -> list[str]:
 
 def _stream(
     settings: ModelSettings,
-    stages: Stages,
+    stages: LoopStages,
     script: Script,
     sources: Sequence[Source],
     evaluators: Sequence[BoundEvaluator] | None = None,
@@ -196,7 +207,7 @@ def _stream(
         sources=tuple(sources),
     )
     bind_callbacks(run)
-    handlers = bind(settings.algorithms)
+    handlers = stages.handlers
     strict = Strict.of(settings.strict, settings.watch, {*handlers, *observed}, order="current")
     pairs = drive(
         script,

@@ -26,6 +26,7 @@ from pure_loop.entry.plan import Plan
 from pure_loop.entry.settings import Settings
 from pure_loop.event import Event
 from pure_loop.hooks import Observer
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.observer import observers
 from pure_loop.progress import words as _words
 from pure_loop.stages.references import counting_doubt
@@ -46,7 +47,7 @@ Table: TypeAlias = Mapping[Event, Sequence[Observer]]
 @teaching
 @passing_on(fit)
 def explain(
-    model_or_state: nn.Module | State,
+    model_or_state: nn.Module | State | Ensemble,
     train_dataloader: Iterable[Any],
     *,
     file: TextIO | None = None,
@@ -120,6 +121,12 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     elif isinstance(settings.model_or_state, State):
         where = f"{state.position.name}, " if state.position is not None else ""
         yield "starts from", f"a State kept at {where}{state.timestamp}"
+    if state.ensemble is not None:
+        members = state.ensemble
+        seeds = ", ".join(map(str, members.seeds[:8])) + (", ..." if len(members) > 8 else "")
+        order = "each sees the batches in its own order" if state.data_seed is None else "all see the same batches"
+        after = "; computed one after the other" if members.fallback == "loop" else ""
+        yield "members", f"{len(members)}, of the seeds {seeds}; {order}{after}"
     yield "data", _data(settings.train_dataloader, plan.source.length, settings.batches_per_step)
     end = state.timestamp.max_duration
     assert end is not None
@@ -158,7 +165,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     if everywhere:
         yield "at every event", ", ".join(everywhere)
     if plan.strategy.graphs is not None:
-        yield "compiled", _compiled(plan, settings.compile)
+        yield "compiled", _compiled(plan, settings.compile) if state.ensemble is None else _mapped(settings.compile)
     yield "donate", _donate(plan)
     if settings.strict:
         yield "strict", "order, purity and returns are checked at every event"
@@ -206,6 +213,11 @@ def _compiled(plan: Plan, compile: object) -> str:
     layer = recurrent_layer(plan.state.model.skeleton)
     eager = "" if layer is None else f"; forward and backward run eagerly: {layer} is a recurrent layer"
     return f"{how}into graphs that end at observed events: {where}{together}{eager}"
+
+
+def _mapped(compile: object) -> str:
+    how = "compiled" if compile else "whose operations run one after the other"
+    return f"one graph a batch, traced for one member and mapped over all, {how}"
 
 
 def _checkpoint(checkpoint: Checkpoint) -> str:

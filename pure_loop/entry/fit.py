@@ -24,6 +24,8 @@ from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, EventName
 from pure_loop.gradients import ClipFunction
 from pure_loop.loop.stream import Stream
+from pure_loop.members.each import Each
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.metrics._base import MetricsLike
 from pure_loop.optim import Optimizer
 from pure_loop.precision import PrecisionName
@@ -39,7 +41,7 @@ class ModelOptions(TypedDict, total=False):
     algorithms: Iterable[AlgorithmLike]
     callbacks: Iterable[CallbackLike]
     loggers: Iterable[Logger]
-    seed: int
+    seed: int | Each
     deterministic: bool
     strict: bool | None
     device: torch.device | str | None
@@ -95,7 +97,7 @@ class FitOptions(SharedOptions, total=False):
 @announced
 @teaching
 def fit(
-    model_or_state: nn.Module | State,
+    model_or_state: nn.Module | State | Ensemble,
     train_dataloader: Iterable[Any],
     *,
     # What is trained, and for how long.
@@ -121,7 +123,7 @@ def fit(
     autoresume: str | os.PathLike[str] | Callback | None = None,
     load_path: str | os.PathLike[str] | None = None,
     # Reproduction and checks.
-    seed: int = 0,
+    seed: int | Each = 0,
     deterministic: bool = False,
     strict: bool | None = None,
     verify: str | Time | None = None,
@@ -141,9 +143,10 @@ def fit(
     """Train: yields ``(event, state)`` at every event of the specification, in order.
 
     Args:
-        model_or_state: a module (a fresh start; it stays as it was), or a State of a boundary, from which
-            training resumes as if it had never stopped. Seed, loss scale, optimizer state and algorithm
-            state are in the State; data and functions are passed again, as at the start.
+        model_or_state: a module (a fresh start; it stays as it was); or several, :func:`pure_loop.ensemble`, each
+            trained as if it was alone; or a State of a boundary, from which training resumes as if it had never
+            stopped. Seed, loss scale, optimizer state and algorithm state are in the State; data and functions are
+            passed again, as at the start.
         train_dataloader: any iterable of batches: a ``DataLoader``, a list, an iterator, endless or not.
 
     Args: What is trained, and for how long
@@ -189,7 +192,8 @@ def fit(
             weights to start with. It is read between BEFORE_LOAD and AFTER_LOAD.
 
     Args: Reproduction and checks
-        seed: seeds all random numbers of the run, shuffling and dropout included.
+        seed: seeds all random numbers of the run, shuffling and dropout included. Of an ensemble, what its members
+            share; :func:`pure_loop.each` gives them seeds other than those of their models.
         deterministic: set torch's switches for deterministic algorithms while the stream computes; the body of the loop
             has its own. An operation that has none is a NondeterministicError that names it and its module.
         strict: see to it, by value, that no State is changed in place by an algorithm, a callback, the loop's body, a

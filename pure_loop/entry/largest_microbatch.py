@@ -17,6 +17,7 @@ from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import DataError
 from pure_loop.event import Event
+from pure_loop.members.ensemble import refuse_several
 from pure_loop.stages.settings import found_size
 from pure_loop.state import State
 
@@ -66,6 +67,7 @@ def largest_microbatch(
     ... )
     5
     """
+    refuse_several(model_or_state, "largest_microbatch")
     begun = model_or_state.replace(stop=False) if isinstance(model_or_state, State) else model_or_state
     changes = {
         "microbatch_size": "auto",

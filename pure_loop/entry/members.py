@@ -7,7 +7,7 @@ for one member; at other events it is called once a member. So nothing in the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 import torch
@@ -20,7 +20,7 @@ from pure_loop.cadence import Cadence
 from pure_loop.data.batch import to_device
 from pure_loop.data.group import END
 from pure_loop.data.source import Batches, Source
-from pure_loop.entry.compiling import member_steps
+from pure_loop.entry.compiling import evaluating, member_steps
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event, events_between
@@ -46,7 +46,7 @@ from pure_loop.state import State, with_fields
 from pure_loop.task import Task
 
 if TYPE_CHECKING:
-    from pure_loop.entry.settings import Settings
+    from pure_loop.entry.settings import ModelSettings, Settings
 
 # Whose handlers are called in the computation of a batch.
 IN_BATCH = events_between(Event.BATCH_START, Event.BATCH_END)
@@ -96,7 +96,7 @@ def _each_in(value: object) -> Iterator[Each]:
         for item in value:
             yield from _each_in(item)
     elif attrs.has(type(value)) and callable(value):  # a schedule of others
-        for field in attrs.fields(type(value)):
+        for field in attrs.fields(cast("type[attrs.AttrsInstance]", type(value))):
             yield from _each_in(getattr(value, field.name, None))
 
 
@@ -106,15 +106,8 @@ def refuse_settings(settings: Settings, state: State) -> None:
         ArgumentError: what an ensemble can't have; or ``pl.each`` for one model, or of other than one value a member.
     """
     refuse_each(settings.optimizer, settings.algorithms, state)
+    refuse_shared_settings(settings, state)
     if state.ensemble is None:
-        across = next((item for item in settings.algorithms if item.across_members), None)
-        if across is not None:
-            raise ArgumentError(
-                f"algorithm {across.name!r} compares members, and one model is trained: give fit "
-                "pl.ensemble(make_model, seeds=...)."
-            )
-        if isinstance(settings.seed, Each):
-            raise ArgumentError(f"seed={settings.seed!r}, and one model is trained: write one number.")
         return
     alone = next((item for item in settings.algorithms if item.across_members and item.factory), None)
     if alone is not None and len(state.ensemble) == 1:
@@ -122,15 +115,8 @@ def refuse_settings(settings: Settings, state: State) -> None:
             f"algorithm {alone.name!r} compares members, and the ensemble has one: give pl.ensemble(make_model, seeds=...) "
             "several seeds, or leave it out."
         )
-    refused = {
-        "parallel=": settings.parallel.parallel is not None,
-        'microbatch_size="auto"': settings.microbatch_size == "auto",
-        "verify=": settings.verify is not None,
-        'precision="amp_fp8"': settings.precision.float8,
-    }
-    for name, is_true in refused.items():
-        if is_true:
-            raise ArgumentError(f"{name} with members: {_INSTEAD[name]}")
+    refused = {'microbatch_size="auto"': settings.microbatch_size == "auto", "verify=": settings.verify is not None}
+    _refuse(name for name, is_true in refused.items() if is_true)
     if state.ensemble.fallback is None:
         of_torch = next(filter(_is_of_torch, _parts_of(settings.optimizer)), None)
         if of_torch is not None:
@@ -139,6 +125,34 @@ def refuse_settings(settings: Settings, state: State) -> None:
                 "members: write one of pl.optim, such as pl.optim.adamw(lr=pl.each(rates)), or "
                 'pl.ensemble(..., fallback="loop").'
             )
+
+
+def refuse_shared_settings(settings: ModelSettings, state: State) -> None:
+    """What ``fit``, ``evaluate`` and ``predict`` refuse.
+
+    Raises:
+        ArgumentError: what an ensemble can't have, or one model.
+    """
+    if state.ensemble is None:
+        across = next((item for item in settings.algorithms if item.across_members), None)
+        if across is not None:
+            raise ArgumentError(
+                f"algorithm {across.name!r} compares members, and there is one model: give "
+                "pl.ensemble(make_model, seeds=...) in its place."
+            )
+        if isinstance(settings.seed, Each):
+            raise ArgumentError(f"seed={settings.seed!r}, and there is one model: write one number.")
+        return
+    refused = {
+        "parallel=": settings.parallel.parallel is not None,
+        'precision="amp_fp8"': settings.precision.float8,
+    }
+    _refuse(name for name, is_true in refused.items() if is_true)
+
+
+def _refuse(names: Iterator[str]) -> None:
+    for name in names:
+        raise ArgumentError(f"{name} with members: {_INSTEAD[name]}")
 
 
 def _parts_of(optimizer: Optimizer) -> Iterator[Optimizer]:
@@ -191,7 +205,12 @@ class MemberHandlers:
             result: State = self._called(handler.function, path, state, *stages)
             return result
 
-        of_all = over_members(of_one)
+        def of_evaluated(state: State, *stages: object) -> State:
+            # One that has stopped is evaluated as it was then, and remembers nothing of it.
+            result = of_one(state, *stages)
+            return with_fields(result, algorithm_state=state.algorithm_state) if state.stop else result
+
+        of_all = over_members(of_evaluated, stopped=True) if event.is_eval else over_members(of_one)
 
         def function(state: State, *stages: object) -> State:
             if handler.across_members:  # which is no part of the computation of one
@@ -316,7 +335,7 @@ class MemberLoop:
         pass
 
 
-_PER_BATCH = ("event", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
+_PER_BATCH = ("event", "position", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
 
 
 def computation(
@@ -342,11 +361,35 @@ def computation(
     return stages, cast("Strategy", steps), steps.evaluating
 
 
+def evaluating_stages(
+    compile: bool | Literal["where possible"],
+    stages: MemberStages,
+    evaluators: Iterable[BoundEvaluator],
+    members: Members,
+) -> LoopStages:
+    """The stages of an evaluation or a prediction by itself."""
+    stages.calls.stages = stages
+    return stages if members.fallback == "loop" else evaluating(compile, stages, evaluators, mapped=True)
+
+
+def stages_of_members(handlers: Mapping[Event, tuple[Handler, ...]]) -> dict[str, Any]:
+    """What :class:`MemberStages` have of their own."""
+    calls = MemberHandlers()
+    return {"engine": MemberEngine(), "handlers": calls.of(handlers), "calls": calls}
+
+
 # Data.
+
+
+def seed_of_data(state: State) -> int:
+    """The seed of the order of data that all members share, or one model has."""
+    return state.seed if state.data_seed is None else state.data_seed
 
 
 class MemberEngine(Engine):
     """Counts batches that each member has of its own."""
+
+    of_members = True
 
     def next_batch(
         self, state: State, task: Task, source: Source, loaded: Batch, seconds: Callable[[], float], event: Event
@@ -386,7 +429,8 @@ class MemberSource(Source):
             call_all([stream.close for stream in streams], None, "while closing: ")
 
     def resume(self, epoch: int, start: int, samples: int, count: Callable[[Batch], int], *, changed: bool) -> int:
-        return [source.resume(epoch, start, samples, count, changed=changed) for source in self._sources][0]
+        starts = [source.resume(epoch, start, samples, count, changed=changed) for source in self._sources]
+        return starts[0]
 
     def close(self) -> None:
         call_all([source.close for source in self._sources], None, "while closing: ")

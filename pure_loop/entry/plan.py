@@ -31,7 +31,7 @@ from pure_loop.hooks import Observer
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Strategy
 from pure_loop.loop.training import Eager
-from pure_loop.members.each import Each
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.members.turns import of_each
 from pure_loop.model.checks import refuse_sync_batchnorm
 from pure_loop.observer import observers
@@ -93,7 +93,7 @@ class Plan:
             ArgumentError, ArgumentTypeError, ModelError, DataError, ResumeError: for what can't run.
         """
         beginning, checkpoint = read_start(
-            settings.model_or_state, settings.load_path, settings.autoresume, settings.seed, settings.run_name
+            settings.model_or_state, settings.load_path, settings.autoresume, settings.run_seed, settings.run_name
         )
         observed, callbacks, logger = observers(
             saving(settings.autoresume, settings.callbacks),
@@ -190,11 +190,12 @@ def _recorder(settings: Settings) -> Recorder:
     return Recorder(settings.optimizer, recorded, settings.algorithms, train_metrics=measured)
 
 
-def _beginning(settings: Settings, beginning: nn.Module | State, checkpoint: Checkpoint | None) -> tuple[State, bool]:
+def _beginning(
+    settings: Settings, beginning: nn.Module | State | Ensemble, checkpoint: Checkpoint | None
+) -> tuple[State, bool]:
     """The State to start from, on its device and in its precision, and whether it is a fresh start."""
-    seeds = settings.seed.values if isinstance(settings.seed, Each) else None
-    seed = seed_of(checkpoint, 0 if isinstance(settings.seed, Each) else settings.seed)
-    state, fresh = first_state(beginning, seed, settings.parallel.device(settings.device), seeds)
+    seed = seed_of(checkpoint, settings.run_seed)
+    state, fresh = first_state(beginning, seed, settings.parallel.device(settings.device), settings.member_seeds)
     members.refuse_settings(settings, state)
     if settings.parallel.ranks > 1:
         refuse_sync_batchnorm(state.model.skeleton, state.device)
@@ -221,8 +222,8 @@ def _stages(settings: Settings, state: State, observed: Observers, *, measures_n
     handlers, watch = bind(settings.algorithms), settings.watch
     own: dict[str, Any] = {}
     if state.ensemble is not None:
-        engine, calls = members.MemberEngine(), members.MemberHandlers()
-        handlers, own = calls.of(handlers), {"calls": calls}
+        own = members.stages_of_members(handlers)
+        handlers, engine = own.pop("handlers"), own.pop("engine")
     everything = watch is None or settings.strict
     return (members.MemberStages if own else LoopStages)(
         **own,
@@ -268,7 +269,7 @@ def _training_data(settings: Settings, open_source: Callable[..., Source], state
         DataError: data that says that it has no batch.
     """
     limit, per_step = settings.batches_per_epoch, settings.batches_per_step
-    seed = state.seed if state.data_seed is None else state.data_seed
+    seed = members.seed_of_data(state)
     if state.ensemble is not None and state.data_seed is None:
         open_source = members.member_sources(open_source, state.ensemble.seeds)
     data = open_source(
@@ -294,11 +295,13 @@ def _evaluators(
     Raises:
         ArgumentError: an evaluator has the label of the metrics of training.
     """
-    seed = state.seed if state.data_seed is None else state.data_seed
+    seed = members.seed_of_data(state)
     evaluators = bind_evaluators(
         settings.evaluators, settings.eval_interval, seed, settings.max_duration, sources=open_source
     )
     evaluators = with_own_tasks(evaluators, task, state.model.skeleton)
+    if state.ensemble is not None:
+        evaluators = members.with_member_metrics(evaluators, len(state.ensemble))
     if settings.train_metrics and any(evaluator.label == "train" for evaluator in evaluators):
         raise ArgumentError(
             "the label 'train' of an evaluator is that of train_metrics=, in state.metrics['train']: give the "

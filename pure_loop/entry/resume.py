@@ -13,6 +13,7 @@ from pure_loop.callback import Callback, CallbackLike
 from pure_loop.entry.settings import listed_callbacks
 from pure_loop.entry.start import can_resume_from
 from pure_loop.errors import ArgumentError, ResumeError
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.state import State, outside_batch
 
 if TYPE_CHECKING:
@@ -22,12 +23,12 @@ Path: TypeAlias = str | os.PathLike[str] | None
 
 
 def read_start(
-    model_or_state: nn.Module | State,
+    model_or_state: nn.Module | State | Ensemble,
     load_path: Path,
     autoresume: Path,
     seed: int = 0,
     run_name: str | None = None,
-) -> tuple[nn.Module | State, Checkpoint | None]:
+) -> tuple[nn.Module | State | Ensemble, Checkpoint | None]:
     """What to start from, and the checkpoint that it takes its numbers from, if there is one.
 
     The newest checkpoint in ``autoresume`` goes before ``load_path``, which is where the first run started. Where the

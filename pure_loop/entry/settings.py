@@ -40,6 +40,7 @@ from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, as_event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.members.each import Each
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.metrics._base import Metric, as_metrics
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
@@ -92,7 +93,7 @@ def read_seed(value: object) -> int | Each:
 
 
 def read_train_dataloader(value: Iterable[object]) -> Iterable[object]:
-    if isinstance(value, nn.Module | State):
+    if isinstance(value, nn.Module | State | Ensemble):
         raise ArgumentTypeError(
             f"train_dataloader is a {type(value).__name__}; the model comes first, then the data: "
             "fit(model, train_dataloader, ...)."
@@ -292,7 +293,7 @@ class StreamSettings:
 class ModelSettings(StreamSettings):
     """What ``fit``, ``evaluate`` and ``predict`` have in common: a model, and how and where it is computed."""
 
-    model_or_state: nn.Module | State
+    model_or_state: nn.Module | State | Ensemble
     precision: Precision = _read_by(Precision.parse)
     seed: int | Each = _read_by(read_seed)
     device: torch.device | str | None
@@ -300,6 +301,16 @@ class ModelSettings(StreamSettings):
         lambda value: check_choice("compile", value, (True, False, "where possible"))
     )
     parallel: Together = _read_by(Together.of)
+
+    @property
+    def run_seed(self) -> int:
+        """That of the run; what members share has the default one, where ``seed=pl.each(...)`` gives each its own."""
+        return 0 if isinstance(self.seed, Each) else self.seed
+
+    @property
+    def member_seeds(self) -> list[int] | None:
+        """Those of members, where they are not those of their models."""
+        return [int(seed) for seed in self.seed.values if not callable(seed)] if isinstance(self.seed, Each) else None
 
     @property
     def algorithms_described(self) -> list[str]:

@@ -44,7 +44,7 @@ def first_state(
     device: torch.device | str | None,
     seeds: Iterable[int] | None = None,
 ) -> tuple[State, bool]:
-    """The State to start from, and whether it is a fresh start; ``seeds`` are those of members, if not their models'."""
+    """The State to start from, and whether it is a fresh start; ``seeds``: of members, if not those of their models."""
     wanted = read_device(device)
     if isinstance(model_or_state, Ensemble):
         return model_or_state.state(seed, wanted, seeds), True
@@ -71,10 +71,15 @@ def _refuse_misfit(state: State) -> None:
     refuse_misfit(state if state.ensemble is None else state.member(0))
 
 
-def any_state(model_or_state: nn.Module | State | Ensemble, seed: int, device: torch.device | str | None) -> State:
-    """The State to evaluate or predict with, kept anywhere."""
+def any_state(
+    model_or_state: nn.Module | State | Ensemble,
+    seed: int,
+    device: torch.device | str | None,
+    seeds: Iterable[int] | None = None,
+) -> State:
+    """The State to evaluate or predict with, kept anywhere; ``seeds`` as of :func:`first_state`."""
     if isinstance(model_or_state, Ensemble):
-        return model_or_state.state(seed, read_device(device))
+        return model_or_state.state(seed, read_device(device), seeds)
     if isinstance(model_or_state, State):
         _refuse_misfit(model_or_state)
         state = sort_by_model(model_or_state)

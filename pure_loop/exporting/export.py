@@ -30,6 +30,7 @@ from pure_loop.exporting.graphs import (
     tensors_in_order,
     traced,
 )
+from pure_loop.members.ensemble import refuse_several
 from pure_loop.model.model import ModelDef
 from pure_loop.ranges import Name, checked
 from pure_loop.state import State, refuse_no_state
@@ -94,6 +95,7 @@ def export(
     >>> torch.equal(loaded(inputs), state.module(training=False)(inputs))
     True
     """
+    refuse_several(state, "export")
     refuse_no_state(state, "export(state, path)", "pl.State.create(module)")
     storage_of(path)
     written = read_format(path, format, where="export")

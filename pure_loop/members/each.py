@@ -80,7 +80,8 @@ def each(values: Iterable[EachValue] | Tensor) -> Each:
         if values.ndim != 1:
             raise ArgumentError(f"pl.each: the tensor has shape {tuple(values.shape)}; write one of shape (members,).")
         values = values.tolist()
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    passed: object = values
+    if isinstance(passed, str) or not isinstance(passed, Iterable):
         raise ArgumentTypeError(
             f"pl.each({values!r:.60}): write one value a member, pl.each([1e-3, 3e-3]); one that all members share "
             "needs no pl.each."

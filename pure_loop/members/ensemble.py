@@ -24,6 +24,8 @@ __all__ = ["Ensemble", "ensemble"]
 class Ensemble:
     """Several models of one structure; made by :func:`ensemble`.
 
+    ``ensemble.module(i)`` is the module of one member, as it begins.
+
     Attributes:
         make_model: makes the module of a member.
         seeds: of the members, in order.
@@ -75,18 +77,22 @@ class Ensemble:
             State.create(self.module(number), seed=member_seed, device=device, data_seed=data_seed)
             for number, member_seed in enumerate(of_training)
         ]
-        # One structure for all: it finds private modules for calls.
-        shared = [
-            states[0],
-            *[with_fields(state, model=states[0].model) for state in states[1:] if _alike(states, state)],
-        ]
-        state = stacked(shared if len(shared) == len(states) else states)
+        # One structure for all, which finds private modules for its calls.
+        model = states[0].model
+        state = stacked([with_fields(state, model=model) if state.model == model else state for state in states])
         assert state.ensemble is not None
         return with_fields(state, seed=seed, ensemble=attrs.evolve(state.ensemble, fallback=self.fallback))
 
 
-def _alike(states: list[State], state: State) -> bool:
-    return state.model == states[0].model
+def refuse_several(value: object, function: str) -> None:
+    """
+    Raises:
+        ArgumentError: an ensemble, or a State with members, where a function takes one model.
+    """
+    several = isinstance(value, Ensemble) or (isinstance(value, State) and value.ensemble is not None)
+    if several:
+        one = "the module of one, ensemble.module(0)" if isinstance(value, Ensemble) else "one, state.member(0)"
+        raise ArgumentError(f"{function} takes one model, and was given members: give it {one}, and no pl.each.")
 
 
 def ensemble(
@@ -131,11 +137,11 @@ def ensemble(
         )
     if isinstance(seeds, Tensor):
         seeds = seeds.tolist()
-    if isinstance(seeds, str) or not isinstance(seeds, Iterable):
+    passed: object = seeds
+    if isinstance(passed, str) or not isinstance(passed, Iterable):
         raise ArgumentTypeError(f"pl.ensemble: seeds={seeds!r:.60}: write one int a member, seeds=range(8).")
-    listed = tuple(
-        check_integer("seeds", seed, where="pl.ensemble", wanted="whole numbers, one a member") for seed in seeds
-    )
+    wanted = "whole numbers, one a member"
+    listed = tuple(check_integer("seeds", seed, where="pl.ensemble", wanted=wanted) for seed in seeds)
     if not listed:
         raise ArgumentError("pl.ensemble: there are no seeds; write one int a member, seeds=range(8).")
     return Ensemble(

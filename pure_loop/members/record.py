@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import attrs
+from torch import Tensor
 
 from pure_loop._internal.registry import register
 from pure_loop.time import Timestamp
@@ -40,15 +41,16 @@ class Members:
 
     @property
     def is_valid(self) -> bool:
-        """Whether its fields are what it says, which no constructor has looked at where it was read from a file."""
-        tuples = type(self.seeds) is tuple and type(self.stopped) is tuple
-        return (
-            tuples
-            and len(self.seeds) == len(self.stopped) > 0
-            and all(type(seed) is int for seed in self.seeds)
-            and all(stop is None or (type(stop) is tuple and _are_times(stop)) for stop in self.stopped)
-            and self.fallback in ("loop", None)
+        """Whether it is what a State has, and not what a stranger's file says."""
+        seeds, stopped = self.seeds, self.stopped
+        if type(seeds) is not tuple or type(stopped) is not tuple or not 0 < len(seeds) == len(stopped):
+            return False
+        stops = [stop for stop in stopped if stop is not None]
+        timed = all(
+            type(stop) is tuple and len(stop) == 2 and all(isinstance(item, Timestamp) for item in stop)
+            for stop in stops
         )
+        return timed and all(type(seed) is int for seed in seeds) and self.fallback in (None, "loop")
 
     @property
     def running(self) -> list[bool]:
@@ -56,21 +58,17 @@ class Members:
         return [stop is None for stop in self.stopped]
 
 
-def _are_times(stop: tuple[object, ...]) -> bool:
-    return len(stop) == 2 and all(isinstance(time, Timestamp) for time in stop)
-
-
 class MemberCount(int, Generic[S]):
     """``state.members``: how many members a State has; called with their numbers, it gives a State of those alone."""
 
-    _select: Callable[[Sequence[int]], S]
+    _select: Callable[[Sequence[int] | Tensor], S]
 
-    def __new__(cls, count: int, select: Callable[[Sequence[int]], S]) -> MemberCount[S]:
+    def __new__(cls, count: int, select: Callable[[Sequence[int] | Tensor], S]) -> MemberCount[S]:
         result = super().__new__(cls, count)
         result._select = select
         return result
 
-    def __call__(self, indices: Sequence[int]) -> S:
+    def __call__(self, indices: Sequence[int] | Tensor) -> S:
         return self._select(indices)
 
 

@@ -116,7 +116,7 @@ def _checked(state: State, index: object) -> int:
 # Some of them.
 
 
-def select(state: S, indices: Sequence[int]) -> S:
+def select(state: S, indices: Sequence[int] | Tensor) -> S:
     """A State of some members, in the order of their numbers in ``indices``.
 
     Raises:
@@ -124,11 +124,10 @@ def select(state: S, indices: Sequence[int]) -> S:
         ArgumentTypeError: a number is no int.
     """
     members = _members_of(state)
-    if isinstance(indices, Tensor):
-        indices = indices.tolist()
-    if isinstance(indices, str | int) or not isinstance(indices, Iterable):
+    passed: object = indices.tolist() if isinstance(indices, Tensor) else indices
+    if isinstance(passed, str) or not isinstance(passed, Iterable):
         raise ArgumentTypeError(f"state.members({indices!r:.60}): write the numbers of members, state.members([0, 3]).")
-    chosen = [_checked(state, index) for index in indices]
+    chosen = [_checked(state, index) for index in passed]
     if not chosen:
         raise ArgumentError("state.members([]): write the numbers of members, state.members([0, 3]).")
     places = torch.tensor(chosen)
@@ -270,7 +269,8 @@ def _stacked_mapping(name: str, values: list[Any], like: Any, old: list[Any] | N
         if list(value) != keys and name != "algorithm_state":
             other = sorted({*map(str, value)} ^ {*map(str, keys)})[:3]
             raise ArgumentError(
-                f"members of different structure: state.{name} of member {number} and that of member 0 differ in {other}."
+                f"members of different structure: state.{name} of member {number} and that of member 0 differ in "
+                f"{other}."
             )
     result: dict[str, Any] = {}
     for key in dict.fromkeys(key for value in values for key in value):

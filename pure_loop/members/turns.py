@@ -69,20 +69,41 @@ def of_each(function: Callable[[], T], count: int) -> list[T]:
 
 
 def for_all(function: Callable[[], T], count: int) -> T:
-    """What a function gives in the turn of each member, where that is equal for all.
+    """What a function gives in the turn of each member that trains, where that is equal for all.
 
     Raises:
         MembersDifferError: it is not.
     """
     values = of_each(function, count)
+    running = _running.get() or [True] * count
+    first = running.index(True) if len(values) > 1 else 0
     for number, value in enumerate(values):
-        if type(value) is not type(values[0]) or value != values[0]:
-            raise MembersDifferError(values[0], number, value)
-    return values[0]
+        if running[number] and (type(value) is not type(values[first]) or value != values[first]):
+            raise MembersDifferError(first, values[first], number, value)
+    return values[first]
+
+
+_running: ContextVar[list[bool] | None] = ContextVar("running", default=None)
+
+
+@contextmanager
+def among(running: list[bool]) -> Iterator[None]:
+    """Inside, these members train; what the others decide is no matter."""
+    token = _running.set(running)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def trains() -> bool:
+    """Whether the member trains whose turn it is."""
+    number, running = member(), _running.get()
+    return running is None or number is None or running[number]
 
 
 class MembersDifferError(Exception):
     """A value that has to be one for all members, and is another one for member ``number``."""
 
-    def __init__(self, first: object, number: int, value: object) -> None:
-        super().__init__(f"{first!r} for member 0, and {value!r} for member {number}")
+    def __init__(self, first: int, of_first: object, number: int, value: object) -> None:
+        super().__init__(f"{of_first!r} for member {first}, and {value!r} for member {number}")

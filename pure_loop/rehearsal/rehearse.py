@@ -32,6 +32,7 @@ from pure_loop.entry.layers import layer_table
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, RehearsalError
 from pure_loop.evaluator import BoundEvaluator
+from pure_loop.members.ensemble import refuse_several
 from pure_loop.rehearsal.calls import Arguments, collectives, trace, without_numbers
 from pure_loop.rehearsal.measures import Length, activations, memory_of, memory_per_rank, try_schedules
 from pure_loop.rehearsal.passes import Passes, first_batch, is_never
@@ -96,6 +97,7 @@ def rehearse(
       evaluator 'val', first batch, forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)
       not rehearsed: callbacks, and what comes after the second step: an evaluator was not tried to its end.
     """
+    refuse_several(model_or_state, "rehearse")
     arguments = arguments_of_call(fit, (model_or_state, train_dataloader), settings)
     check_flag("call_callbacks", call_callbacks, where="rehearse")
     check_flag("fake", fake, where="rehearse")

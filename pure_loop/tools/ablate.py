@@ -18,6 +18,7 @@ from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop.stream import run
+from pure_loop.members.ensemble import refuse_several
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Time, TimeUnit, read_time
@@ -117,6 +118,7 @@ def ablate(
     >>> result.everything > result.nothing
     True
     """
+    refuse_several(model_or_state, "ablate")
     refuse_iterator(train_dataloader, "ablate", "which the first fork would use up")
     members = _members(settings.get("algorithms", ()))
     begun = model_or_state

@@ -24,6 +24,7 @@ from pure_loop.entry.start import refuse_other_optimizer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.loop.batch import LoopStages
+from pure_loop.members.ensemble import refuse_several
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
 from pure_loop.random.seeds import derive, seeded_all
@@ -221,6 +222,7 @@ def inspect(state: State, data: Batch = None, *, gradients: bool = True, **setti
     >>> recipe.inspect(next(stream)[1]).samples[0].row
     3
     """
+    refuse_several(state, "inspect")
     if not isinstance(state, State):
         raise ArgumentTypeError(
             f"inspect({type(state).__name__}): give a State from inside a batch, event, state = next(pl.rewind(folder, "

@@ -23,6 +23,7 @@ from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import Settings
 from pure_loop.errors import ArgumentError, NonFiniteError
 from pure_loop.event import Event
+from pure_loop.members.ensemble import refuse_several
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import RateFunction, ScaledTimestamp, rate_at
 from pure_loop.stages.nonfinite import total_loss
@@ -94,6 +95,7 @@ def lr_find(
     >>> 0.01 < found.suggestion < 1.0
     True
     """
+    refuse_several(model_or_state, "lr_find")
     arguments = arguments_of_call(fit, (model_or_state, train_dataloader), settings)
     sweep = Sweep.read(lowest, highest, steps)
     refuse_iterator(train_dataloader, "lr_find", "whose first batches the test would use up")

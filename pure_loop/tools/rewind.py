@@ -22,6 +22,7 @@ from pure_loop.entry.settings import listed_callbacks
 from pure_loop.errors import ArgumentError, RewindError
 from pure_loop.event import Event, as_event
 from pure_loop.loop.stream import Stream
+from pure_loop.members.ensemble import Ensemble
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp
@@ -43,7 +44,7 @@ def rewind(
     folder: str | os.PathLike[str],
     when: str | Time | Timestamp,
     event: Event | str,
-    model: nn.Module,
+    model: nn.Module | Ensemble,
     train_dataloader: Iterable[Batch],
     *,
     occurrence: int = 0,
@@ -63,7 +64,7 @@ def rewind(
             before; ``"nonfinite"``: the first with a loss that is not finite, or in which the run ended. Spikes and
             outliers are looked for after the first tenth of the run, because losses begin high.
         event: such as ``"after_loss"``.
-        model, train_dataloader: as the run had them; a State that is kept replaces the model's values.
+        model, train_dataloader: as the run had them, an ensemble too; a State that is kept replaces the model's values.
         occurrence: which of several such events of a batch, from 0: one for each microbatch.
         **settings: the other arguments of :func:`pure_loop.fit`, as the run had them.
 
@@ -81,7 +82,7 @@ def rewind(
     An example is at :class:`pure_loop.callbacks.FlightRecorder`.
     """
     module: Any = model
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module | Ensemble):
         calls = (
             "pl.rewind(folder, when, event, model, train_dataloader, ...), or recipe.rewind(model, folder, when, event)"
         )

@@ -148,6 +148,11 @@ def refuse_stepless(stream: object, function: str) -> Parts:
             "there, and saves others: write fit(..., autoresume=None)."
         )
     parts = Parts.of(stream, function)
+    if parts.fit.stages.engine.of_members and parts.fit.strategy.graphs is not None:
+        raise ArgumentError(
+            f"{function}: a step of members is one mapped graph, which has no steps between events: write "
+            'pl.ensemble(..., fallback="loop"), which trains the same up to rounding.'
+        )
     if parts.fit.strategy.graphs is not None:
         raise ArgumentError(
             f"{function}: the stream is compiled, and a graph has no steps between events: leave out compile=, which "
