@@ -140,7 +140,9 @@ def _refuse_mistimed(result: State, old: State, name: str, event: Event) -> None
     if result.lr_scale is not old.lr_scale:
         scale = result.lr_scale
         shape = (result.members,) if result.members else ()
-        right = scale is None or (isinstance(scale, torch.Tensor) and scale.shape == shape and scale.is_floating_point())
+        right = scale is None or (
+            isinstance(scale, torch.Tensor) and scale.shape == shape and scale.is_floating_point()
+        )
         if not right or (scale is not None and scale.device.type != "cpu"):
             value = _describe(scale) if isinstance(scale, torch.Tensor) else f"a {type(scale).__name__}"
             example = f"torch.ones({shape[0]}" if shape else "torch.tensor(0.5"
