@@ -171,7 +171,7 @@ class Monitored:
     def best_first(self, values: Tensor, numbers: Sequence[int]) -> list[int]:
         """These members, that with the best value first; those whose value isn't finite last; else by number.
 
-        >>> Monitored("population_based", "val/loss", "min").best_first(torch.tensor([0.3, torch.nan, 0.3, 0.1]), range(4))
+        >>> Monitored("f", "val/loss", "min").best_first(torch.tensor([0.3, torch.nan, 0.3, 0.1]), range(4))
         [3, 0, 2, 1]
         """
         sign = 1.0 if self.mode == "min" else -1.0

@@ -96,10 +96,10 @@ def population_based(
             the generator alone. Default: ``lr_scale``, times 0.8 or 1.25.
         name: another one, if there are several.
 
-    State: ``begun`` (a bool: whether ``lr_scale`` is that of each member), ``since`` (what was finished at the last round), ``value`` (of each member when it was last compared;
-    float64, shape (members,)), ``rounds`` (how many there were), of each round ``batch``, ``source``, ``values`` and
-    ``lr_scales`` (shape (members, room), the first ``rounds`` columns), and ``exploit`` (a bool: whether members change
-    at the next checkpoint event).
+    State: ``begun`` (a bool: whether ``lr_scale`` is that of each member), ``since`` (what was finished at the last
+    round), ``value`` (of each member when it was last compared; float64, shape (members,)), ``rounds`` (how many there
+    were), of each round ``batch``, ``source``, ``values`` and ``lr_scales`` (shape (members, room), the first
+    ``rounds`` columns), and ``exploit`` (a bool: whether members change at the next checkpoint event).
 
     Raises:
         ArgumentError: a setting out of range; by ``fit``: an evaluator or metric that there is not, no ensemble, or an
@@ -130,13 +130,14 @@ def population_based(
         if explore is None and run.optimizer is not None and not run.optimizer.takes_lr_scale:
             raise ArgumentError(
                 f"population_based: optimizer {run.optimizer.name!r} does not take state.lr_scale: read its learning "
-                "rate as pl.optim.rate_at(name, lr, timestamp), and write Optimizer(..., takes_lr_scale=True); or write "
-                "explore=, a function that changes something else."
+                "rate as pl.optim.rate_at(name, lr, timestamp), and write Optimizer(..., takes_lr_scale=True); or "
+                "write explore=, a function that changes something else."
             )
         if run.optimizer is not None and _is_of_each(run.optimizer, Timestamp(max_duration=run.max_duration)):
             raise ArgumentError(
-                "population_based: the learning rate of the optimizer is a pl.each, which a member that exploits another "
-                "one would not take from it: write one lr for all, and population_based(lr_scale=pl.each(factors))."
+                "population_based: the learning rate of the optimizer is a pl.each, which a member that exploits "
+                "another one would not take from it: write one lr for all, and "
+                "population_based(lr_scale=pl.each(factors))."
             )
 
     def begin(state: State) -> State:
@@ -186,7 +187,8 @@ def population_based(
 def _read_scales(lr_scale: object) -> tuple[float, ...]:
     if not isinstance(lr_scale, Each):
         raise ArgumentTypeError(
-            f"population_based: lr_scale={lr_scale!r:.60}: write the factor of each member, lr_scale=pl.each([0.1, 1.0])."
+            f"population_based: lr_scale={lr_scale!r:.60}: write the factor of each member, "
+            "lr_scale=pl.each([0.1, 1.0])."
         )
     for value in lr_scale.values:
         if callable(value) or not 0 < value < math.inf:
@@ -273,7 +275,7 @@ def rounds(state: State, name: str = "population_based") -> tuple[Round, ...]:
         )
     # Of a member that was taken out there is one row, its own.
     keys = ("batch", "source", "values", "lr_scales")
-    batch, *others = (memory[key].reshape(-1, memory[key].shape[-1]).T.tolist() for key in keys)
+    batch, *others = (torch.atleast_2d(memory[key]).T.tolist() for key in keys)
     columns = zip(batch, *others, strict=True)
     listed = [Round(at[0], tuple(a), tuple(b), tuple(c)) for at, a, b, c in columns]
     return tuple(listed[: memory["rounds"]])

@@ -55,14 +55,14 @@ def successive_halving(
             batches since the last rung, weighted by their samples; or ``"train/<metric>"`` of
             ``fit(train_metrics=)``: that of the batches so far in the epoch.
         mode: whether less is better, ``"min"``, or more, ``"max"``. None: known for losses, accuracies and the like.
-        interval: the training before the first rung: ``"1ep"``, ``"100ba"``; rung ``r`` is after ``factor**r`` times it.
+        interval: the training before the first rung: ``"1ep"``, ``"100ba"``; rung ``r`` is after ``factor**r`` of it.
         factor: of so many members one goes on.
         least: how many go on at least.
         name: another one, if there are several.
 
     State: ``rungs`` (how many there were), ``value`` (of each member when it was last compared; float64, shape
-    (members,), NaN before the first rung), ``batch`` (after which batch each was stopped; int64, shape (members,), -1 of
-    those that go on) and ``drop`` (a bool: whether members stop at the next checkpoint event).
+    (members,), NaN before the first rung), ``batch`` (after which batch each was stopped; int64, shape (members,), -1
+    of those that go on) and ``drop`` (a bool: whether members stop at the next checkpoint event).
 
     Raises:
         ArgumentError: a setting out of range; by ``fit``: an evaluator or metric that there is not, or no ensemble.

@@ -112,8 +112,8 @@ def refuse_settings(settings: Settings, state: State) -> None:
     alone = next((item for item in settings.algorithms if item.across_members and item.factory), None)
     if alone is not None and len(state.ensemble) == 1:
         raise ArgumentError(
-            f"algorithm {alone.name!r} compares members, and the ensemble has one: give pl.ensemble(make_model, seeds=...) "
-            "several seeds, or leave it out."
+            f"algorithm {alone.name!r} compares members, and the ensemble has one: give pl.ensemble(make_model, "
+            "seeds=...) several seeds, or leave it out."
         )
     refused = {'microbatch_size="auto"': settings.microbatch_size == "auto", "verify=": settings.verify is not None}
     _refuse(name for name, is_true in refused.items() if is_true)

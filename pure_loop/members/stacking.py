@@ -368,7 +368,7 @@ def stacked_batches(name: str, values: list[Any]) -> Any:
 
 
 def stop_members(state: S, numbers: Iterable[int]) -> S:
-    """The State in which these members have stopped, at its timestamp; those that have stopped before stay as they are."""
+    """The State in which these members have stopped, too, at its timestamp."""
     members, stop, stopping = _members_of(state), (state.timestamp, state.previous_timestamp), set(numbers)
     stopped = tuple(old or (stop if number in stopping else None) for number, old in enumerate(members.stopped))
     ensemble = attrs.evolve(members, stopped=stopped)

@@ -44,7 +44,7 @@ def stream(algorithms: Any, start: Any = None, **changes: Any) -> pl.Stream:
 
 def scores(table: list[list[float]]) -> dict[str, Any]:
     """Evaluators, of which the accuracy of each member has these values, one row an evaluation."""
-    following = iter([*sum(table, []), *[0.0] * 99])
+    following = iter([*(value for values in table for value in values), *[0.0] * 99])
     made = pl.metrics.Metric("accuracy", lambda: 0, lambda acc, outputs, batch: acc, lambda acc: next(following))
     evaluators = {"val": pl.Evaluator(points(1), metrics=[made])}
     return {"evaluators": evaluators, "eval_interval": "1ep", "max_duration": f"{len(table)}ep"}
@@ -120,13 +120,13 @@ def test_those_that_go_on_train_on_without_the_others() -> None:
 # Population-based training
 
 
-def sources_of(round: A.Round, exploit: float, mode: str) -> list[set[int]]:
+def sources_of(found: A.Round, exploit: float, mode: str) -> list[set[int]]:
     """From which members each may go on."""
-    ranked = best_first(list(round.values), list(range(len(round.values))), mode)
+    ranked = best_first(list(found.values), list(range(len(found.values))), mode)
     count = min(max(1, math.floor(exploit * len(ranked) + 1e-9)), len(ranked) // 2) if exploit else 0
 
     def better(source: int, number: int) -> bool:
-        a, b = round.values[source], round.values[number]
+        a, b = found.values[source], found.values[number]
         return math.isfinite(a) and (not math.isfinite(b) or (a < b if mode == "min" else a > b))
 
     return [
@@ -277,7 +277,7 @@ def test_a_history_has_room_for_any_number_of_rounds() -> None:
     based = A.population_based("val/loss", interval="1ba", exploit=0.5)
     state = pl.run(stream([based], max_duration="70ba"))
     found = A.rounds(state)
-    assert [round.batch for round in found] == list(range(1, 71))
+    assert [each.batch for each in found] == list(range(1, 71))
     assert state.algorithm_state["population_based"]["source"].shape == (4, 128)
     assert found[-1].lr_scales == tuple(state.lr_scale.tolist())  # type: ignore[union-attr]
     (*_, last) = A.rounds(state.member(1))
@@ -333,9 +333,8 @@ def test_a_handler_across_members_at_batch_end_is_called_once_a_batch(fallback: 
 def test_a_memory_of_other_members_is_refused() -> None:
     make = MADE["successive_halving"]
     state = pl.run(stream([make()], max_duration="1ep"))
-    other = state.remember(
-        "successive_halving", {**state.algorithm_state["successive_halving"], "value": torch.ones(4, 2)}
-    )
+    memory = {**state.algorithm_state["successive_halving"], "value": torch.ones(4, 2)}
+    other = state.remember("successive_halving", memory)
     with pytest.raises(pl.errors.ResumeError, match=r"\['successive_halving'\]\['value'\] is \(4, 2\) float32"):
         stream([make()], other)
 
