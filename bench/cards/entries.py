@@ -86,7 +86,9 @@ ENTRIES: dict[str, Entry] = {
     "mixup": Entry("mixup(alpha=0.2)", picture="batch"),
     "no_op_model": Entry("no_op_model()", note="It learns nothing: the time is what it measures."),
     "population_based": Entry(
-        'population_based("val/accuracy", lr_scale=rates)', "digits, an ensemble", options=_EVALUATED, note=_BEST, members=8
+        'population_based("val/accuracy", lr_scale=rates)',
+        *("digits, an ensemble", "", _EVALUATED, _BEST),
+        members=8,
     ),
     "progressive_resizing": Entry("progressive_resizing(0.5, increment=2)", picture="height"),
     "randaugment": Entry("randaugment(operations=1, magnitude=5)", picture="batch"),
@@ -103,7 +105,9 @@ ENTRIES: dict[str, Entry] = {
     "squeeze_excite": Entry("squeeze_excite(8, min_channels=32)"),
     "stochastic_depth": Entry("stochastic_depth(Block, 0.2)", picture="depth"),
     "successive_halving": Entry(
-        'successive_halving("val/accuracy")', "digits, an ensemble", options=_EVALUATED, note=_MASKED, members=8
+        'successive_halving("val/accuracy", interval="4ep")',
+        *("digits, an ensemble", "", _EVALUATED, _MASKED),
+        members=8,
     ),
     "swa": Entry("swa()", picture="average", note=_SETTLED),
     "threshold_stopping": Entry(

@@ -145,8 +145,8 @@ PROBLEMS = {
         *(functools.partial(convolutions, group_norm), digits, "accuracy", "higher", "40ep"),
     ),
     "digits, an ensemble": CardProblem(
-        "16 epochs of scikit-learn's digits (360 images to train on, 1437 to test with), 8 networks of 4,800 parameters "
-        "with SGD at rates from 0.001 to 1",
+        "16 epochs of scikit-learn's digits (360 images to train on, 1437 to test with), 8 networks of 4,800 "
+        "parameters with SGD at rates from 0.001 to 1",
         *(layers, digits, "accuracy", "higher", "16ep"),
     ),
     "text": CardProblem(
