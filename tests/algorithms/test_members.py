@@ -234,10 +234,15 @@ def assert_resumes(make: Callable[[], pl.Algorithm], through: Callable[[pl.State
         assert not differences(end, states[-1], without=frozenset({"event", "position", "metrics"}))
 
 
-@pytest.mark.parametrize("fallback", [None, "loop"])
 @pytest.mark.parametrize("name", MADE)
-def test_training_resumes_from_every_boundary(name: str, fallback: Any) -> None:
-    assert_resumes(MADE[name], lambda state: state, fallback=fallback)
+def test_training_resumes_from_every_boundary(name: str) -> None:
+    assert_resumes(MADE[name], lambda state: state)
+
+
+@pytest.mark.slow  # each run is traced
+@pytest.mark.parametrize("name", MADE)
+def test_mapped_training_resumes(name: str) -> None:
+    assert_resumes(MADE[name], lambda state: state, fallback=None)
 
 
 def kept_outside() -> pl.Algorithm:
@@ -310,7 +315,7 @@ def test_one_member_may_have_a_factor_where_another_has_none() -> None:
     rates = [0.0, 0.05, 0.2]
     plateau = [A.reduce_on_plateau("val/loss", patience=0, factor=0.5)]
     options: dict[str, Any] = {"evaluators": {"val": points(1)}, "max_duration": "3ep", "strict": False}
-    end = pl.run(fit(ensemble(3, mlp, None), None, plateau, optimizer=pl.optim.sgd(lr=pl.each(rates)), **options))
+    end = pl.run(fit(ensemble(3, mlp), None, plateau, optimizer=pl.optim.sgd(lr=pl.each(rates)), **options))
     for number, rate in enumerate(rates):
         alone = pl.run(fit(mlp(number), None, plateau, optimizer=pl.optim.sgd(lr=rate), seed=number, **options))
         assert float(end.lr_scale[number]) == float(1.0 if alone.lr_scale is None else alone.lr_scale)  # type: ignore[index]
