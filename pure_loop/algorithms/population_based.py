@@ -148,7 +148,7 @@ def population_based(
         return state.remember(name, FrozenDict({**memory, "begun": True})).replace(lr_scale=scale)
 
     def is_due(state: State) -> bool:
-        return state.timestamp.get(length.unit) - state.algorithm_state[name]["since"] >= length.value
+        return bool(state.timestamp.get(length.unit) - state.algorithm_state[name]["since"] >= length.value)
 
     def start(state: State, **totals: PyTree) -> Memory:
         numbers, values = torch.zeros(state.members, 0, dtype=torch.int64), torch.zeros(state.members, 0).double()
@@ -273,9 +273,9 @@ def rounds(state: State, name: str = "population_based") -> tuple[Round, ...]:
             f"this State has no rounds under {name!r}: it has algorithm state of {sorted(state.algorithm_state)}. "
             "Train with algorithms=[pl.algorithms.population_based(...)]."
         )
+    tables: list[Tensor] = [memory[key] for key in ("batch", "source", "values", "lr_scales")]
     # Of a member that was taken out there is one row, its own.
-    keys = ("batch", "source", "values", "lr_scales")
-    batch, *others = (torch.atleast_2d(memory[key]).T.tolist() for key in keys)
+    batch, *others = ((table if table.ndim == 2 else table[None]).T.tolist() for table in tables)
     columns = zip(batch, *others, strict=True)
     listed = [Round(at[0], tuple(a), tuple(b), tuple(c)) for at, a, b, c in columns]
     return tuple(listed[: memory["rounds"]])

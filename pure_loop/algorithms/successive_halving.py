@@ -81,7 +81,7 @@ def successive_halving(
     first = Time.parse(interval)
 
     def is_due(state: State) -> bool:
-        return _rungs(state, first, factor) > state.algorithm_state[name]["rungs"]
+        return bool(_rungs(state, first, factor) > state.algorithm_state[name]["rungs"])
 
     def start(state: State, **totals: PyTree) -> Memory:
         return {

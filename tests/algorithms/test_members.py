@@ -365,8 +365,8 @@ REFUSALS = [
     refused(lambda: stream([A.successive_halving("vall/loss")]), ARG, "no metric 'vall/loss'; did you"),
     refused(lambda: stream([A.population_based("vall/loss")]), ARG, "no metric 'vall/loss'; did you mean 'val/loss'?"),
     refused(lambda: A.population_based("val/mine"), ARG, "whether less or more of it is better is not known"),
-    refused(lambda: A.population_based(exploit=0.6), ARG, "exploit=0.6", "a number from 0 to 0.5"),
-    refused(lambda: A.population_based(exploit=-0.1), ARG, "exploit=-0.1"),
+    refused(lambda: A.population_based(exploit=0.6), ARG, "exploit must be a number from 0 to 0.5, got 0.6"),
+    refused(lambda: A.population_based(exploit=-0.1), ARG, "exploit must be a number from 0 to 0.5, got -0.1"),
     refused(lambda: A.population_based(interval="0.1dur"), ARG, "interval='0.1dur' is a part of the duration"),
     refused(lambda: A.successive_halving(factor=1), ARG, "factor"),
     refused(lambda: A.population_based(explore=lambda: None), TYPE, "is no function of (state, generator)"),  # type: ignore[arg-type, return-value]
