@@ -11,8 +11,9 @@ Python block before it prints, and ``output from "A" to "B"`` only the lines fro
 that holds B; a page's blocks are run in order, as one program, for that. The tables of laws, fields and strategies come
 from ``pure_loop.testing``. ``benchmark NAME`` is a table of
 ``docs/benchmark.json``, which ``make bench-page`` measures; ``peers PART`` is one of ``docs/peers.json``, which ``make
-laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``source FILE`` is a file of
-the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH; only
+laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``members`` is what an ensemble
+maps, ``docs/members_table.json``, which ``tests/compile/test_members_map.py`` tries. ``source FILE`` is a file of the
+repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH; only
 the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first
 sentence of its docstring.
 
@@ -387,6 +388,17 @@ def _gpu() -> str:
     return str(_by_path("bench/gpu/page.py").render(json.loads(path.read_text()) if path.exists() else None))
 
 
+def _members() -> str:
+    """What an ensemble maps, by kinds."""
+    found = json.loads((ROOT / "docs" / "members_table.json").read_text())
+    verdicts = ("mapped", "member by member", "loop", "refused")
+    lines = ["| | mapped | member by member | only with `fallback=\"loop\"` | refused |", "|---|---|---|---|---|"]
+    for kind, rows in found.items():
+        cells = [", ".join(f"`{name}`" for name, value in rows.items() if value == verdict) for verdict in verdicts]
+        lines.append(f"| {kind} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
 def _by_path(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"_{Path(path).stem}", ROOT / path)
     assert spec is not None
@@ -463,6 +475,7 @@ _PARTS: dict[str, Callable[..., str]] = {
     "laws": _laws,
     "laws-of": _laws_of,
     "may-change": _may_change,
+    "members": _members,
     "source": _source,
     "strategies": _strategies,
 }

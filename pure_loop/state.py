@@ -9,9 +9,9 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypedDict, TypeVar, cast
 
 import attrs
 import optree
@@ -35,11 +35,13 @@ from pure_loop.errors import (
 )
 from pure_loop.event import Event, events_between
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
-from pure_loop.members.record import MemberCount, Members
 from pure_loop.model.model import ModelDef
 from pure_loop.model.names import Note, places, reordered, sorted_by
 from pure_loop.precision import LossScale
 from pure_loop.time import Timestamp
+
+if TYPE_CHECKING:
+    from pure_loop.membership import MemberCount, Members
 
 __all__ = ["Loss", "MetricValue", "State", "StateFields"]
 
@@ -162,11 +164,11 @@ class State(Record):
             was loaded from a file, in order (:class:`pure_loop.model.names.Note`); ``print(*state.notes, sep="\\n")``.
         data_seed: the seed of the order of the data, where that is not ``seed``: that of an ensemble whose members see
             the same batches, and of a member that was taken out of it; None: ``seed``.
-        ensemble: the seeds of the members and which of them have stopped (:class:`pure_loop.members.record.Members`);
+        ensemble: the seeds of the members and which of them have stopped (:class:`pure_loop.membership.Members`);
             None: it is one model. Tensors of a State with members have a leading dimension of members.
         data_seed: the seed of the order of the data, where that is not ``seed``: that of an ensemble whose members see
             the same batches, and of a member that was taken out of it; None: ``seed``.
-        ensemble: the seeds of the members and which of them have stopped (:class:`pure_loop.members.record.Members`);
+        ensemble: the seeds of the members and which of them have stopped (:class:`pure_loop.membership.Members`);
             None: it is one model. Tensors of a State with members have a leading dimension of members.
 
     Of the current batch, None outside it:
@@ -419,12 +421,9 @@ class State(Record):
         (4, 2, 0)
         """
 
-        def some(indices: Sequence[int] | Tensor) -> S:
-            from pure_loop.members.stacking import select  # it imports this module
+        from pure_loop.membership import MemberCount  # one model has no use for it
 
-            return select(self, indices)
-
-        return MemberCount(0 if self.ensemble is None else len(self.ensemble), some)
+        return MemberCount(0 if self.ensemble is None else len(self.ensemble), self._some_members)
 
     def member(self: S, index: int) -> S:
         """The State of one member of an ensemble: a State of one model, from which training resumes alone.
@@ -441,9 +440,55 @@ class State(Record):
         >>> stacked.params["weight"].shape, stacked.member(1).params["weight"].shape, stacked.member(1).seed
         (torch.Size([2, 1, 2]), torch.Size([1, 2]), 4)
         """
-        from pure_loop.members.stacking import member  # it imports this module
+        from pure_loop.membership import member_value  # one model has no use for it
 
-        return member(self, index)
+        number, members = self._number_of(index, "state.member({})"), self._ensemble()
+        fields: dict[str, object] = {name: member_value(value, number, name) for name, value in self._of_members()}
+        stop = members.stopped[number]
+        if stop is not None:
+            fields["timestamp"], fields["previous_timestamp"] = stop
+        stopped = self.stop or stop is not None
+        return with_fields(self, **fields, seed=members.seeds[number], ensemble=None, stop=stopped)
+
+    def _some_members(self: S, indices: Sequence[int] | Tensor) -> S:
+        passed: object = indices.tolist() if isinstance(indices, Tensor) else indices
+        if isinstance(passed, str) or not isinstance(passed, Iterable):
+            raise ArgumentTypeError(
+                f"state.members({passed!r:.60}): write the numbers of members, state.members([0, 3])."
+            )
+        from pure_loop.membership import selected_value  # one model has no use for it
+
+        chosen = [self._number_of(index, "state.members([{}])") for index in passed]
+        if not chosen:
+            raise ArgumentError("state.members([]): write the numbers of members, state.members([0, 3]).")
+        members = self._ensemble()
+        stopped = tuple(members.stopped[number] for number in chosen)
+        record = attrs.evolve(members, seeds=tuple(members.seeds[number] for number in chosen), stopped=stopped)
+        fields = {name: selected_value(value, chosen, name) for name, value in self._of_members()}
+        return with_fields(self, **fields, ensemble=record, stop=None not in stopped)
+
+    def _of_members(self) -> Iterator[tuple[str, Any]]:
+        """The fields that members have of their own."""
+        for attribute, _ in _fields[type(self)]:
+            if attribute not in OF_ALL_MEMBERS:
+                yield attribute, getattr(self, self._slots_behind.get(attribute, attribute))
+
+    def _ensemble(self) -> Members:
+        if self.ensemble is None:
+            raise ArgumentError(
+                "this State is that of one model, and has no members: pl.ensemble(make_model, seeds=range(8)) in the "
+                "place of fit's model trains several, and pl.stack(states) puts States of one structure together."
+            )
+        return self.ensemble
+
+    def _number_of(self, index: object, call: str) -> int:
+        count, written = len(self._ensemble()), call.format(f"{index!r:.60}")
+        if isinstance(index, bool) or not hasattr(type(index), "__index__"):
+            raise ArgumentTypeError(f"{written}: a member is known by its number, from 0 to {count - 1}.")
+        number = cast("SupportsIndex", index).__index__()
+        if not -count <= number < count:
+            raise ArgumentError(f"{written}: the State has {count} members, from 0 to {count - 1}.")
+        return number % count
 
     @teaching
     def module(self, *, training: bool = True) -> nn.Module:
@@ -780,6 +825,13 @@ def sort_by_model(state: S, before: ModelDef | None = None) -> S:
     return with_fields(state, opt_state=reordered(raw_opt_state(state), wanted, were), algorithm_state=memories)
 
 
+# The fields that are equal for all members of an ensemble, or told of them by ``ensemble``.
+OF_ALL_MEMBERS = frozenset(
+    {
+        *("model", "timestamp", "previous_timestamp", "seed", "data_seed", "ensemble", "stop", "frozen", "event"),
+        *("position", "notes", "evaluator"),
+    }
+)
 _ENDS = events_between(Event.BATCH_END, Event.EPOCH_CHECKPOINT)
 # The boundaries at which an algorithm may end training.
 STOPPING = _ENDS | events_between(Event.ITERATION_END, Event.ITERATION_CHECKPOINT)
@@ -947,7 +999,7 @@ def refuse_misfit(state: State) -> None:
                 "has the module's own numbers; pl.load(path, model=module, exclude=[...]) keeps those that fit."
             )
         for name, tensor in wanted.items():
-            if tensor.shape != value[name].shape:
+            if tensor.shape != value[name].shape[state.ensemble is not None :]:
                 raise ResumeError(
                     f"{kind}[{name!r}] has shape {tuple(value[name].shape)} in this State and "
                     f"{tuple(tensor.shape)} in its model: the State is another model's."

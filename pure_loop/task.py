@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,7 +29,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError, LossEr
 from pure_loop.random.authors import is_users
 from pure_loop.ranges import checked
 
-__all__ = ["OnTargets", "Task", "check_loss_function", "has_loss_method", "make_task"]
+__all__ = ["OnTargets", "Task", "check_loss_function", "has_loss_method", "loss_problem", "make_task"]
 
 
 def _inputs_and_targets(batch: Batch) -> tuple[Any, Any]:
@@ -466,3 +467,46 @@ def _require_loss_method(model: nn.Module) -> None:
             f"loss=pl.Task(loss=...), or give {type(model).__name__} a method loss(outputs, batch). Models that "
             "compute their losses themselves have pl.Task.from_transformers() and pl.Task.detection()."
         )
+
+
+_TO_ADD = "or have its parts added: loss=pl.Task(loss=..., loss_total=sum)"
+
+
+def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
+    """What is wrong with a loss, and what to write instead; None where nothing is."""
+    if isinstance(loss, dict):
+        if "total" not in loss:
+            return f"is a dict with keys {sorted(map(str, loss))}; it needs the key 'total', {_TO_ADD}."
+        for key, part in loss.items():
+            is_tensor = isinstance(part, Tensor)
+            if key != "total" and (part.ndim if is_tensor else not isinstance(part, int | float)):
+                what = f"of shape {tuple(part.shape)}" if is_tensor else f"a {type(part).__name__}"
+                return f"has the part {key!r}, which is {what}; write numbers or scalar tensors."
+        loss = loss["total"]
+    if loss is None:
+        return (
+            "is None of type NoneType; is a `return` missing? Return a tensor of shape (), computed from the outputs."
+        )
+    if isinstance(loss, int | float):
+        return (
+            f"is {loss!r} of type {type(loss).__name__}, which can't be differentiated; return a tensor of shape (), "
+            "computed from the outputs without .item() or float()."
+        )
+    if isinstance(loss, tuple | list):
+        return f"is a {type(loss).__name__} of {len(loss)}; return one tensor of shape (), {_TO_ADD}."
+    if not isinstance(loss, Tensor):
+        return (
+            f"is of type {type(loss).__name__}; return a tensor of shape (), computed from the outputs, or a dict of "
+            "such with the key 'total'."
+        )
+    if loss.ndim != 0:
+        return f"has shape {tuple(loss.shape)}; a loss is one number: return its mean, loss.mean()."
+    if differentiated and not loss.is_floating_point():
+        return f"has dtype {loss.dtype}, which can't be differentiated."
+    if loss.layout is not torch.strided:
+        return f"has the layout {loss.layout}; return a dense tensor, loss.to_dense()."
+    from pure_loop._internal.devices import shapes_only  # what is wrong is the exception
+
+    if loss.is_meta and not shapes_only.get():
+        return "is on the meta device and has no number: compute it from outputs and targets that have numbers."
+    return None

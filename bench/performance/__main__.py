@@ -25,6 +25,7 @@ from bench.performance import (
     length,
     limits,
     malloc,
+    members,
     memory,
     parts,
     saving,
@@ -38,7 +39,7 @@ from bench.performance.workloads import WORKLOADS
 
 MEASURED = (
     *("steps", "parts", "memory", "imports", "processes", "events", "growth", "length", "saving", "malloc"),
-    *("costs", "attached"),
+    *("costs", "attached", "members"),
 )
 
 
@@ -87,6 +88,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.05, help="CPU time of one turn of one loop")
     parser.add_argument("--longest", type=int, default=100_000, help="steps of the longest run; a million takes long")
     parser.add_argument("--output", type=Path, default=Path("benchmark.json"))
+    parser.add_argument("--jax", metavar="PYTHON", help="another Python, which has JAX, for the table of members")
     parser.add_argument("--plot", type=Path, help="write a chart of the table of steps, a PNG")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a figure is above its limit")
     return parser.parse_args()
@@ -141,6 +143,11 @@ def _measured(name: str, options: argparse.Namespace, loops: list[Loop], peers: 
             return saving.measure(max(options.turns // 5, 3))
         case "malloc":
             return malloc.measure(max(options.turns // 5, 3))
+        case "members":
+            python = members.python_with_jax(options.jax)
+            if python is None:
+                print("skipping JAX: it is not installed here; --jax PYTHON names a Python that has it", flush=True)
+            return members.measure(python, options.turns, options.seconds)
         case "costs":
             return costs.measure(options.turns, options.seconds)
     raise AssertionError(name)

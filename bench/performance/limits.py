@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bench.performance import members
 from bench.performance.loops import BASE
 
-__all__ = ["COSTS", "RATIOS", "exceeded"]
+__all__ = ["COSTS", "MEMBERS", "RATIOS", "exceeded"]
 
 # CPU time of a step relative to the loop by hand with a fused AdamW: by loop, then by workload.
 RATIOS: dict[str, dict[str, float]] = {
@@ -40,6 +41,15 @@ COSTS = {
     "MLP": 1.03,
     "MLP of 6 million parameters, from_torch": 1.15,
 }
+
+# Of the members alone, and of JAX's vmap, relative to an ensemble: at least so much. By problem, then by loop.
+MEMBERS = {
+    members.MLPS: {members.ALONE: 7.0, members.COMPILED: 1.8, members.JAX: 1.0},
+    members.SMALL: {members.ALONE: 1.5, members.COMPILED: 1.2},
+}
+# Peak of an ensemble's memory relative to the sum of its members' own, and seconds of its first epoch.
+MEMORY_OF_MEMBERS = 1.1
+FIRST_SECONDS = 20.0
 
 # The step after a save, relative to an ordinary one.
 SAVING = 1.05
@@ -86,8 +96,22 @@ def exceeded(results: Mapping[str, Any]) -> Iterator[str]:
         limit = COSTS[max((start for start in COSTS if name.startswith(start)), key=len)]
         if cell["ratio"] > limit:
             yield f"{name}: {cell['ratio']:.2f}, the limit is {limit}"
+    yield from _of_members(results.get("members", {}))
     if "length" in results:
         first, *_, last = results["length"]
         for key in ("ratio", "python_blocks", "resident_mb"):
             if last[key] > DRIFT * first[key]:
                 yield f"{key} after {last['steps']} steps: {last[key]:.5g}, from {first[key]:.5g}"
+
+
+def _of_members(results: Mapping[str, Any]) -> Iterator[str]:
+    for describe, found in results.items():
+        for loop, least in MEMBERS.get(describe, {}).items():
+            if loop in found and found[loop]["ratio"] < least:
+                yield f"{describe}, {loop}: {found[loop]['ratio']:.2f} of the ensemble's, at least is {least:.1f}"
+        ensemble, compiled = found[members.ENSEMBLE], found[members.COMPILED]
+        if ensemble["mb"] > MEMORY_OF_MEMBERS * compiled["mb"]:
+            ratio = ensemble["mb"] / compiled["mb"]
+            yield f"{describe}, memory: {ratio:.2f} of its members', the limit is {MEMORY_OF_MEMBERS}"
+        if ensemble["first_seconds"] > FIRST_SECONDS:
+            yield f"{describe}, first epoch: {ensemble['first_seconds']:.1f} s, the limit is {FIRST_SECONDS:.0f}"

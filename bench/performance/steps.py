@@ -20,7 +20,7 @@ from bench.performance.peers import UnmeasurableError, quiet
 from bench.performance.turns import Turns
 from bench.performance.workloads import Workload
 
-__all__ = ["Competitor", "in_turns", "measure", "paired"]
+__all__ = ["Competitor", "cpu_seconds", "in_turns", "measure", "paired"]
 
 WARM_STEPS, WARM_SECONDS = 20, 0.5
 
@@ -41,7 +41,7 @@ def measure(
     loops: dict[str, Turns] = {}
     found: dict[str, dict[str, Any]] = {}
     for each in competitors:
-        begin, wall = _cpu(), time.perf_counter()
+        begin, wall = cpu_seconds(), time.perf_counter()
         try:
             with quiet():
                 loop = each.turns(workload)
@@ -49,7 +49,10 @@ def measure(
         except UnmeasurableError as error:
             found[each.name] = {"missing": str(error)}
             continue
-        found[each.name] = {"first_cpu_seconds": _cpu() - begin, "first_wall_seconds": time.perf_counter() - wall}
+        found[each.name] = {
+            "first_cpu_seconds": cpu_seconds() - begin,
+            "first_wall_seconds": time.perf_counter() - wall,
+        }
         loops[each.name] = loop
     times = in_turns(loops, turns, seconds)
     ratios = paired(times, BASE)
@@ -98,7 +101,8 @@ def paired(times: Mapping[str, Sequence[float]], base: str) -> dict[str, float]:
     }
 
 
-def _cpu() -> float:
+def cpu_seconds() -> float:
+    """Of this process until now, and of its children."""
     # A compiler's processes are children, and count when they have ended.
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime

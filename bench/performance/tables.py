@@ -158,6 +158,17 @@ def _costs(results: Results) -> Table:
     return rows
 
 
+def _members(results: Results) -> Table:
+    """A row a loop: in how many microseconds each member makes a step, and what that is of the ensemble's."""
+    rows = [["", "", "us", "ratio", "MB", "first epoch, s"]]
+    for describe, found in results["members"].items():
+        for place, (name, cell) in enumerate(found.items()):
+            megabytes = f"{cell['mb']:.1f}" if "mb" in cell else ""
+            row = ["" if place else describe, name, f"{cell['us']:.0f}", f"{cell['ratio']:.2f}", megabytes]
+            rows.append([*row, f"{cell['first_seconds']:.1f}"])
+    return rows
+
+
 def _versions(results: Results) -> Table:
     return [["package", "version"], *([name, version] for name, version in results["versions"].items())]
 
@@ -205,5 +216,6 @@ TABLES: dict[str, Callable[[Results], Table]] = {
     "saving": _saving,
     "malloc": _malloc,
     "costs": _costs,
+    "members": _members,
     "versions": _versions,
 }

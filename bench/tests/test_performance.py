@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.performance import attached, costs, limits, parts, tables
+import pure_loop as pl
+from bench.performance import attached, costs, limits, members, parts, tables
 from bench.performance.hand import hand_written
 from bench.performance.loops import BASE, EPOCH, HAND, OURS, ours
 from bench.performance.malloc import KEPT
@@ -189,3 +190,46 @@ def test_the_parts_of_a_step_are_all_there() -> None:
     # What others do on the machine meanwhile counts in the parts, and not in the step that the rest is the rest of.
     del found["the rest"]
     assert all(part > 0 for part in found.values()), found
+
+
+MEMBERS = members.Problem("two members", 2, WORKLOADS[0], None, lambda rate: {"optimizer": pl.optim.adamw(lr=rate)})
+
+
+def test_a_turn_of_members_alone_is_a_step_of_each() -> None:
+    made: list[int] = []
+
+    def steps() -> Any:
+        while True:
+            made.append(1)
+            yield 1
+
+    loop = members.Alone(OfGenerator(steps()), count=3)
+    _, done = loop.run(4)
+    assert (done, len(made)) == (4, 12)
+
+
+def test_members_alone_hold_as_much_as_one_times_their_number() -> None:
+    """Parameters, gradients and two moments of each, and those of the State that an epoch has ended with."""
+    names = [members.INTERPRETED, members.ALONE]
+    found = members.memory(MEMBERS, names)
+    parameters = sum(each.nbytes for each in W1.model().parameters()) / 1e6
+    assert set(found) == set(names)
+    for megabytes in found.values():
+        assert 2 * 4 * parameters < megabytes < 2 * 3 * 4 * parameters
+
+
+@pytest.mark.parametrize(("scale", "lines"), [(0.99, 0), (1.01, 9)])
+def test_of_an_ensemble_what_misses_its_limit_is_named(scale: float, lines: int) -> None:
+    """A ratio to the ensemble is at least its limit, memory and the first epoch at most."""
+    found: dict[str, Any] = {}
+    for describe, least in limits.MEMBERS.items():
+        loops = {name: {"ratio": limit / scale, "us": 1.0, "first_seconds": 1.0} for name, limit in least.items()}
+        loops[members.COMPILED]["mb"] = 1.0
+        ensemble = {"ratio": 1.0, "us": 1.0, "mb": limits.MEMORY_OF_MEMBERS * scale, "first_seconds": 20 * scale}
+        found[describe] = {members.ENSEMBLE: ensemble, **loops}
+    assert len(list(limits.exceeded({"members": found}))) == lines
+    assert len(tables.of("members", {"members": found})) == 1 + sum(map(len, found.values()))
+
+
+def test_jax_in_another_python_is_what_is_named() -> None:
+    assert members.python_with_jax("/another/python") == "/another/python"

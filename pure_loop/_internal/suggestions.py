@@ -148,7 +148,9 @@ def arguments_of_call(
 
 
 # Members of these packages are written with the package's name; those of others are pl.NAME.
-_NAMED_PACKAGES = ("algorithms", "callbacks", "loggers", "metrics", "optim", "schedules", "stages", "testing")
+_NAMED_PACKAGES = frozenset(
+    {"algorithms", "callbacks", "gradients", "loggers", "metrics", "optim", "schedules", "stages", "testing"}
+)
 
 
 def _place(function: Callable[..., object]) -> str:

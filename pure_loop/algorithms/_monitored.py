@@ -18,7 +18,6 @@ from pure_loop.callback import Run
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.members.stacking import split
 from pure_loop.metrics.loss import DEFAULT_NAMES
 from pure_loop.state import State
 
@@ -138,7 +137,7 @@ class Monitored:
 
     def values(self, state: State) -> Tensor:
         """As :meth:`value`, of each member; float64, shape (members,), on the CPU."""
-        return torch.tensor([self.value(one) for one in split(state)], dtype=torch.float64)
+        return torch.tensor([self.value(state.member(number)) for number in range(state.members)], dtype=torch.float64)
 
     def loss(self, state: State) -> Tensor:
         """The loss of the batch that ended; shape (), or (members,).

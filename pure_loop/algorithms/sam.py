@@ -28,7 +28,7 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.errors import ArgumentError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.gradients import global_norm, in_dtypes_of, inner_product
+from pure_loop.gradients.clipping import global_norm, in_dtypes_of, inner_product
 from pure_loop.loop.batch import LoopStages
 from pure_loop.random import derive
 from pure_loop.ranges import Above, AtLeast, checked

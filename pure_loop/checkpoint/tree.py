@@ -25,6 +25,7 @@ from pure_loop.checkpoint.validation import MOST_DIGITS, Json, decoded, refuse_c
 from pure_loop.errors import ArgumentTypeError, CheckpointError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.membership import Members, MemberValues
 from pure_loop.model.names import Note
 from pure_loop.precision import LossScale
 from pure_loop.state import State
@@ -399,6 +400,6 @@ _READERS: dict[str, Callable[[Reader, dict[str, Json]], PyTree]] = {
 }
 
 
-for _cls in (State, Note, Timestamp, Time, TimeUnit, Event, LossScale):
+for _cls in (State, Note, Timestamp, Time, TimeUnit, Event, LossScale, Members, MemberValues):
     register(_cls, name=f"pure_loop.{_cls.__name__}")
 register_subclasses(State)

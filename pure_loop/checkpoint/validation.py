@@ -27,7 +27,7 @@ from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.members.record import Members
+from pure_loop.membership import Members
 from pure_loop.model.names import Note
 from pure_loop.precision import LossScale
 from pure_loop.time import Time, Timestamp

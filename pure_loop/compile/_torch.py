@@ -213,7 +213,9 @@ def storage_key(tensor: Tensor) -> object:
 def decompositions() -> Decompositions:
     """Operations as others that the compiler takes; ``torch.compile`` has them by itself."""
     select = _find("torch._inductor.decomposition:select_decomp_table") if _has_inductor() else None
-    return {} if select is None else dict(select())
+    table: Decompositions = {} if select is None else dict(select())
+    # torch's are wrong where a target is -1.
+    return {op: function for op, function in table.items() if "multilabel_margin_loss" not in str(op)}
 
 
 # Members.
@@ -231,6 +233,8 @@ def unmapped(targets: Iterable[object]) -> Decompositions:
         for target in targets
         if isinstance(target, operator_class)
         and target in table
+        # The further results of others (attention, a margin loss), decomposed, are not what their backwards take.
+        and (len(target._schema.returns) == 1 or "batch_norm" in target.name())
         and not any(has_kernel(target.name(), key) for key in ("FuncTorchBatched", "CompositeImplicitAutograd"))
     }
 
@@ -257,6 +261,8 @@ _SETTINGS: Options = {
 # Nodes of a graph. The C++ wrapper is entered at less cost than the Python one; of a large graph it is one file, on
 # which a C++ compiler takes many minutes, and the cost of entering is nothing beside what the graph does.
 CPP_WRAPPER_UP_TO = 2000
+# In the meta of a graph: it is one of several members.
+OF_MEMBERS = "of_members"
 
 
 @cache
@@ -317,9 +323,11 @@ def _by_inductor(graph: GraphModule, examples: list[Tensor], backward: bool | No
     no = _find("torch._inductor.utils:BoxedBool")(False)
     compile_inner = _find("torch._inductor.compile_fx:compile_fx_inner")
     options = {} if backward is None else {"is_backward": backward}
+    # Images of members are convolved in groups; with channels last, what is around these is not vectorised.
+    layouts = {"layout_optimization": False} if OF_MEMBERS in graph.meta and not devices else {}
     # On a GPU it multiplies random matrices, to find out how.
     rng = torch.random.fork_rng(sorted(set(devices), key=str)) if devices else nullcontext()
-    with _naming_a_missing_compiler(), patch(_SETTINGS), rng:
+    with _naming_a_missing_compiler(), patch({**_SETTINGS, **layouts}), rng:
         _find("torch._inductor.fx_passes.joint_graph:joint_graph_passes")(graph)
         return compile_inner(graph, examples, is_inference=False, cpp_wrapper=in_cpp, cudagraphs=no, **options)
 

@@ -42,7 +42,7 @@ from pure_loop.hooks import Handler
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.driver import apply
 from pure_loop.members import turns
-from pure_loop.members.record import PerMember
+from pure_loop.membership import PerMember
 from pure_loop.random.guards import Place
 from pure_loop.state import State, outside_batch, seal, with_fields
 
@@ -153,7 +153,7 @@ def make_graph(
     tensors = [*tensors_at(durable.leaves, places), *per_batch_tensors]
     mapping = Mapping.of(state, len(places), per_batch)
     if mapping is not None:
-        tracing.mapping, tensors = mapping, mapping.of_one(tensors)
+        tensors = mapping.of_one(tensors)
         per_batch = tuple([value.stacked if isinstance(value, PerMember) else value for value in per_batch])
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise _sparse(name)
@@ -162,12 +162,13 @@ def make_graph(
     handlers = traced_handlers(stages.handlers, tracing, place)
     traced = Traced(TracedStages.of(stages, tracing, handlers, place), handlers, timestamps)
     function = _Function(program, tracing, traced, state, names, durable, places, per_batch, connected=connected)
+    function.mapping = mapping
 
     # Made now: a module can't be copied on tensors without numbers.
     state.model.prepare_instances(SPARE_MODULES)
     try:
         with nullcontext() if mapping is None else turns.turn(mapping.first):
-            compiled = compile_function(function, tensors, tracing, len(places))
+            compiled = compile_function(function, tensors, tracing, len(places), mapping)
     except StrayDrawError as error:
         raise Untraceable(
             f"the segment {name!r} can't be compiled: {error}. Forwards and losses of training may draw from the "
@@ -201,6 +202,7 @@ class _Function:
         state: what the program is called with, of which ``durable`` are the fields called ``names``.
         places: which of their leaves are tensors: the first arguments. Those in ``per_batch`` follow.
         connected: whether autograd continues through it.
+        mapping: over the members of an ensemble, of which one is traced.
         result: how the State after it is built, once it was traced.
     """
 
@@ -213,6 +215,7 @@ class _Function:
     places: list[int]
     per_batch: PerBatch
     connected: bool = attrs.field(kw_only=True)
+    mapping: Mapping | None = attrs.field(default=None, init=False)
     result: NextState | None = attrs.field(default=None, init=False)
 
     def __call__(self, fakes: list[Tensor]) -> tuple[list[Tensor], dict[int, int], Connection | None]:
@@ -277,7 +280,7 @@ class _Function:
 
     def _of_one_member(self) -> dict[str, object]:
         """What a State with members has of one of them while that is traced."""
-        mapping, context = self.tracing.mapping, self.tracing.context
+        mapping, context = self.mapping, self.tracing.context
         if mapping is None:
             return {}
         return {

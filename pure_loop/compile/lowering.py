@@ -25,7 +25,7 @@ from pure_loop.compile.connected import Connection, connect, drop_unused
 from pure_loop.compile.draws import Draw, traced_generators
 from pure_loop.compile.guards import Env, Evaluate, refusing_global_state
 from pure_loop.compile.kernels import CutGraph, cut, has_kernels, memory_of, origin
-from pure_loop.compile.members import MemberScalar, mapped
+from pure_loop.compile.members import Mapping, MemberScalar, mapped
 from pure_loop.compile.operations import Constructors, DrawnApart, declared, decompositions, taken_apart
 from pure_loop.compile.refusals import refusing_recurrent_layers
 from pure_loop.compile.replay import Replaying, device_of_recording, note_not_recorded
@@ -122,6 +122,7 @@ def compile_function(
     tensors: Sequence[Tensor],
     tracing: Tracing,
     lasting: int,
+    mapping: Mapping | None = None,
 ) -> Compiled:
     """Trace and compile.
 
@@ -131,9 +132,10 @@ def compile_function(
         tensors: examples.
         tracing: collects what else the function asks for.
         lasting: how many of the first tensors last from step to step.
+        mapping: over the members of an ensemble; None: it is of one model.
     """
     with _one_at_a_time:
-        return _compile(function, tensors, tracing, lasting)
+        return _compile(function, tensors, tracing, lasting, mapping)
 
 
 def _compile(
@@ -141,6 +143,7 @@ def _compile(
     tensors: Sequence[Tensor],
     tracing: Tracing,
     lasting: int,
+    mapping: Mapping | None,
 ) -> Compiled:
     begin = time.perf_counter()
     for tensor in tensors:
@@ -167,7 +170,6 @@ def _compile(
         lift_inputs(raw, tracing)
         draws, captured = lift_draws(raw, tracing), lift_captured(raw, tracing)
         in_order(raw)
-        mapping = tracing.mapping
         cuttable = mapping is None and connection is None and has_kernels(raw)
         pieces = cut(_functional(raw, decompositions()), places) if cuttable else None
         if mapping is not None:
@@ -196,7 +198,7 @@ def _compile(
     return Compiled(
         call=call,
         taken=[i for i in code.taken if i < first],
-        numbers=[_scalar(tracing, i - first) for i in code.taken if first <= i < second],
+        numbers=[_scalar(tracing, i - first, mapping) for i in code.taken if first <= i < second],
         draws=draws,
         # All draws are made, in order, whether the graph uses them or not: those that follow depend on it.
         drawn=[i - second for i in code.taken if second <= i < third],
@@ -208,8 +210,7 @@ def _compile(
     )
 
 
-def _scalar(tracing: Tracing, number: int) -> _Scalar | MemberScalar:
-    mapping = tracing.mapping
+def _scalar(tracing: Tracing, number: int, mapping: Mapping | None) -> _Scalar | MemberScalar:
     if mapping is None:
         return _Scalar(*tracing.numbers[number])
     return MemberScalar(*tracing.numbers[number], mapping.count)

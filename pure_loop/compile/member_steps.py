@@ -28,7 +28,7 @@ from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.evaluation import current
 from pure_loop.members import turns
-from pure_loop.members.record import PerMember
+from pure_loop.membership import PerMember
 from pure_loop.stages.ownership import Request
 from pure_loop.state import NOT_READY, State, after_batch, raw_params, with_fields
 from pure_loop.time import Timestamp

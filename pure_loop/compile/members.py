@@ -27,7 +27,7 @@ from pure_loop.compile.operations import decompositions, taken_apart
 from pure_loop.compile.refusals import Untraceable
 from pure_loop.compile.trees import is_number, rebuild, tensors_of
 from pure_loop.members import turns
-from pure_loop.members.record import MemberValues, PerMember
+from pure_loop.membership import MemberValues, PerMember
 from pure_loop.state import State
 
 _aten = torch.ops.aten
@@ -212,10 +212,10 @@ def mapped(raw: GraphModule, mapping: Mapping, kinds: Sequence[int | None], *, r
     ]
     # What torch maps by a loop over members is right, and written down as such.
     with torch.no_grad(), _torch.mapping_in_silence():
-        one = _torch.make_fx(torch.func.functionalize(raw), decomposition_table=_mappable())(*fakes)
+        one = _reshaping(_torch.make_fx(torch.func.functionalize(raw), decomposition_table=_mappable())(*fakes))
         instead = _torch.unmapped({node.target for node in one.graph.nodes if node.op == "call_function"})
         if instead:
-            one = _torch.make_fx(one, decomposition_table=instead)(*fakes)
+            one = _reshaping(_torch.make_fx(one, decomposition_table=instead)(*fakes))
 
         def of_members(*tensors: Tensor) -> tuple[Tensor, ...]:
             return tuple(one(*tensors))
@@ -232,11 +232,11 @@ def mapped(raw: GraphModule, mapping: Mapping, kinds: Sequence[int | None], *, r
         # Without a compiler, operations stay as large as they are.
         table = {} if is_on() else _torch.decompositions()
         try:
-            return _torch.make_fx(of_all, decomposition_table={**table, **decompositions(), **taken_apart()})(*wide)
-        except RuntimeError as error:
-            if "vmap" not in str(error) and "atching rule" not in str(error):
-                raise
+            result = _torch.make_fx(of_all, decomposition_table={**table, **decompositions(), **taken_apart()})(*wide)
+        except (RuntimeError, ValueError, TypeError) as error:  # a NotImplementedError is a RuntimeError
             raise Untraceable(f"torch can't map a step over members: {error}. {LOOP_INSTEAD}") from error
+    result.meta[_torch.OF_MEMBERS] = True
+    return result
 
 
 # The numbers that a report of one member can have.
@@ -253,13 +253,36 @@ def _own_memory(tensor: Tensor, count: int) -> Tensor:
     return tensor.contiguous() if count > 1 and tensor.ndim and tensor.stride(0) == 0 else tensor
 
 
+def _reshaping(graph: GraphModule) -> GraphModule:
+    """With ``reshape`` for ``view``: what was dense of one member lies otherwise in memory mapped, or decomposed."""
+    for node in graph.graph.nodes:
+        if node.target in (_aten.view.default, _aten._unsafe_view.default):
+            node.target = torch.reshape
+    graph.recompile()
+    return graph
+
+
 def _mappable() -> _torch.Decompositions:
     """What to do instead of operations that torch can't map."""
     return {
         _aten.copy.default: _copy,
         **{op: function for op, function in decompositions().items() if "_foreach_" in str(op)},
+        # As functionalization writes it.
+        _aten._foreach_copy.default: lambda targets, sources, *_: list(map(_copy, targets, sources)),
+        _aten.slice_scatter.default: _slice_scatter,
         **taken_apart(),
     }
+
+
+def _slice_scatter(
+    target: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """Without a negative place, which torch maps wrongly."""
+    size = target.shape[dim]
+    places = slice(start, end, step).indices(size)
+    if (start or 0) >= 0 and 0 <= (size if end is None else end) <= size:
+        return NotImplemented
+    return _aten.slice_scatter.default(target, source, dim, *places)
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

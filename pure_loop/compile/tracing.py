@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from pure_loop.compile.draws import DROPOUT, Draw, DrawnFromDataError, Group, Re
 from pure_loop.compile.guards import Evaluate, TraceContext
 from pure_loop.compile.replay import Recorders
 from pure_loop.errors import CompileError
-
-if TYPE_CHECKING:
-    from pure_loop.compile.members import Mapping
 
 _aten = torch.ops.aten
 # What Python makes of numbers while it is traced, torch.tensor(2.0), is copied before it is used. It may be folded.
@@ -45,7 +42,6 @@ class Tracing:
         lifted: the numbers of the step that the graph takes.
         begins_with_leaves: whether nothing that it is given has a graph that leads out of it.
         sharing: which of the tensors that it is given share memory with another one.
-        mapping: what the members of an ensemble have of their own; None: it is the trace of one model.
         reports: whether the first output is the number that the program reports.
     """
 
@@ -64,7 +60,6 @@ class Tracing:
         self.inputs: dict[str, Node] = {}
         self.begins_with_leaves = True
         self.sharing: frozenset[int] = frozenset()
-        self.mapping: Mapping | None = None
         self.reports = False
 
     def fake(self, tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError, FrozenStateError,
 from pure_loop.evaluator import Evaluator, EvaluatorsLike, bind_evaluators
 from pure_loop.event import Event, EventName
 from pure_loop.frozendict import FrozenDict
-from pure_loop.gradients import ClipFunction
+from pure_loop.gradients.clipping import ClipFunction
 from pure_loop.loop.stream import Stream
 from pure_loop.members.ensemble import Ensemble
 from pure_loop.metrics._base import MetricsLike

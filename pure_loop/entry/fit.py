@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -22,16 +22,18 @@ from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry.parallel import announced
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, EventName
-from pure_loop.gradients import ClipFunction
+from pure_loop.gradients.clipping import ClipFunction
 from pure_loop.loop.stream import Stream
-from pure_loop.members.each import Each
-from pure_loop.members.ensemble import Ensemble
 from pure_loop.metrics._base import MetricsLike
 from pure_loop.optim import Optimizer
 from pure_loop.precision import PrecisionName
 from pure_loop.state import Loss, State
 from pure_loop.task import Task
 from pure_loop.time import Time
+
+if TYPE_CHECKING:
+    from pure_loop.members.each import Each
+    from pure_loop.members.ensemble import Ensemble
 
 
 class ModelOptions(TypedDict, total=False):

@@ -32,8 +32,8 @@ from pure_loop.loop.evaluation import current
 from pure_loop.loop.training import Eager
 from pure_loop.members import turns
 from pure_loop.members.each import Each
-from pure_loop.members.record import Members, PerMember
-from pure_loop.members.stacking import measured, member_value, over_members, split, stacked, stacked_batches
+from pure_loop.members.stacking import over_members, split, stacked
+from pure_loop.membership import Members, PerMember, measured, member_value, stacked_batches
 from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
 from pure_loop.random.guards import guard

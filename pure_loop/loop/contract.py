@@ -16,7 +16,6 @@ from pure_loop.model.model import ModelDef
 from pure_loop.model.names import Note, aligned
 from pure_loop.model.parameters import are_leaves
 from pure_loop.precision import LossScale
-from pure_loop.stages.loss import loss_problem
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import (
     NOT_READY,
@@ -29,6 +28,7 @@ from pure_loop.state import (
     raw_params,
     refuse_misfit,
 )
+from pure_loop.task import loss_problem
 
 
 def check_returned(returned: object, old: State, name: str, event: Event) -> State:
@@ -139,10 +139,9 @@ def _refuse_mistimed(result: State, old: State, name: str, event: Event) -> None
             _refuse_field("stop", name, event, f"training stops at a boundary: {where} at BATCH_CHECKPOINT")
     if result.lr_scale is not old.lr_scale:
         scale = result.lr_scale
-        shape = (result.members,) if result.members else ()
-        right = scale is None or (
-            isinstance(scale, torch.Tensor) and scale.shape == shape and scale.is_floating_point()
-        )
+        shape = () if result.ensemble is None else (len(result.ensemble),)
+        is_number = isinstance(scale, torch.Tensor) and scale.shape == shape and scale.is_floating_point()
+        right = scale is None or is_number
         if not right or (scale is not None and scale.device.type != "cpu"):
             value = _describe(scale) if isinstance(scale, torch.Tensor) else f"a {type(scale).__name__}"
             example = f"torch.ones({shape[0]}" if shape else "torch.tensor(0.5"

@@ -1,5 +1,6 @@
 """Members: many models in one State, each as if it was trained alone.
 
-``record.py`` is what a State says of its members, ``stacking.py`` takes a State apart into theirs and puts States
-together. ``each.py`` gives each member a value of its own, and ``turns.py`` knows whose turn it is.
+May import ``state``, ``schedules`` and what is below. Begin with ``stacking.py``, which takes a State apart into those
+of its members and puts States together. ``each.py`` gives each member a value of its own, and ``turns.py`` knows whose
+turn it is. What a State says of its members is :mod:`pure_loop.membership`.
 """

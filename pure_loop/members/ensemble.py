@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from pure_loop._internal.arguments import accepts, check_choice, check_integer, name_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError
-from pure_loop.members.record import Fallback
 from pure_loop.members.stacking import stacked
+from pure_loop.membership import Fallback
 from pure_loop.model.checks import refuse_untrainable
 from pure_loop.random.seeds import seeded_all
 from pure_loop.state import State, with_fields

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pure_loop._internal.devices import shapes_only
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.weights import WEIGHTS_ARE, counted_loss, is_number, read_weight
 from pure_loop.data.batch import map_tensors
 from pure_loop.errors import DataError, LossError
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
-from pure_loop.task import Task
+from pure_loop.task import Task, loss_problem
 
 
 def check_loss(loss: Any, state: State, event: str, task: Task | None = None) -> None:
@@ -34,47 +33,6 @@ def check_loss(loss: Any, state: State, event: str, task: Task | None = None) ->
     if problem is not None:
         by = "" if task is None else f", which {task.loss_in_words} returned,"
         raise LossError(f"the loss at {event} of batch {state.timestamp.batch}{by} {problem}")
-
-
-_TO_ADD = "or have its parts added: loss=pl.Task(loss=..., loss_total=sum)"
-
-
-def loss_problem(loss: Any, *, differentiated: bool = True) -> str | None:
-    """What is wrong with a loss, and what to write instead; None where nothing is."""
-    if isinstance(loss, dict):
-        if "total" not in loss:
-            return f"is a dict with keys {sorted(map(str, loss))}; it needs the key 'total', {_TO_ADD}."
-        for key, part in loss.items():
-            is_tensor = isinstance(part, Tensor)
-            if key != "total" and (part.ndim if is_tensor else not isinstance(part, int | float)):
-                what = f"of shape {tuple(part.shape)}" if is_tensor else f"a {type(part).__name__}"
-                return f"has the part {key!r}, which is {what}; write numbers or scalar tensors."
-        loss = loss["total"]
-    if loss is None:
-        return (
-            "is None of type NoneType; is a `return` missing? Return a tensor of shape (), computed from the outputs."
-        )
-    if isinstance(loss, int | float):
-        return (
-            f"is {loss!r} of type {type(loss).__name__}, which can't be differentiated; return a tensor of shape (), "
-            "computed from the outputs without .item() or float()."
-        )
-    if isinstance(loss, tuple | list):
-        return f"is a {type(loss).__name__} of {len(loss)}; return one tensor of shape (), {_TO_ADD}."
-    if not isinstance(loss, Tensor):
-        return (
-            f"is of type {type(loss).__name__}; return a tensor of shape (), computed from the outputs, or a dict of "
-            "such with the key 'total'."
-        )
-    if loss.ndim != 0:
-        return f"has shape {tuple(loss.shape)}; a loss is one number: return its mean, loss.mean()."
-    if differentiated and not loss.is_floating_point():
-        return f"has dtype {loss.dtype}, which can't be differentiated."
-    if loss.layout is not torch.strided:
-        return f"has the layout {loss.layout}; return a dense tensor, loss.to_dense()."
-    if loss.is_meta and not shapes_only.get():
-        return "is on the meta device and has no number: compute it from outputs and targets that have numbers."
-    return None
 
 
 def map_loss(function: Callable[[Any], Any], loss: Any) -> Any:

@@ -21,7 +21,7 @@ from pure_loop.data.batch import describe
 from pure_loop.data.group import Batches, parts_of
 from pure_loop.errors import AlgorithmStructureError, ArgumentError, DataError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.gradients import clipping_factor, global_norm, in_dtypes_of, map_present
+from pure_loop.gradients.clipping import clipping_factor, global_norm, in_dtypes_of, map_present
 from pure_loop.metrics import Metric
 from pure_loop.metrics.loss import default_metrics
 from pure_loop.model.model import ModelDef

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Unpack
 
@@ -23,11 +22,11 @@ from pure_loop.entry.settings import read_batches_per_step, read_clip, read_micr
 from pure_loop.entry.start import refuse_other_optimizer
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
+from pure_loop.gradients.samples import seeding
 from pure_loop.loop.batch import LoopStages
 from pure_loop.members.ensemble import refuse_several
 from pure_loop.optim import Optimizer
 from pure_loop.precision import Precision
-from pure_loop.random.seeds import derive, seeded_all
 from pure_loop.stages.notes import noting
 from pure_loop.stages.search import search
 from pure_loop.stages.settings import found_size
@@ -49,11 +48,11 @@ class Sample:
         loss: its own, of its row of the outputs of its microbatch, or of a forward of its own; None: it has no target
             that counts (its weight is 0).
         gradient_norm: the L2 norm of the gradient of that loss. None: not computed; or it is not finite while the loss
-            is, in a batch in which something is not finite: the NaN may be another sample's, with which a backward
-            multiplies. Of a loss that is a mean over samples, the mean of these gradients is the batch's; of one with
-            ``reduction="sum"`` their sum is; of a mean over tokens or over targets that are not ignored, their mean
-            weighted by how many each sample has (``pl.Task(weight=)``). This doesn't hold of another loss, nor of
-            samples that have forwards of their own.
+            is, after a backward through the whole microbatch (see ``gradients`` of :func:`inspect`), which multiplies
+            with the NaN of another sample. Of a loss that is a mean over samples, the mean of these gradients is the
+            batch's; of one with ``reduction="sum"`` their sum is; of a mean over tokens or over targets that are not
+            ignored, their mean weighted by how many each sample has (``pl.Task(weight=)``). This doesn't hold of
+            another loss, nor of samples that have forwards of their own.
     """
 
     row: int
@@ -201,8 +200,11 @@ def inspect(state: State, data: Batch = None, *, gradients: bool = True, **setti
         data: the ``train_dataloader`` of the run, for the indices of samples in its dataset; they are known where it
             is a ``DataLoader`` of a sampler that gives indices of a batch, and no algorithm moved its rows. Or, of a
             State of a boundary, a batch.
-        gradients: compute the norm of the gradient of each sample. That is one backward through the whole microbatch
-            for each, so the time grows with the square of its samples; False leaves it out.
+        gradients: compute the norm of the gradient of each sample, of all at once, as
+            :func:`pure_loop.gradients.per_sample` does. Where samples by themselves have other losses than in their
+            microbatch (BatchNorm in train mode, dropout that torch draws in another order), and where torch can't map
+            the model, it is one backward through the whole microbatch for each, a time that grows with the square of
+            its samples; False leaves it out.
         **settings: the other arguments of :func:`pure_loop.fit`, as the run had them; used are ``loss``,
             ``optimizer``, ``precision``, ``microbatch_size``, ``batches_per_step`` and ``clip_grad``.
 
@@ -305,14 +307,6 @@ class _Replay:
         self.modules: list[ModuleRow] = []
         self.alone = False
 
-    def seeding(self, stage: str, index: int) -> AbstractContextManager[object]:
-        """The random numbers and the precision of a stage of a microbatch, as in training."""
-        t = self.state.timestamp
-        stack = ExitStack()
-        stack.enter_context(seeded_all(derive(self.state.seed, stage, t.epoch, t.batch, index, 0)))
-        stack.enter_context(self.stages.precision.autocast(self.state.device) or nullcontext())
-        return stack
-
     def samples(self, *, gradients: bool) -> list[Measured]:
         """The loss of each sample, and the norm of its gradient."""
         state, task = self.state, self.stages.task
@@ -325,10 +319,10 @@ class _Replay:
             for name, submodule in module.named_modules()
             if next(submodule.children(), None) is None
         ]
-        one_by_one = OneByOne(state, task, self.seeding, gradients)
+        one_by_one = OneByOne(state, task, self.stages.precision, gradients)
         results: list[Measured] = []
         for index, piece in enumerate(self.pieces):
-            with torch.set_grad_enabled(gradients), self.seeding("forward", index):
+            with torch.set_grad_enabled(gradients), seeding(state, self.stages.precision, "forward", index):
                 outputs = task.forward(module, piece)
             for handle in handles:
                 handle.remove()

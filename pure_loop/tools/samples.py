@@ -1,17 +1,18 @@
 """The samples of a batch: their indices in the dataset, their losses, and the norms of their gradients.
 
 A sample's loss is that of its row of the outputs of the microbatch, where all outputs have the samples along their
-first dimension; a forward of a few samples shows that they do. Else each sample has a forward of its own.
+first dimension; a forward of a few samples shows that they do. Else each sample has a forward of its own. Gradients of
+rows are those of samples by themselves, mapped, where the losses of these are those of the rows; else each row has a
+backward through the whole microbatch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import attrs
 import optree
@@ -24,11 +25,12 @@ from pure_loop._internal.torch_private import registered_pytrees
 from pure_loop.data.batch import describe, map_tensors, tensors_in
 from pure_loop.data.dataloaders import source
 from pure_loop.errors import ArgumentError, LossError, PureLoopError
-from pure_loop.stages.loss import loss_problem
+from pure_loop.gradients.samples import coupling, of_samples, seeding
+from pure_loop.precision import Precision
 from pure_loop.stages.nonfinite import total_loss
 from pure_loop.stages.search import is_finite
 from pure_loop.state import State
-from pure_loop.task import Task
+from pure_loop.task import Task, loss_problem
 
 
 class _Positions(Dataset[int]):
@@ -64,10 +66,8 @@ def indices_of_batch(dataloader: object, state: State, settings: Mapping[str, An
     return [index for part in parts for index in part]
 
 
-# (stage, number of the microbatch)
-Seeding: TypeAlias = Callable[[str, int], AbstractContextManager[Any]]
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# So many numbers of gradients of samples are in memory at once, or those of one sample.
+_AT_ONCE = 2**26
 
 _BATCH_FIRST = (
     "pass a task with outputs of which each tensor has the samples along its first dimension, such as loss=pl.Task("
@@ -84,18 +84,21 @@ class Measured:
         gradient_norm: None: not computed.
         finite_inputs: whether all of its part of the batch is.
         finite_outputs: whether all of its outputs are.
+        apart: whether the backward of the norm went through no other sample.
     """
 
     loss: float | None
     gradient_norm: float | None
     finite_inputs: bool
     finite_outputs: bool
+    apart: bool = False
 
     def norm(self, *, finite: bool) -> float | None:
         """The norm of the gradient, if it is the sample's own; ``finite``: as of :meth:`order`."""
         norm, loss = self.gradient_norm, self.loss
-        lost = not finite and norm is not None and loss is not None and math.isfinite(loss) and not math.isfinite(norm)
-        return None if lost else norm
+        if finite or self.apart or norm is None or loss is None or not math.isfinite(loss) or math.isfinite(norm):
+            return norm
+        return None
 
     def order(self, *, finite: bool) -> tuple[int, bool, float]:
         """By which samples are sorted; ``finite``: whether all of the batch and of its forward is.
@@ -121,14 +124,14 @@ class OneByOne:
     Attributes:
         state: the one with the model and the parameters.
         task: what the model does with a microbatch, and with a sample.
-        seeding: of the random numbers of a stage of a microbatch, and its precision.
-        gradients: whether their norms are computed, each by a backward.
+        precision: of the forward and the loss.
+        gradients: whether their norms are computed.
         has_rows: whether outputs have the samples along their first dimension; None: unknown, of a single sample.
     """
 
     state: State
     task: Task
-    seeding: Seeding
+    precision: Precision
     gradients: bool
     has_rows: bool | None = None
 
@@ -146,7 +149,7 @@ class OneByOne:
         """
         samples = self.task.samples(piece)
         if samples == 1:
-            return [self._measured(index, piece, outputs, module)]
+            return [self._measured(piece, outputs, self._loss(index, outputs, piece, module), module)]
         if self.has_rows is None:
             self.has_rows = self._in_rows(index, piece, outputs)
         elif not _have_rows(outputs, samples):
@@ -167,7 +170,7 @@ class OneByOne:
         module = self.state.module(training=size == 2)
         few = self.task.split(piece, size)[0]
         try:
-            with torch.no_grad(), self.seeding("forward", index):
+            with torch.no_grad(), seeding(self.state, self.precision, "forward", index):
                 tried = self.task.forward(module, few)
         except Exception as error:
             raise ArgumentError(
@@ -178,8 +181,40 @@ class OneByOne:
 
     def _rows(self, index: int, piece: object, outputs: object, module: nn.Module) -> Iterator[Measured]:
         """Each sample by its row of the outputs of its microbatch; one graph stays for them all."""
-        for row, sample in enumerate(self.task.split(piece, 1)):
-            yield self._measured(index, sample, map_tensors(partial(_row, row), outputs), module)
+        samples = self.task.split(piece, 1)
+        rows = [map_tensors(partial(_row, row), outputs) for row in range(len(samples))]
+        losses = [self._loss(index, row, sample, module) for row, sample in zip(rows, samples, strict=True)]
+        norms = self._norms_apart(index, piece, losses) if self.gradients else None
+        for place, (sample, row, loss) in enumerate(zip(samples, rows, losses, strict=True)):
+            yield self._measured(sample, row, loss, module, None if norms is None else norms[place])
+
+    def _norms_apart(self, index: int, piece: object, losses: Sequence[Tensor | None]) -> list[float] | None:
+        """Norms of the gradients of samples, each by itself; None where these are not the gradients of the rows.
+
+        The losses tell: others are those of a model that computes a row from several samples, or draws other random
+        numbers for samples by themselves. Nor are there any of a model that torch can't map.
+        """
+        state, task = self.state, self.task
+        numbers = sum(state.params[name].numel() for name in state.model.differentiated(state.frozen))
+        parts = task.split(piece, max(1, _AT_ONCE // max(1, numbers)))
+        alone, norms = [], []
+        try:
+            for grads, own in of_samples(state, task, ((index, part) for part in parts), self.precision):
+                flat = [gradient.reshape(len(own), -1) for gradient in grads.values()]
+                lengths = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in flat]
+                norms += torch.linalg.vector_norm(torch.stack(lengths), dim=0).tolist()
+                alone.append(own)
+        except Exception:  # the microbatch has been through the model: what fails is to take samples by themselves
+            return None
+        mapped = torch.cat(alone)
+        counted = [row for row, loss in enumerate(losses) if loss is not None]
+        if not counted:
+            return None
+        rows = torch.stack([loss.detach() for loss in losses if loss is not None])
+        tolerance = torch.finfo(self.precision.dtype or mapped.dtype).eps ** 0.5
+        scale = float(rows.abs().nan_to_num(0.0, 0.0).mean())
+        agree = torch.allclose(rows, mapped[counted], rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+        return norms if agree else None
 
     def _alone(self, index: int, piece: object, outputs: object, module: nn.Module) -> Iterator[Measured]:
         """Each sample by a forward of its own.
@@ -187,16 +222,16 @@ class OneByOne:
         Raises:
             ArgumentError: a forward of one sample is another one than that of the microbatch, or fails.
         """
-        for name, submodule in module.named_modules():
-            if isinstance(submodule, _NORMS) and submodule.training:
-                self._refuse_alone(outputs, f"{name!r} ({type(submodule).__name__}) normalises over the microbatch")
+        couples = coupling(module)
+        if couples is not None:
+            self._refuse_alone(outputs, couples)
         for sample in self.task.split(piece, 1):
             try:
-                with torch.set_grad_enabled(self.gradients), self.seeding("forward", index):
+                with torch.set_grad_enabled(self.gradients), seeding(self.state, self.precision, "forward", index):
                     own = self.task.forward(module, sample)
             except Exception as error:
                 self._refuse_alone(outputs, f"the forward of one failed: {type(error).__name__}: {error}", error)
-            yield self._measured(index, sample, own, module)
+            yield self._measured(sample, own, self._loss(index, own, sample, module), module)
 
     def _refuse_alone(self, outputs: object, why: str, error: Exception | None = None) -> NoReturn:
         raise ArgumentError(
@@ -204,16 +239,19 @@ class OneByOne:
             f"each sample alone: {why}. Instead {_BATCH_FIRST}"
         ) from error
 
-    def _measured(self, index: int, sample: object, outputs: object, module: nn.Module) -> Measured:
+    def _measured(
+        self, sample: object, outputs: object, loss: Tensor | None, module: nn.Module, norm: float | None = None
+    ) -> Measured:
+        """A sample with its loss; the norm of its gradient, if it is not known, by a backward."""
         finite_inputs, finite_outputs = (all(map(is_finite, tensors_in(part))) for part in (sample, outputs))
-        with torch.set_grad_enabled(self.gradients), self.seeding("loss", index):
-            loss = self._loss(outputs, sample, module)
         if loss is None:
             return Measured(None, None, finite_inputs, finite_outputs)
-        norm = _gradient_norm(loss, module) if self.gradients else None
-        return Measured(float(loss.detach()), norm, finite_inputs, finite_outputs)
+        apart = norm is not None
+        if self.gradients and norm is None:
+            norm = _gradient_norm(loss, module)
+        return Measured(float(loss.detach()), norm, finite_inputs, finite_outputs, apart)
 
-    def _loss(self, outputs: Outputs, sample: Batch, module: Any) -> Tensor | None:
+    def _loss(self, index: int, outputs: Outputs, sample: Batch, module: Any) -> Tensor | None:
         """Of one sample; None: it weighs 0.
 
         Raises:
@@ -224,7 +262,8 @@ class OneByOne:
         try:
             if not task.summed and float(task.weigh(sample)) == 0:
                 return None
-            loss = module.loss(outputs, sample) if task.loss is None else task.loss(outputs, sample)
+            with torch.set_grad_enabled(self.gradients), seeding(self.state, self.precision, "loss", index):
+                loss = module.loss(outputs, sample) if task.loss is None else task.loss(outputs, sample)
         except PureLoopError:
             raise
         except Exception as error:

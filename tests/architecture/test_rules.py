@@ -21,6 +21,8 @@ SCRIPTS = {
     "loop/order_2021.py": "the script of training in the order of older documents",
     "verify/verify.py": "the end of a batch that is computed twice",
     "compile/compiler.py": "a batch of which parts are graphs",
+    "compile/member_steps.py": "a batch of all members as one graph",
+    "entry/members.py": "a batch of members, one after the other",
     "testing/wrong_loops.py": "loops that the laws must refuse",
 }
 

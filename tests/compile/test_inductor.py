@@ -272,3 +272,24 @@ def test_what_a_name_says_of_an_operation() -> None:
         assert (by_name.writes, by_name.is_view) == (known.writes, known.is_view)
         if "dropout_p" in known.names:
             assert by_name.names.index("dropout_p") == known.names.index("dropout_p")
+
+
+@pytest.mark.parametrize("of_members", [False, True])
+def test_only_images_of_members_keep_the_layout_of_their_pixels(of_members: bool) -> None:
+    """What is around a convolution in groups is not vectorised where its channels come last."""
+    from torch._inductor import config
+
+    graph = _torch.make_fx(lambda pixels: [pixels.relu()])(torch.ones(2))
+    if of_members:
+        graph.meta[_torch.OF_MEMBERS] = True
+    settings: list[bool] = []
+
+    def compiled(*_: object, **options: object) -> str:
+        settings.append(config.layout_optimization)
+        return "the code"
+
+    found = {**dict.fromkeys(_torch.NAMES), "torch._inductor.compile_fx:compile_fx_inner": compiled}
+    found = {**found, "torch._inductor.fx_passes.joint_graph:joint_graph_passes": lambda graph: None}
+    with patch.object(_torch, "_find", lambda path, find=_torch._find: found.get(path) or find(path)):
+        assert _torch._by_inductor(graph, [torch.ones(2)], None) == "the code"
+    assert settings == [not of_members]

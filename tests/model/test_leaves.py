@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.algorithms.ema import averaged, moving_average
-from pure_loop.gradients import clip_by_value
+from pure_loop.gradients.clipping import clip_by_value
 from tests.support.holding import DATA, LR, WAYS, ends, fit, last, made, mse
 from tests.support.problem import close
 

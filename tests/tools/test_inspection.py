@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,62 @@ def test_losses_and_gradients_of_samples_are_those_through_the_batch(size: int |
     assert pl.inspect(state, gradients=False, **PLAIN).samples[0].gradient_norm is None
 
 
+class Branching(nn.Module):
+    """Computes by the value of a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x[-1, 0] > 0 else 2 * x
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Rooted(nn.Module):
+    """Of a number below 0 it is 0, and its derivative NaN."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, x.sqrt(), 0.0)
+
+
+def of_layer(layer: nn.Module, features: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, features), layer, nn.Linear(features, 3))
+
+
+BY_ROWS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "plain": (mlp, True),
+    "dropout": (lambda: of_layer(nn.Dropout()), True),
+    "half precision": (mlp, True),
+    "BatchNorm": (noisy, False),
+    "a mean over the batch": (lambda: of_layer(Centred()), False),
+    "other masks": (lambda: of_layer(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)), False),
+    "not mapped": (lambda: of_layer(Branching()), False),
+}
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_gradients_are_mapped_where_they_are_those_of_the_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms are those of a backward for each row, and take so many only where samples by themselves are others."""
+    make, is_mapped = BY_ROWS[name]
+    more = {**PLAIN, "precision": "amp_bf16" if name == "half precision" else "fp32"}
+    state = start(make(), (INPUTS[:20], TARGETS[:20]), **more)
+    backwards: list[object] = []
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **kw: backwards.append(None) or grad(*args, **kw))
+    report, count = pl.inspect(state, **more), len(backwards)
+    assert (count < 20) is is_mapped
+    monkeypatch.setattr("pure_loop.tools.samples.of_samples", lambda *_: 1 / 0)
+    by_rows = pl.inspect(state, **more)
+    assert len(backwards) - count >= 20
+    for sample, row in zip(report.samples, by_rows.samples, strict=True):
+        assert sample.row == row.row
+        assert sample.loss == row.loss
+        assert sample.gradient_norm == pytest.approx(row.gradient_norm, rel=0.02 if name == "half precision" else 1e-4)
+
+
 SEEN = ("batch_start", "after_forward", "after_loss", "after_backward", "after_train_batch", "batch_end")
 
 
@@ -141,12 +198,27 @@ def test_a_sample_that_is_not_finite_comes_first_and_one_without_a_target_last()
     inputs, targets = INPUTS.clone(), TARGETS[:6].clone()
     inputs[9, 1] = math.nan
     data = DataLoader(TensorDataset(inputs, TARGETS), batch_size=7)
-    report = pl.inspect(state_at(Event.BATCH_START, 1, data, nonfinite="skip"), data, **PLAIN)
+    state = state_at(Event.BATCH_START, 1, data, nonfinite="skip")
+    report = pl.inspect(state, data, **PLAIN)
     assert report.samples[0].index == 9
     assert report.origin == "the batch itself is NaN, at '0', in row 2 of the batch"
     assert str(report).startswith("not finite: the batch itself")
     assert math.isnan(report.samples[0].gradient_norm or 0.0)
+    # Gradients of the others are as without it, or unknown where a backward goes through the whole microbatch.
+    finite = state.replace(batch=(state.batch[0].nan_to_num(), state.batch[1]))
+    norms = {sample.row: sample.gradient_norm for sample in pl.inspect(finite, **PLAIN).samples}
+    assert all(sample.gradient_norm == pytest.approx(norms[sample.row]) for sample in report.samples[1:])
+    branching = nn.Sequential(Branching(), mlp())
+    report = pl.inspect(start(branching, state.batch, **PLAIN), **PLAIN)
     assert all(math.isfinite(each.loss or 0.0) and each.gradient_norm is None for each in report.samples[1:])
+    # A NaN of the gradient alone belongs to its sample, beside another one's.
+    rooted = nn.Sequential(nn.Linear(4, 3), Rooted())
+    with torch.no_grad():
+        rooted[0].bias.fill_(100.0)  # type: ignore[union-attr]
+    batch = (torch.tensor([[0.0], [math.nan], [-1e6], [0.0]]) * torch.ones(4), TARGETS[:4])
+    report = pl.inspect(start(rooted, batch, **PLAIN), **PLAIN)
+    norms = {sample.row: sample.gradient_norm for sample in report.samples}
+    assert [row for row, norm in sorted(norms.items()) if not math.isfinite(norm or 0.0)] == [1, 2]
     targets[:2] = -100
     # Their mean is over nothing; of a loss that is none of torch's it is not known that they weigh nothing.
     for loss, weightless in ((cross_entropy, True), (lambda a, b: cross_entropy(a, b), False)):

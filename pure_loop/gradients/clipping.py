@@ -1,4 +1,4 @@
-"""Pure functions of gradients: their norm, and three ways to clip them.
+"""The norm of gradients, and three ways to clip them, as pure functions.
 
 They take and give mappings of parameter names to tensors. A gradient that is None (a parameter the
 loss didn't reach) stays None.
@@ -17,12 +17,6 @@ from pure_loop._internal.tree_ops import are_sharded, from_local, is_sharded, lo
 from pure_loop._internal.tree_ops import norms as norms_of
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
-
-__all__ = [
-    *("clip_adaptively", "clip_by_norm", "clip_by_value", "clipping_factor", "global_norm", "in_dtypes_of"),
-    *("map_present", "norms"),
-]
-
 
 ClipFunction: TypeAlias = Callable[
     [FrozenDict[str, Tensor | None], FrozenDict[str, Tensor]], Mapping[str, Tensor | None]
@@ -255,7 +249,3 @@ def clip_adaptively(
         return torch.where(norm > limit, gradient * (limit / norm.clamp(min=1e-6)), gradient)
 
     return FrozenDict((name, None if g is None else clip(name, g)) for name, g in grads.items())
-
-
-def __dir__() -> list[str]:
-    return list(__all__)

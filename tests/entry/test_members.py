@@ -1,0 +1,225 @@
+"""What an ensemble can't be, have or do: each is refused with what was passed and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import pure_loop as pl
+from pure_loop import Event
+from tests.support import problem, refused
+from tests.support.problem import points
+from tests.support.refused import Refusal
+
+A, T = pl.ArgumentError, pl.ArgumentTypeError
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def fit(model: Any = None, **changes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "loss": problem.cross_entropy,
+        "optimizer": pl.optim.sgd(lr=0.1),
+        "max_duration": "2ba",
+    }
+    model = pl.ensemble(mlp, seeds=[0, 1]) if model is None else model
+    return pl.fit(model, points(2), **settings | changes)
+
+
+def trained(**changes: Any) -> pl.State:
+    return pl.run(fit(**changes))
+
+
+def of_seed(make: Callable[[int], nn.Module]) -> Callable[[], Any]:
+    return lambda: fit(pl.ensemble(make, seeds=[1, 2]))
+
+
+class Other(nn.Linear):
+    """Of another class."""
+
+
+class Counting(nn.Module):
+    """What it computes depends on an attribute that its repr does not show."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 3), count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.count  # type: ignore[no-any-return]
+
+
+@pl.algorithm(Event.AFTER_LOSS)
+def reading(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * 2) if state.loss.item() > 0 else state
+
+
+@pl.algorithm(Event.BATCH_END, across_members=True)
+def comparing(state: pl.State) -> pl.State:
+    return state
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (2 if x.sum().item() > 0 else 1)  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+
+MEMBERS = [
+    Refusal("another width", of_seed(lambda seed: nn.Sequential(nn.Linear(4, 3 + seed))), A, ("member 1", "structure")),
+    Refusal(
+        "another dropout", of_seed(lambda seed: nn.Sequential(nn.Linear(4, 3), nn.Dropout(seed / 10))), A, ("member 1",)
+    ),
+    Refusal("another class", of_seed(lambda seed: (nn.Linear, Other)[seed - 1](4, 3)), A, ("member 1", "class")),
+    # Open: taken for alike, both are computed as the first one.
+    Refusal("another attribute", of_seed(Counting), A, ("member 1", "count")),
+    Refusal("none is returned", of_seed(lambda seed: None), T, ("NoneType", "returns the module")),  # type: ignore[arg-type,return-value]
+    Refusal("a module", lambda: pl.ensemble(nn.Linear(2, 1), seeds=[0]), T, ("the module Linear", "a function")),
+    Refusal("two arguments", lambda: pl.ensemble(lambda a, b: a, seeds=[0]), T, ("make_model",)),
+    Refusal("no seeds", lambda: pl.ensemble(mlp, seeds=[]), A, ("no seeds", "range(8)")),
+    Refusal("a number of seeds", lambda: pl.ensemble(mlp, seeds=3), T, ("seeds=3", "range(8)")),  # type: ignore[arg-type]
+    Refusal("a text in seeds", lambda: pl.ensemble(mlp, seeds=[0, "1"]), T, ("seeds", "'1'")),  # type: ignore[list-item]
+    Refusal("a text as seeds", lambda: pl.ensemble(mlp, seeds="01"), T, ("seeds='01'",)),  # type: ignore[arg-type]
+    Refusal("other data", lambda: pl.ensemble(mlp, seeds=[0], data="mine"), A, ("'mine'", "shared")),  # type: ignore[arg-type]
+    Refusal("another fallback", lambda: pl.ensemble(mlp, seeds=[0], fallback="eager"), A, ("'eager'", "loop")),  # type: ignore[arg-type]
+]
+
+EACH = [
+    Refusal("rates", lambda: fit(optimizer=pl.optim.sgd(lr=pl.each([0.1] * 3))), A, ("sgd", "3 values", "2 members")),
+    Refusal(
+        "momentum", lambda: fit(optimizer=pl.optim.sgd(lr=0.1, momentum=pl.each([0.1]))), A, ("1 values", "2 members")
+    ),
+    Refusal(
+        "betas",
+        lambda: fit(optimizer=pl.optim.adam(betas=(pl.each([0.9] * 3), 0.99))),
+        A,
+        ("adam", "3 values", "2 members"),
+    ),
+    Refusal(
+        "in a schedule",
+        lambda: fit(optimizer=pl.optim.sgd(lr=pl.schedules.product([pl.each([0.1] * 3), pl.schedules.constant(1.0)]))),
+        A,
+        ("3 values", "2 members"),
+    ),
+    Refusal(
+        "of a part",
+        lambda: fit(optimizer=pl.optim.partition({"a": pl.optim.sgd(lr=pl.each([0.1] * 3))}, lambda name, p: "a")),
+        A,
+        ("3 values", "2 members"),
+    ),
+    Refusal(
+        "an algorithm",
+        lambda: fit(algorithms=[pl.algorithms.gradient_clipping("norm", pl.each([0.1] * 3))]),
+        A,
+        ("gradient_clipping", "threshold", "3 values", "2 members"),
+    ),
+    Refusal("seeds", lambda: fit(seed=pl.each([1, 2, 3])), A, ("seed", "3 values", "2 members")),
+    Refusal("one model, rates", lambda: fit(mlp(), optimizer=pl.optim.sgd(lr=pl.each([0.1, 0.2]))), A, ("one model",)),
+    Refusal(
+        "one model, an algorithm",
+        lambda: fit(mlp(), algorithms=[pl.algorithms.gradient_clipping("norm", pl.each([0.1, 0.2]))]),
+        A,
+        ("gradient_clipping", "one model"),
+    ),
+    Refusal("one model, seeds", lambda: fit(mlp(), seed=pl.each([1, 2])), A, ("seed=", "one model")),
+    Refusal("nothing", lambda: pl.each([]), A, ("pl.each([])",)),
+    Refusal("a number", lambda: pl.each(0.1), T, ("0.1", "one value a member")),  # type: ignore[arg-type]
+    Refusal("a text", lambda: pl.each("01"), T, ("'01'",)),  # type: ignore[arg-type]
+    Refusal("a text among numbers", lambda: pl.each([0.1, "a"]), T, ("value 1", "'a'")),  # type: ignore[list-item]
+    Refusal("a matrix", lambda: pl.each(torch.ones(2, 2)), A, ("(2, 2)", "(members,)")),
+]
+
+SETTINGS = [
+    Refusal(
+        "an optimizer of torch's",
+        lambda: fit(optimizer=pl.optim.from_torch(torch.optim.Adagrad)),
+        A,
+        ("Adagrad", "loop"),
+    ),
+    Refusal(
+        "one in a part",
+        lambda: fit(optimizer=pl.optim.partition({"a": pl.optim.from_torch(torch.optim.Adagrad)}, lambda name, p: "a")),
+        A,
+        ("Adagrad", "loop"),
+    ),
+    Refusal("a size to find", lambda: fit(microbatch_size="auto"), A, ('microbatch_size="auto"', "write a number")),
+    Refusal("verification", lambda: fit(verify="1ba"), A, ("verify=", "Leave it out")),
+    Refusal("float8", lambda: fit(precision="amp_fp8"), A, ("amp_fp8", "amp_bf16")),
+    Refusal("one model to compare", lambda: fit(mlp(), algorithms=[comparing]), A, ("comparing", "one model")),
+]
+
+MAPPED = [
+    Refusal(
+        "a forward", lambda: fit(pl.ensemble(Reads, seeds=[0, 1])), pl.CompileError, ("Reads", "loop"), at_once=False
+    ),
+    Refusal(
+        "a recurrent layer",
+        lambda: fit(pl.ensemble(Recurrent, seeds=[0])),
+        pl.CompileError,
+        ("lstm", "loop"),
+        at_once=False,
+    ),
+    Refusal(
+        "a loss",
+        lambda: fit(loss=lambda out, y: problem.cross_entropy(out, y) * (1 if out.sum().item() else 2)),
+        pl.CompileError,
+        ("the loss", "item", "loop"),
+        at_once=False,
+    ),
+    Refusal("an algorithm", lambda: fit(algorithms=[reading]), pl.CompileError, ("reading", "loop"), at_once=False),
+]
+
+STATES = [
+    Refusal("no such member", lambda: trained().member(99), A, ("member(99)", "2 members", "from 0 to 1")),
+    Refusal("a text for a member", lambda: trained().member("a"), T, ("'a'", "from 0 to 1")),  # type: ignore[arg-type]
+    Refusal("a truth for a member", lambda: trained().member(True), T, ("True",)),
+    Refusal("a member of one model", lambda: trained(model=mlp()).member(0), A, ("one model", "pl.ensemble")),
+    Refusal("members of one model", lambda: trained(model=mlp()).members([0]), (A, TypeError), ()),  # type: ignore[arg-type,operator]
+    Refusal("no such members", lambda: trained().members([0, 5]), A, ("5", "2 members")),
+    Refusal("no members", lambda: trained().members([]), A, ("members([])",)),
+    Refusal("a number for members", lambda: trained().members(1), T, ("members(1)",)),  # type: ignore[arg-type]
+    Refusal("to stack nothing", lambda: pl.stack([]), A, ("pl.stack([])",)),
+    Refusal("to stack a module", lambda: pl.stack([mlp()]), T, ("item 0", "Sequential")),  # type: ignore[type-var]
+    Refusal("to stack an ensemble", lambda: pl.stack([trained()]), A, ("State 0", "2 members", "state.member(i)")),
+    Refusal(
+        "to stack other batches",
+        lambda: pl.stack([trained(model=mlp()), trained(model=mlp(), max_duration="1ba")]),
+        A,
+        ("member 1", "batch 1", "batch 2"),
+    ),
+    Refusal(
+        "to stack other structures",
+        lambda: pl.stack([trained(model=mlp()), trained(model=nn.Linear(4, 3))]),
+        A,
+        ("member 1", "structure"),
+    ),
+    Refusal(
+        "to stack other optimizers",
+        lambda: pl.stack([trained(model=mlp()), trained(model=mlp(), optimizer=pl.optim.adam())]),
+        A,
+        ("opt_state", "structure"),
+    ),
+    Refusal("a seed for what is seeded", lambda: fit(trained(), max_duration="3ba", seed=1), A, ("seed",)),
+]
+
+
+@refused.rows([*MEMBERS, *EACH, *SETTINGS, *MAPPED, *STATES])
+def test_mistakes_with_members_are_refused(refusal: Refusal) -> None:
+    refused.check(refusal)
