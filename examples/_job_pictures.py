@@ -232,6 +232,47 @@ def sweep(
     figure.savefig(path, dpi=160)
 
 
+def population(path: str, rounds: Sequence[Any], start: Sequence[float], accuracies: Sequence[Sequence[float]]) -> None:
+    """The learning rates and accuracies of members over rounds, and who goes on from whom.
+
+    Args:
+        path: of the picture.
+        rounds: ``sources`` and ``lr_scales`` of each; before them rates were those of ``start``.
+        accuracies: of all members, at each round.
+    """
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    colors = colormaps["viridis_r"]
+    ancestors, rates = list(range(len(start))), list(start)
+    for at, (found, values) in enumerate(zip(rounds, accuracies, strict=True)):
+        for number, source in enumerate(found.sources):
+            color = colors(ancestors[number] / (len(start) - 1))
+            left.plot((at, at + 1), (rates[number],) * 2, color=color, lw=1.8)
+            if source != number:
+                left.plot((at + 1,) * 2, (rates[source], found.lr_scales[number]), color=GRAY, lw=0.7, zorder=1)
+                left.plot(at + 1, rates[number], "x", color=color, ms=5, mew=1.4)
+            if at:
+                before = accuracies[at - 1][rounds[at - 1].sources[number]]
+                right.plot((at, at + 1), (100 * before, 100 * values[number]), color=color, lw=1.4)
+        ancestors, rates = [ancestors[source] for source in found.sources], list(found.lr_scales)
+    left.set_title("Learning rate", loc="left", fontweight="bold", fontsize=12)
+    left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    left.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    left.yaxis.set_minor_locator(NullLocator())
+    left.text(
+        0.98, 0.02, "x: goes on from another member", transform=left.transAxes, color=GRAY, fontsize=10, ha="right"
+    )
+    right.set_title("Accuracy (%)", loc="left", fontweight="bold", fontsize=12)
+    right.text(0.98, 0.02, "colour: the rate at the beginning\nof what a member has learned", color=GRAY, fontsize=10,
+               transform=right.transAxes, ha="right")  # fmt: skip
+    for panel in (left, right):
+        panel.set_xlabel("Epoch")
+        panel.set_xlim(0, len(rounds))
+        panel.set_xticks(range(0, len(rounds) + 1, 5 if len(rounds) > 9 else 1))
+    figure.savefig(path, dpi=160)
+
+
 def images(
     path: str, raw: Series, average: Series, rates: Series, best: float, columns: Sequence[Sequence[Any]]
 ) -> None:
