@@ -117,7 +117,9 @@ def test_an_example_runs_and_says_what_it_does(name: str, load: Any, tmp_path: P
 
 
 @pytest.mark.thorough  # examples as long as users run them
-@pytest.mark.parametrize("name", ["digits", "gan", "kfold", "distillation", "reinforce", "images", "sweep", "population_based"])
+@pytest.mark.parametrize(
+    "name", ["digits", "gan", "kfold", "distillation", "reinforce", "images", "sweep", "population_based"]
+)
 def test_the_whole_job_reaches_its_goal(name: str, load: Any, tmp_path: Path) -> None:
     assert load(name).main(["--output", str(tmp_path / "picture.png")]) == 0
 
