@@ -392,7 +392,7 @@ def _members() -> str:
     """What an ensemble maps, by kinds."""
     found = json.loads((ROOT / "docs" / "members_table.json").read_text())
     verdicts = ("mapped", "member by member", "loop", "refused")
-    lines = ["| | mapped | member by member | only with `fallback=\"loop\"` | refused |", "|---|---|---|---|---|"]
+    lines = ['| | mapped | member by member | only with `fallback="loop"` | refused |', "|---|---|---|---|---|"]
     for kind, rows in found.items():
         cells = [", ".join(f"`{name}`" for name, value in rows.items() if value == verdict) for verdict in verdicts]
         lines.append(f"| {kind} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))

@@ -280,7 +280,10 @@ class _Function:
         mapping, context = self.tracing.mapping, self.tracing.context
         if mapping is None:
             return {}
-        return {"ensemble": None, "seed": Seed(context, mapping.seeds[mapping.first], mapping.seed, frozenset({"seed"}))}
+        return {
+            "ensemble": None,
+            "seed": Seed(context, mapping.seeds[mapping.first], mapping.seed, frozenset({"seed"})),
+        }
 
 
 def _graph(

@@ -139,7 +139,11 @@ def _refuse_mistimed(result: State, old: State, name: str, event: Event) -> None
             _refuse_field("stop", name, event, f"training stops at a boundary: {where} at BATCH_CHECKPOINT")
     if result.lr_scale is not old.lr_scale:
         scale = result.lr_scale
-        right = scale is None or (isinstance(scale, torch.Tensor) and scale.shape == ((len(result.ensemble),) if result.ensemble else ()) and scale.is_floating_point())
+        right = scale is None or (
+            isinstance(scale, torch.Tensor)
+            and scale.shape == ((len(result.ensemble),) if result.ensemble else ())
+            and scale.is_floating_point()
+        )
         if not right or (scale is not None and scale.device.type != "cpu"):
             value = _describe(scale) if isinstance(scale, torch.Tensor) else f"a {type(scale).__name__}"
             right_one = "it is a factor of learning rates: torch.tensor(0.5, dtype=torch.float64), on the CPU, or None"

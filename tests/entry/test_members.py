@@ -85,7 +85,9 @@ class Recurrent(nn.Module):
 
 MEMBERS = [
     Refusal("another width", of_seed(lambda seed: nn.Sequential(nn.Linear(4, 3 + seed))), A, ("member 1", "structure")),
-    Refusal("another dropout", of_seed(lambda seed: nn.Sequential(nn.Linear(4, 3), nn.Dropout(seed / 10))), A, ("member 1",)),
+    Refusal(
+        "another dropout", of_seed(lambda seed: nn.Sequential(nn.Linear(4, 3), nn.Dropout(seed / 10))), A, ("member 1",)
+    ),
     Refusal("another class", of_seed(lambda seed: (nn.Linear, Other)[seed - 1](4, 3)), A, ("member 1", "class")),
     # Open: taken for alike, both are computed as the first one.
     Refusal("another attribute", of_seed(Counting), A, ("member 1", "count")),
@@ -146,7 +148,12 @@ EACH = [
 ]
 
 SETTINGS = [
-    Refusal("an optimizer of torch's", lambda: fit(optimizer=pl.optim.from_torch(torch.optim.Adagrad)), A, ("Adagrad", "loop")),
+    Refusal(
+        "an optimizer of torch's",
+        lambda: fit(optimizer=pl.optim.from_torch(torch.optim.Adagrad)),
+        A,
+        ("Adagrad", "loop"),
+    ),
     Refusal(
         "one in a part",
         lambda: fit(optimizer=pl.optim.partition({"a": pl.optim.from_torch(torch.optim.Adagrad)}, lambda name, p: "a")),
@@ -160,8 +167,16 @@ SETTINGS = [
 ]
 
 MAPPED = [
-    Refusal("a forward", lambda: fit(pl.ensemble(Reads, seeds=[0, 1])), pl.CompileError, ("Reads", "loop"), at_once=False),
-    Refusal("a recurrent layer", lambda: fit(pl.ensemble(Recurrent, seeds=[0])), pl.CompileError, ("lstm", "loop"), at_once=False),
+    Refusal(
+        "a forward", lambda: fit(pl.ensemble(Reads, seeds=[0, 1])), pl.CompileError, ("Reads", "loop"), at_once=False
+    ),
+    Refusal(
+        "a recurrent layer",
+        lambda: fit(pl.ensemble(Recurrent, seeds=[0])),
+        pl.CompileError,
+        ("lstm", "loop"),
+        at_once=False,
+    ),
     Refusal(
         "a loss",
         lambda: fit(loss=lambda out, y: problem.cross_entropy(out, y) * (1 if out.sum().item() else 2)),

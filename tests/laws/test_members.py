@@ -42,7 +42,12 @@ class Sequence(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.norm, self.drop, self.head = nn.Embedding(5, 6), nn.LayerNorm(6), nn.Dropout(0.3), nn.Linear(6, 3)
+        self.words, self.norm, self.drop, self.head = (
+            nn.Embedding(5, 6),
+            nn.LayerNorm(6),
+            nn.Dropout(0.3),
+            nn.Linear(6, 3),
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         return self.head(self.drop(self.norm(self.words(words))).mean(1))  # type: ignore[no-any-return]
@@ -77,7 +82,14 @@ OPTIMIZERS: dict[str, Callable[[Pick], Any]] = {
     "lamb": lambda pick: pl.optim.lamb(lr=pick(RATES), betas=(0.9, pick([0.99, 0.98, 0.97, 0.96])), eps=1e-3),
     "scheduled": lambda pick: pl.optim.sgd(lr=pick([pl.schedules.cosine("1dur", rate) for rate in RATES])),
     "several schedules": lambda pick: pl.optim.sgd(
-        lr=pick([pl.schedules.step("2ba", 0.5, 0.1), 0.1, pl.schedules.linear(0.1, 0.0, "1dur"), lambda t: 0.1 / (1 + t.batch)])
+        lr=pick(
+            [
+                pl.schedules.step("2ba", 0.5, 0.1),
+                0.1,
+                pl.schedules.linear(0.1, 0.0, "1dur"),
+                lambda t: 0.1 / (1 + t.batch),
+            ]
+        )
     ),
     "partition": lambda pick: pl.optim.partition(
         {"first": pl.optim.adamw(lr=pick(RATES), eps=1e-3), "rest": pl.optim.sgd(lr=0.1, momentum=pick(RATES))},
@@ -192,7 +204,9 @@ def test_an_ensemble_resumes_from_each_boundary_bitwise(kind: str, tmp_path: Pat
         assert differences(loaded, state, without=OF_A_BATCH) == [], event
         for start in (state, loaded):
             again = list(together(sweep, start))[1:]
-            for (event_again, value), (wanted_event, wanted) in zip(again[::-1], pairs[index + 1 :][::-1], strict=False):
+            for (event_again, value), (wanted_event, wanted) in zip(
+                again[::-1], pairs[index + 1 :][::-1], strict=False
+            ):
                 assert event_again is wanted_event
                 assert differences(value, wanted, without=BATCHES) == [], (event, event_again)
 
