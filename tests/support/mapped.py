@@ -47,6 +47,9 @@ def floats(*shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: torch.randn(4, *shape, generator=generator, dtype=torch.float64)
 
 
+POINTS = floats(4)
+
+
 def words(count: int = 6) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: torch.randint(7, (4, count), generator=generator)
 
@@ -62,7 +65,7 @@ def batches(inputs: Callable[[torch.Generator], Tensor], targets: Callable[[torc
 
 def row(
     make: Make,
-    inputs: Callable[[torch.Generator], Tensor] = floats(4),
+    inputs: Callable[[torch.Generator], Tensor] = POINTS,
     settings: Settings = lambda pick: {},
     targets: Callable[[torch.Generator], Tensor] = classes,
 ) -> Row:
@@ -421,20 +424,21 @@ def mlp() -> nn.Module:
 
 def net() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1),
+        nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3),
     )  # fmt: skip
 
 
 def pooled() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        nn.Linear(4, 3),
+        nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
     )  # fmt: skip
 
 
 def with_algorithm(
-    make: Callable[[Pick], Any], model: Make = mlp, inputs: Callable[[torch.Generator], Tensor] = floats(4), **more: Any
+    make: Callable[[Pick], Any], model: Make = mlp, inputs: Callable[[torch.Generator], Tensor] = POINTS, **more: Any
 ) -> Row:
     result = row(
         model,
