@@ -12,8 +12,8 @@ that holds B; a page's blocks are run in order, as one program, for that. The ta
 from ``pure_loop.testing``. ``benchmark NAME`` is a table of
 ``docs/benchmark.json``, which ``make bench-page`` measures; ``peers PART`` is one of ``docs/peers.json``, which ``make
 laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``members`` is what an
-ensemble maps, ``docs/members_table.json``, which ``tests/compile/test_members_map.py`` tries. ``source FILE`` is a file of the
-repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH; only
+ensemble maps, ``docs/members_table.json``, which ``tests/compile/test_members_map.py`` tries. ``source FILE`` is a file
+of the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH; only
 the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first
 sentence of its docstring.
 
