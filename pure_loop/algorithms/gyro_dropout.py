@@ -130,8 +130,8 @@ def apply_gyro_dropout(
         gyro.p = gyro.p if p is None else p
         device = next((tensor.device for tensor in module.parameters()), None)
         gyro.register_buffer(gyro.buffer, torch.arange(concurrent, device=device), persistent=False)
-        layer = torch.tensor(derive(seed, "gyro_dropout", path), device=device)
-        gyro.register_buffer(gyro.layer_buffer, layer, persistent=False)
+        number = torch.tensor(derive(seed, "gyro_dropout", path), device=device)
+        gyro.register_buffer(gyro.layer_buffer, number, persistent=False)
         return True
 
     return with_layers(module, change, "gyro_dropout", "nn.Dropout", only, exclude)
