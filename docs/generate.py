@@ -14,8 +14,8 @@ from ``pure_loop.testing``. ``benchmark NAME`` is a table of
 laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``members`` is what an
 ensemble maps, ``docs/members_table.json``, which ``tests/compile/test_members_map.py`` tries. ``source FILE`` is a file
 of the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH;
-only the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first
-sentence of its docstring.
+only the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the
+first sentence of its docstring.
 
 The pages of algorithms, ``docs/cards/NAME.md``, and the gallery of them, ``docs/cards/index.md``, are generated whole,
 from the modules and from ``docs/cards.json``, which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are
