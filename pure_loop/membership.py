@@ -6,8 +6,8 @@ Tensors of members are stacked along a leading dimension. What is no tensor is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Literal, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
 import optree
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import NAMESPACE, PyTree
+from pure_loop._internal.reprs import number as number_of
 from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop.data.batch import are_alike, leaves, map_tensors
-from pure_loop.errors import ArgumentError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
 from pure_loop.time import Timestamp
 
@@ -121,6 +122,65 @@ class MemberValues:
 
 
 # What the members of a State have.
+
+# The fields that are equal for all members, or told of them by `ensemble`.
+_OF_ALL = frozenset(
+    {
+        *("model", "timestamp", "previous_timestamp", "seed", "data_seed", "ensemble", "stop", "frozen", "event"),
+        *("position", "notes", "evaluator"),
+    }
+)
+
+
+def own_fields(state: Any) -> dict[str, Any]:
+    """The fields of a State, by the names of slots, that its members have of their own."""
+    names = [field.name for field in attrs.fields(type(state)) if field.name not in _OF_ALL]
+    return {name: getattr(state, state._slots_behind.get(name, name)) for name in names}
+
+
+def fields_of_member(state: Any, index: object) -> dict[str, Any]:
+    """Those fields of a State with members in which one of them differs, for ``state.member``."""
+    number, members = _number_of(state, index, "state.member({})"), _members_of(state)
+    fields = {name: member_value(value, number, name) for name, value in own_fields(state).items()}
+    stop = members.stopped[number]
+    if stop is not None and stop[0].batch != state.timestamp.batch:  # else its last epoch may have been counted
+        fields["timestamp"], fields["previous_timestamp"] = stop
+    return fields | {"seed": members.seeds[number], "ensemble": None, "stop": state.stop or stop is not None}
+
+
+def fields_of_members(state: Any, indices: Sequence[int] | Tensor) -> dict[str, Any]:
+    """Those fields of a State with members that are others of some of them, for ``state.members``."""
+    passed: object = indices.tolist() if isinstance(indices, Tensor) else indices
+    if isinstance(passed, str) or not isinstance(passed, Iterable):
+        raise ArgumentTypeError(f"state.members({passed!r:.60}): write the numbers of members, state.members([0, 3]).")
+    chosen = [_number_of(state, index, "state.members([{}])") for index in passed]
+    if not chosen:
+        raise ArgumentError("state.members([]): write the numbers of members, state.members([0, 3]).")
+    members = _members_of(state)
+    stopped = tuple(members.stopped[number] for number in chosen)
+    record = attrs.evolve(members, seeds=tuple(members.seeds[number] for number in chosen), stopped=stopped)
+    fields = {name: selected_value(value, chosen, name) for name, value in own_fields(state).items()}
+    return fields | {"ensemble": record, "stop": None not in stopped}
+
+
+def _members_of(state: Any) -> Members:
+    members: Members | None = state.ensemble
+    if members is None:
+        raise ArgumentError(
+            "this State is that of one model, and has no members: pl.ensemble(make_model, seeds=range(8)) in the place "
+            "of fit's model trains several, and pl.stack(states) puts States of one structure together."
+        )
+    return members
+
+
+def _number_of(state: Any, index: object, call: str) -> int:
+    count, written = len(_members_of(state)), call.format(f"{index!r:.60}")
+    if isinstance(index, bool) or not isinstance(index, SupportsIndex):
+        raise ArgumentTypeError(f"{written}: a member is known by its number, from 0 to {count - 1}.")
+    number = index.__index__()
+    if not -count <= number < count:
+        raise ArgumentError(f"{written}: the State has {count} members, from 0 to {count - 1}.")
+    return number % count
 
 
 def member_value(value: PyTree, index: int, field: str = "") -> PyTree:
@@ -234,3 +294,22 @@ def stacked_batches(name: str, values: list[Any]) -> Any:
             )
     results = iter([_stacked_leaf(f"state.{name}", column) for column in zip(*columns, strict=True)])
     return map_tensors(lambda _: next(results), values[0])
+
+
+def first_nonfinite(batches: Tensor) -> tuple[int, str] | None:
+    """The first batch with a number that was not finite, and of which members, in words; None: there is none.
+
+    Args:
+        batches: that of the State, or of each of its members, -1 if none; int64, shape () or (members,).
+
+    >>> first_nonfinite(torch.tensor(-1)), first_nonfinite(torch.tensor(4)), first_nonfinite(torch.tensor([-1, 7, 7]))
+    (None, (4, ''), (7, ' of members 1, 2'))
+    """
+    listed = [number_of(item) for item in batches.reshape(-1)]
+    batch = min((item for item in listed if isinstance(item, int) and item >= 0), default=None)
+    if batch is None:
+        return None
+    places = [str(place) for place, item in enumerate(listed) if item == batch]
+    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+    members = f" of {'members' if len(places) > 1 else 'member'} {', '.join(places[:3])}{more}"
+    return batch, members if batches.ndim else ""

@@ -9,9 +9,9 @@ writes to one that was yielded, so a State that you keep is a snapshot, and givi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
 import attrs
 import optree
@@ -416,7 +416,6 @@ class State(Record):
         >>> stacked.members, stacked.members([3, 0]).members, states[0].members
         (4, 2, 0)
         """
-
         from pure_loop.membership import MemberCount  # one model has no use for it
 
         return MemberCount(0 if self.ensemble is None else len(self.ensemble), self._some_members)
@@ -436,55 +435,14 @@ class State(Record):
         >>> stacked.params["weight"].shape, stacked.member(1).params["weight"].shape, stacked.member(1).seed
         (torch.Size([2, 1, 2]), torch.Size([1, 2]), 4)
         """
-        from pure_loop.membership import member_value  # one model has no use for it
+        from pure_loop.membership import fields_of_member  # one model has no use for it
 
-        number, members = self._number_of(index, "state.member({})"), self._ensemble()
-        fields: dict[str, object] = {name: member_value(value, number, name) for name, value in self._of_members()}
-        stop = members.stopped[number]
-        if stop is not None and stop[0].batch != self.timestamp.batch:  # else its last epoch may have been counted
-            fields["timestamp"], fields["previous_timestamp"] = stop
-        stopped = self.stop or stop is not None
-        return with_fields(self, **fields, seed=members.seeds[number], ensemble=None, stop=stopped)
+        return with_fields(self, **fields_of_member(self, index))
 
     def _some_members(self: S, indices: Sequence[int] | Tensor) -> S:
-        passed: object = indices.tolist() if isinstance(indices, Tensor) else indices
-        if isinstance(passed, str) or not isinstance(passed, Iterable):
-            raise ArgumentTypeError(
-                f"state.members({passed!r:.60}): write the numbers of members, state.members([0, 3])."
-            )
-        from pure_loop.membership import selected_value  # one model has no use for it
+        from pure_loop.membership import fields_of_members  # one model has no use for it
 
-        chosen = [self._number_of(index, "state.members([{}])") for index in passed]
-        if not chosen:
-            raise ArgumentError("state.members([]): write the numbers of members, state.members([0, 3]).")
-        members = self._ensemble()
-        stopped = tuple(members.stopped[number] for number in chosen)
-        record = attrs.evolve(members, seeds=tuple(members.seeds[number] for number in chosen), stopped=stopped)
-        fields = {name: selected_value(value, chosen, name) for name, value in self._of_members()}
-        return with_fields(self, **fields, ensemble=record, stop=None not in stopped)
-
-    def _of_members(self) -> Iterator[tuple[str, Any]]:
-        """The fields that members have of their own."""
-        for attribute, _ in _fields[type(self)]:
-            if attribute not in OF_ALL_MEMBERS:
-                yield attribute, getattr(self, self._slots_behind.get(attribute, attribute))
-
-    def _ensemble(self) -> Members:
-        if self.ensemble is None:
-            raise ArgumentError(
-                "this State is that of one model, and has no members: pl.ensemble(make_model, seeds=range(8)) in the "
-                "place of fit's model trains several, and pl.stack(states) puts States of one structure together."
-            )
-        return self.ensemble
-
-    def _number_of(self, index: object, call: str) -> int:
-        count, written = len(self._ensemble()), call.format(f"{index!r:.60}")
-        if isinstance(index, bool) or not hasattr(type(index), "__index__"):
-            raise ArgumentTypeError(f"{written}: a member is known by its number, from 0 to {count - 1}.")
-        number = cast("SupportsIndex", index).__index__()
-        if not -count <= number < count:
-            raise ArgumentError(f"{written}: the State has {count} members, from 0 to {count - 1}.")
-        return number % count
+        return with_fields(self, **fields_of_members(self, indices))
 
     @teaching
     def module(self, *, training: bool = True) -> nn.Module:
@@ -568,15 +526,9 @@ class State(Record):
 
     def _first_nonfinite(self) -> tuple[int, str] | None:
         """The first batch with a number that was not finite, and in an ensemble of which members, in words."""
-        numbers = None if self.nonfinite is None else number(self.nonfinite)
-        batches = numbers.tolist() if isinstance(numbers, Tensor) and numbers.ndim else [numbers]
-        batch = min((item for item in batches if isinstance(item, int) and item >= 0), default=None)
-        if batch is None:
-            return None
-        places = [str(place) for place, item in enumerate(batches) if item == batch]
-        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-        members = f" of {'members' if len(places) > 1 else 'member'} {', '.join(places[:3])}{more}"
-        return batch, members if self.members else ""
+        from pure_loop.membership import first_nonfinite  # looked at seldom
+
+        return None if self.nonfinite is None else first_nonfinite(self.nonfinite)
 
     if not TYPE_CHECKING:  # to type checkers, too, a State has neither items nor an iterator
 
@@ -844,13 +796,6 @@ def sort_by_model(state: S, before: ModelDef | None = None) -> S:
     return with_fields(state, opt_state=reordered(raw_opt_state(state), wanted, were), algorithm_state=memories)
 
 
-# The fields that are equal for all members of an ensemble, or told of them by ``ensemble``.
-OF_ALL_MEMBERS = frozenset(
-    {
-        *("model", "timestamp", "previous_timestamp", "seed", "data_seed", "ensemble", "stop", "frozen", "event"),
-        *("position", "notes", "evaluator"),
-    }
-)
 _ENDS = events_between(Event.BATCH_END, Event.EPOCH_CHECKPOINT)
 # The boundaries at which an algorithm may end training.
 STOPPING = _ENDS | events_between(Event.ITERATION_END, Event.ITERATION_CHECKPOINT)

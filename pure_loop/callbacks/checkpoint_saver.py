@@ -157,16 +157,10 @@ class CheckpointSaver(Callback):
     def bind(self, run: Run) -> None:
         """
         Raises:
-            ArgumentError: it would never save, its metric isn't measured, or another saver has files of the same names;
-                or ``keep_best`` for an ensemble, whose members are best at different batches.
+            ArgumentError: it would never save, by its metric not, or another saver has files of the same names.
         """
         if self._scored.metric is not None:
-            refuse_members(
-                run,
-                f"CheckpointSaver(keep_best=, metric={self._scored.metric!r})",
-                "each is best at another batch. Leave keep_best= out, and choose a member of a State that is saved, "
-                "state.member(number).",
-            )
+            refuse_members(run, "CheckpointSaver(keep_best=)", "each is best at another batch: leave it out.")
         self._called = run
         if run.autoresume is not None and not self._contents.is_whole and same_place(self.folder, run.autoresume):
             what = "weights_only=True" if self._contents.weights_only else f"exclude={list(self._contents.exclude)}"

@@ -22,7 +22,7 @@ from pure_loop.cadence import CadenceLike
 from pure_loop.callback import LoggerGroup, Run
 from pure_loop.callbacks._intervals import is_due, read_interval
 from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
-from pure_loop.checkpoint.digests import digest_of, digest_of_batch
+from pure_loop.checkpoint.digests import digest_of, digest_of_batch, journal_loss
 from pure_loop.checkpoint.files import SUFFIX, in_parts, save
 from pure_loop.checkpoint.flight import (
     ENDED,
@@ -30,7 +30,6 @@ from pure_loop.checkpoint.flight import (
     RUN,
     ends_in_a_line,
     facts_of,
-    journal_loss,
     line_of,
     read_facts,
     settings_of,

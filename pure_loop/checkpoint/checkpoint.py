@@ -143,12 +143,10 @@ class Checkpoint:
     ) -> State:
         """The State with the weights that were saved; ``call`` is for errors, as in ``with_weights``."""
         document, path = self.document or self.weights, self.path
-        members = None if document is None else document.members
-        if members is not None or state.ensemble is not None:
-            what = f"is of {members} members" if members else "is of one model, and an ensemble was given"
+        if state.ensemble is not None or (document is not None and document.fields.get("ensemble") is not None):
             raise ResumeError(
-                f"{path} {what}: weights alone are read from a State of one model into one. Load the whole State, and "
-                "take one member: pl.load(path, model=make_model()).member(0).module()."
+                f"{path}: weights alone are read from a State of one model into one, and not of members. Load the "
+                "whole State, and take a member: pl.load(path, model=make_model()).member(0).module()."
             )
         weights = saved_weights(self.document, self.tensors, path)
         base: dict[str, BaseTensor] = {}

@@ -23,6 +23,7 @@ from pure_loop.checkpoint.container import CODES, DTYPES, is_shape, pieces_of
 from pure_loop.checkpoint.tree import Writer
 from pure_loop.checkpoint.validation import Json, shortened
 from pure_loop.errors import ArgumentError, ResumeError
+from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 
 # Bytes: of a row of numbers that are added up, and from which on tensors are.
@@ -213,3 +214,8 @@ def verified_base(base: Base, state: State, path: object) -> dict[str, tuple[Ten
             "pl.load(path, model=model, weights_only=True, strict=False)."
         )
     return result
+
+
+def journal_loss(state: State) -> Tensor:
+    """The loss of a batch as a journal has it, of an ensemble the mean of its members'; shape ()."""
+    return total_loss(state.loss).detach().mean()

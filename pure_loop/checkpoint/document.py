@@ -31,13 +31,7 @@ from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.registry import named, registered
 from pure_loop._internal.reprs import Shaped
 from pure_loop.checkpoint.digests import Base, read_base, take_out_base
-from pure_loop.checkpoint.migration import (
-    all_names,
-    migrated,
-    not_in_state_dict,
-    of_members,
-    refuse_another_model,
-)
+from pure_loop.checkpoint.migration import all_names, fitting, migrated, not_in_state_dict, refuse_another_model
 from pure_loop.checkpoint.selection import ALL, Selection, refuse_left_out
 from pure_loop.checkpoint.tree import Reader, UnknownClassError, Writer
 from pure_loop.checkpoint.validation import (
@@ -126,13 +120,6 @@ class Document:
         return self.timestamp.batch
 
     @property
-    def members(self) -> int | None:
-        """How many members the State has; None: it is of one model."""
-        record = self.fields.get("ensemble")
-        seeds = record.get("fields", {}).get("seeds") if isinstance(record, dict) else None
-        return len(seeds["tuple"]) if isinstance(seeds, dict) and isinstance(seeds.get("tuple"), list) else None
-
-    @property
     def progress(self) -> tuple[int, ...]:
         """How far the run was: of two States of a run the later one has the larger, whatever a clock said.
 
@@ -173,9 +160,8 @@ class Document:
         model = attrs.evolve(self, altered=FrozenDict(slots)).altered_model(model, path)
         like = (*model.skeleton.named_parameters(), *model.skeleton.named_buffers()) if start is None else ()
         own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in like}
-        own |= {} if start is None else {**start.params, **start.buffers}
-        if values.get("ensemble") is not None and (start is None or start.ensemble is None):
-            own = of_members(own, len(values["ensemble"]))
+        own = fitting(values, own) if start is None else {**start.params, **start.buffers}
+        own = own if start is None or start.members else fitting(values, own)
         selection.refuse_unmatched([*names.values(), *all_names(model)], path)
         values = migrated(values, names, selection, model, own, self.hidden, str(path).rpartition("/")[2])
         refuse_another_model(values, saved, model, self.model, path, () if start is None else start.notes)

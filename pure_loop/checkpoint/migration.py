@@ -177,9 +177,10 @@ class Misfit:
         return "; ".join([*parts, *shapes[:_SHAPES]]) + more
 
 
-def of_members(tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Tensors of one model for each of so many members."""
-    return {name: tensor.expand(count, *tensor.shape) for name, tensor in tensors.items()}
+def fitting(values: Mapping[str, PyTree], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of one model, for each of the members of a State with these fields, if it has some."""
+    count = len(values.get("ensemble") or ())
+    return {name: tensor.expand(count, *tensor.shape) for name, tensor in tensors.items()} if count else dict(tensors)
 
 
 def refuse_another_model(
@@ -205,8 +206,7 @@ def refuse_another_model(
         "params": {key: params[key] for key in model.parameter_names},
         "buffers": {key: buffers.get(key, torch.empty(0, device="meta")) for key in model.buffer_names},
     }
-    if values.get("ensemble") is not None:
-        wanted = {kind: of_members(like, len(values["ensemble"])) for kind, like in wanted.items()}
+    wanted = {kind: fitting(values, like) for kind, like in wanted.items()}
     misfits = {kind: Misfit.of(values[kind], like) for kind, like in wanted.items()}
     names = [key for misfit in misfits.values() for key in misfit.names]
     if not names:

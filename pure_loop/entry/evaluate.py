@@ -15,13 +15,14 @@ from pure_loop.algorithm import AlgorithmLike, bind
 from pure_loop.callback import CallbackLike, Logger, Run
 from pure_loop.data.source import Source
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.entry import members
+from pure_loop.entry import member_data, members
 from pure_loop.entry.compiling import evaluating
 from pure_loop.entry.deterministic import refuse_cublas, stream_of
 from pure_loop.entry.member_callbacks import MemberRecorder, member_callbacks, member_count
+from pure_loop.entry.memories import refuse_other_memories
 from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import ModelSettings
-from pure_loop.entry.start import any_state, refuse_other_memories
+from pure_loop.entry.start import any_state
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.evaluator import (
     BoundEvaluator,
@@ -87,9 +88,9 @@ def evaluate(
     if evaluators is None:
         raise ArgumentTypeError("evaluators=None: give a dataloader, or a mapping of labels to dataloaders.")
     module, task = state.model.skeleton, loss if isinstance(loss, Task) else Task()
-    bound = bind_evaluators(evaluators, "1ep", members.seed_of_data(state), sources=settings.parallel.sources(task))
+    bound = bind_evaluators(evaluators, "1ep", member_data.seed_of_data(state), sources=settings.parallel.sources(task))
     if state.ensemble is not None:
-        bound = members.with_member_metrics(bound, len(state.ensemble))
+        bound = member_data.with_member_metrics(bound, len(state.ensemble))
     lacks_loss = loss is None or (loss is task and task.loss is None)
     if lacks_loss and not has_loss_method(module) and not measure_loss(bound, of_call=True):
         loss = attrs.evolve(task, loss=_no_loss)
@@ -146,7 +147,7 @@ def predict(
     if task is None:
         module = state.model.skeleton
         task = make_task(module, None if has_loss_method(module) else _no_loss)
-    data = settings.parallel.sources(task)(dataloader, seed=members.seed_of_data(state), stream="predict")
+    data = settings.parallel.sources(task)(dataloader, seed=member_data.seed_of_data(state), stream="predict")
     refuse_empty(data, "dataloader")
     stages = _stages(settings, state, task)
     script = loop.predict(state, stages, data, _described(settings), gradients=gradients)
@@ -158,9 +159,8 @@ def _no_loss(outputs: object, targets: object) -> Tensor:
 
 
 def _state(settings: ModelSettings) -> State:
-    state = any_state(
-        settings.model_or_state, settings.run_seed, settings.parallel.device(settings.device), settings.member_seeds
-    )
+    seed, seeds = settings.seeds
+    state = any_state(settings.model_or_state, seed, settings.parallel.device(settings.device), seeds)
     if settings.deterministic:
         refuse_cublas(state.device)
     if settings.precision.float8:

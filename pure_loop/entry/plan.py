@@ -16,7 +16,7 @@ from pure_loop.algorithm import bind
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.data.group import steps
 from pure_loop.data.source import Source
-from pure_loop.entry import members
+from pure_loop.entry import member_data, members
 from pure_loop.entry.auto_size import AutoSize
 from pure_loop.entry.compiling import compiler
 from pure_loop.entry.deterministic import refuse_cublas
@@ -94,7 +94,7 @@ class Plan:
             ArgumentError, ArgumentTypeError, ModelError, DataError, ResumeError: for what can't run.
         """
         beginning, checkpoint = read_start(
-            settings.model_or_state, settings.load_path, settings.autoresume, settings.run_seed, settings.run_name
+            settings.model_or_state, settings.load_path, settings.autoresume, settings.seeds[0], settings.run_name
         )
         count = member_count(beginning)
         attached = saving(settings.autoresume, settings.callbacks)
@@ -197,8 +197,9 @@ def _beginning(
     settings: Settings, beginning: nn.Module | State | Ensemble, checkpoint: Checkpoint | None
 ) -> tuple[State, bool]:
     """The State to start from, on its device and in its precision, and whether it is a fresh start."""
-    seed = seed_of(checkpoint, settings.run_seed)
-    state, fresh = first_state(beginning, seed, settings.parallel.device(settings.device), settings.member_seeds)
+    seed, seeds = settings.seeds
+    seed = seed_of(checkpoint, seed)
+    state, fresh = first_state(beginning, seed, settings.parallel.device(settings.device), seeds)
     members.refuse_settings(settings, state)
     if settings.parallel.ranks > 1:
         refuse_sync_batchnorm(state.model.skeleton, state.device)
@@ -253,7 +254,7 @@ def _task(settings: Settings, state: State) -> Task:
 
 def _ownership(settings: Settings, engine: Engine, attached: Collection[Event]) -> Ownership | None:
     """What decides where a step may write; None: it copies."""
-    compiled = (settings.compile is not False or isinstance(engine, members.MemberEngine)) and not engine.in_parts
+    compiled = (settings.compile is not False or isinstance(engine, member_data.MemberEngine)) and not engine.in_parts
     overwrites = compiled or settings.optimizer.overwrite is not None
     if settings.strict or not settings.donate or not overwrites:
         return None
@@ -272,9 +273,9 @@ def _training_data(settings: Settings, open_source: Callable[..., Source], state
         DataError: data that says that it has no batch.
     """
     limit, per_step = settings.batches_per_epoch, settings.batches_per_step
-    seed = members.seed_of_data(state)
+    seed = member_data.seed_of_data(state)
     if state.ensemble is not None and state.data_seed is None:
-        open_source = members.member_sources(open_source, state.ensemble.seeds)
+        open_source = member_data.member_sources(open_source, state.ensemble.seeds)
     data = open_source(
         settings.train_dataloader, seed=seed, stream="train", batches_per_epoch=limit, batches_per_step=per_step
     )
@@ -298,13 +299,13 @@ def _evaluators(
     Raises:
         ArgumentError: an evaluator has the label of the metrics of training.
     """
-    seed = members.seed_of_data(state)
+    seed = member_data.seed_of_data(state)
     evaluators = bind_evaluators(
         settings.evaluators, settings.eval_interval, seed, settings.max_duration, sources=open_source
     )
     evaluators = with_own_tasks(evaluators, task, state.model.skeleton)
     if state.ensemble is not None:
-        evaluators = members.with_member_metrics(evaluators, len(state.ensemble))
+        evaluators = member_data.with_member_metrics(evaluators, len(state.ensemble))
     if settings.train_metrics and any(evaluator.label == "train" for evaluator in evaluators):
         raise ArgumentError(
             "the label 'train' of an evaluator is that of train_metrics=, in state.metrics['train']: give the "

@@ -303,14 +303,10 @@ class ModelSettings(StreamSettings):
     parallel: Together = _read_by(Together.of)
 
     @property
-    def run_seed(self) -> int:
-        """That of the run; what members share has the default one, where ``seed=pl.each(...)`` gives each its own."""
-        return 0 if isinstance(self.seed, Each) else self.seed
-
-    @property
-    def member_seeds(self) -> list[int] | None:
-        """Those of members, where they are not those of their models."""
-        return [int(seed) for seed in self.seed.values if not callable(seed)] if isinstance(self.seed, Each) else None
+    def seeds(self) -> tuple[int, list[int] | None]:
+        """That of the run, and those of members where ``seed=pl.each(...)`` gives each its own: it is the default."""
+        seeds = [int(seed) for seed in getattr(self.seed, "values", ()) if not callable(seed)]
+        return (0, seeds) if isinstance(self.seed, Each) else (self.seed, None)
 
     @property
     def algorithms_described(self) -> list[str]:

@@ -14,20 +14,21 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.members import turns
-from pure_loop.membership import BATCHES, OF_A_BATCH, Members, PerMember, measured, stacked_batches, stacked_tree
+from pure_loop.membership import (
+    BATCHES,
+    OF_A_BATCH,
+    Members,
+    PerMember,
+    measured,
+    own_fields,
+    stacked_batches,
+    stacked_tree,
+)
 from pure_loop.model.model import ModelDef
-from pure_loop.state import EXPLAINED, NOT_READY, OF_ALL_MEMBERS, State, with_fields
+from pure_loop.state import EXPLAINED, NOT_READY, State, with_fields
 from pure_loop.time import Timestamp
 
 S = TypeVar("S", bound=State)
-
-
-def _names(state: State) -> list[str]:
-    return [field.name for field in attrs.fields(type(state)) if field.name not in OF_ALL_MEMBERS]
-
-
-def _read(state: State, name: str) -> Any:
-    return getattr(state, state._slots_behind.get(name, name))
 
 
 def split(state: S) -> list[S]:
@@ -87,13 +88,15 @@ def stacked(states: Sequence[S], like: S | None = None, before: Sequence[S] = ()
     if like is not None and all(state is old for state, old in zip(states, before, strict=True)):
         return like
     fields: dict[str, Any] = {}
-    for name in _names(newest):
-        values = [_read(state, name) for state in states]
-        old = None if like is None else [_read(state, name) for state in before]
+    rows, rows_before = [own_fields(state) for state in states], [own_fields(state) for state in before]
+    of_like: dict[str, Any] = {} if like is None else own_fields(like)
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        old = [row[name] for row in rows_before] if of_like else None
         if old is not None and all(value is kept for value, kept in zip(values, old, strict=True)):
-            fields[name] = _read(like, name)  # type: ignore[arg-type]
+            fields[name] = of_like[name]
         else:
-            fields[name] = _stacked_field(name, values, None if like is None else _read(like, name), old)
+            fields[name] = _stacked_field(name, values, of_like.get(name), old)
     known = None if like is None else like.ensemble
     stops = [(state.timestamp, state.previous_timestamp) if state.stop else None for state in states]
     record = Members(

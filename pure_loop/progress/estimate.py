@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from inspect import GEN_CREATED, getgeneratorstate
 from types import GeneratorType
-from typing import Any, TypeGuard
+from typing import Any
 
 import attrs
 import torch
@@ -24,6 +24,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.loop.call import Fit
 from pure_loop.loop.stream import Stream
 from pure_loop.optim import Optimizer
+from pure_loop.progress.words import is_number
 from pure_loop.state import MetricValue, State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
@@ -113,33 +114,6 @@ def rates(optimizer: Optimizer | None, state: State, name: str = "lr") -> dict[s
     return {name: rate if state.lr_scale is None else rate * state.lr_scale}
 
 
-def is_number(value: object, members: int = 0) -> TypeGuard[Tensor | float]:
-    """Whether a value is shown: a number, or one of each member of an ensemble."""
-    return is_scalar(value) or (isinstance(value, Tensor) and members > 0 and value.shape == (members,))
-
-
-def in_numbers(values: Mapping[str, object], members: int) -> dict[str, MetricValue]:
-    """Those values that are shown: of members the median, and behind it, as ``<name> best``, the best if it is known.
-
-    >>> in_numbers({"val/loss": torch.tensor([0.5, 0.25, 1.0])}, members=3)
-    {'val/loss': tensor(0.5000), 'val/loss best': tensor(0.2500)}
-    """
-    numbers: dict[str, MetricValue] = {}
-    for name, value in values.items():
-        if is_scalar(value):
-            numbers[name] = value
-        elif is_number(value, members):
-            assert isinstance(value, Tensor)
-            from pure_loop._internal.members import best_of, median_of  # of an ensemble alone
-            from pure_loop.algorithms._monitored import known_mode
-
-            numbers[name] = median_of(value)
-            mode = known_mode(name.partition("/")[2] or name)
-            if mode is not None:
-                numbers[f"{name}{BEST}"] = best_of(value, mode)
-    return numbers
-
-
 def on_cpu(value: object) -> bool:
     """Whether a value can be read at once."""
     return not isinstance(value, Tensor) or value.device.type == "cpu"
@@ -177,8 +151,6 @@ class Reading:
         return {name: value for name, value in read.items() if value is not None}
 
 
-# At the end of the name of the best of several members.
-BEST = " best"
 # One sum of so many losses costs as much as two operations on the device.
 _TOGETHER = 64
 

@@ -22,8 +22,9 @@ import attrs
 
 from pure_loop._internal.closing import call_all
 from pure_loop.progress import words as _words
-from pure_loop.progress.estimate import BEST, Inside
+from pure_loop.progress.estimate import Inside
 from pure_loop.progress.table import Row, Table
+from pure_loop.progress.words import BEST
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from itertools import groupby
 import attrs
 
 from pure_loop.progress import words as _words
-from pure_loop.progress.estimate import BEST
+from pure_loop.progress.words import BEST
 
 TRAIN = "train"
 _LABEL = "/"

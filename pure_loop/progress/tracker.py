@@ -10,10 +10,11 @@ from functools import partial
 from torch import Tensor
 
 from pure_loop.event import Event
-from pure_loop.progress.estimate import Estimate, Facts, MeanLoss, Reading, in_numbers, on_cpu, rates
+from pure_loop.progress.estimate import Estimate, Facts, MeanLoss, Reading, on_cpu, rates
 from pure_loop.progress.screens import Screen, Snapshot, batch_of
 from pure_loop.progress.table import TRAIN, Row
 from pure_loop.progress.words import epoch as epoch_number
+from pure_loop.progress.words import in_numbers
 from pure_loop.state import Loss, MetricValue, State
 from pure_loop.time import Timestamp, TimeUnit
 

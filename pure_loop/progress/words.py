@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeGuard
+
+from torch import Tensor
+
+from pure_loop._internal.recordable import is_scalar
 from pure_loop.cadence import Cadence
+from pure_loop.state import MetricValue
 from pure_loop.time import Time, Timestamp, TimeUnit
 
+# At the end of the name of the best of several members.
+BEST = " best"
 _UNITS = {
     TimeUnit.EPOCH: ("epoch", "epochs"),
     TimeUnit.BATCH: ("batch", "batches"),
@@ -108,3 +117,31 @@ def how_often(when: object) -> str:
 def epoch(t: Timestamp) -> int:
     """The epoch under way, from 1; right after its end, the one that has just ended."""
     return t.epoch + (t.batch_in_epoch > 0 or t.epoch == 0)
+
+
+def is_number(value: object, members: int = 0) -> TypeGuard[Tensor | float]:
+    """Whether a value is shown: a number, or one of each member of an ensemble."""
+    return is_scalar(value) or (isinstance(value, Tensor) and members > 0 and value.shape == (members,))
+
+
+def in_numbers(values: Mapping[str, object], members: int) -> dict[str, MetricValue]:
+    """Those values that are shown: of members the median, and behind it, as ``<name> best``, the best if it is known.
+
+    >>> import torch
+    >>> in_numbers({"val/loss": torch.tensor([0.5, 0.25, 1.0])}, members=3)
+    {'val/loss': tensor(0.5000), 'val/loss best': tensor(0.2500)}
+    """
+    numbers: dict[str, MetricValue] = {}
+    for name, value in values.items():
+        if is_scalar(value):
+            numbers[name] = value
+        elif is_number(value, members):
+            assert isinstance(value, Tensor)
+            from pure_loop._internal.members import best_of, median_of  # of an ensemble alone
+            from pure_loop.algorithms._monitored import known_mode
+
+            numbers[name] = median_of(value)
+            mode = known_mode(name.partition("/")[2] or name)
+            if mode is not None:
+                numbers[f"{name}{BEST}"] = best_of(value, mode)
+    return numbers

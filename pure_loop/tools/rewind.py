@@ -15,8 +15,8 @@ from pure_loop._internal.lazy import require
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import passing_on, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
-from pure_loop.checkpoint.digests import digest_of, digest_of_batch, has_digest
-from pure_loop.checkpoint.flight import Flight, Line, facts_of, journal_loss, read_flight, settings_of
+from pure_loop.checkpoint.digests import digest_of, digest_of_batch, has_digest, journal_loss
+from pure_loop.checkpoint.flight import Flight, Line, facts_of, read_flight, settings_of
 from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.settings import listed_callbacks
 from pure_loop.errors import ArgumentError, RewindError
