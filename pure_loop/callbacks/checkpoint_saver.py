@@ -143,8 +143,7 @@ class CheckpointSaver(Callback):
         self._limit = read_limit(stop_before)
         # Where each rank holds a part of the State.
         self._vote: StopConsensus | None = None
-        # The call that it was bound to last.
-        self._called: Run | None = None
+        self._called: Run | None = None  # that it was bound to last
         # The State that was saved last, by its batch and its event, and where.
         self._saved: tuple[int, Event | None, str] | None = None
         self._began, self._said = 0, ""

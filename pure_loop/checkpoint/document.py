@@ -338,8 +338,7 @@ def read_document(metadata: Mapping[str, str], path: object, key: str = METADATA
     Raises:
         CheckpointError: it can't be read, or a newer version of pure_loop wrote it.
     """
-    text = metadata.get(key)
-    if text is None:
+    if (text := metadata.get(key)) is None:
         return None
     try:
         document = parse(text)

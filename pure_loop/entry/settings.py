@@ -87,9 +87,8 @@ def read_microbatch_size(value: object) -> int | Literal["auto"] | None:
 
 
 def read_seed(value: object) -> int | Each:
-    if isinstance(value, Each):
-        return Each(tuple([check_integer("seed", seed) for seed in value.values]))
-    return check_integer("seed", value)
+    seeds = [check_integer("seed", seed) for seed in value.values] if isinstance(value, Each) else []
+    return Each(tuple(seeds)) if seeds else check_integer("seed", value)
 
 
 def read_train_dataloader(value: Iterable[object]) -> Iterable[object]:
@@ -391,8 +390,7 @@ class Settings(ModelSettings):
         if self.verify is not None and self.compile:
             raise ArgumentError(
                 f"verify={str(self.verify)!r} with compile={self.compile!r}: a verified batch is compared stage by "
-                "stage, and a graph has no stages. Leave out compile=, which trains the same up to rounding, or leave "
-                "out verify=."
+                "stage, and a graph has no stages. Leave out one of the two: compiled steps differ by rounding alone."
             )
         if steps > 1 and not self.compile:
             raise ArgumentError(f"steps_per_call={steps}: only compiled steps go several to a call: add compile=True.")
