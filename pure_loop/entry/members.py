@@ -110,6 +110,7 @@ def refuse_settings(settings: Settings, state: State) -> None:
             "seeds=...) several seeds, or leave it out."
         )
     refused = {'microbatch_size="auto"': settings.microbatch_size == "auto", "verify=": settings.verify is not None}
+    refused["compile="] = bool(settings.compile) and state.ensemble.fallback == "loop"
     _refuse(name for name, is_true in refused.items() if is_true)
     if state.ensemble.fallback is None:
         of_torch = next(filter(_is_of_torch, _parts_of(settings.optimizer)), None)
@@ -167,6 +168,7 @@ _INSTEAD = {
     "parallel=": "an ensemble is trained by one process. Start one process a part of the members, each with its own "
     "seeds and parallel=False.",
     'microbatch_size="auto"': "write a number; a step of all members needs as many times the memory of one.",
+    "compile=": 'members that are computed one after the other, fallback="loop", are not compiled: leave out one of them.',
     "verify=": "a mapped step is one graph, which has no stages to compare. Leave it out.",
     'precision="amp_fp8"': 'its layers can\'t be mapped; write "amp_bf16".',
 }

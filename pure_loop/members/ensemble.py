@@ -111,8 +111,8 @@ def ensemble(
         seeds: of the members: under which their models are made and their random numbers in training are drawn.
         data: ``"shared"``: all members see the same batches, in the order of ``fit(seed=)``; ``"own"``: each sees them
             in the order of its own seed, as it would alone.
-        fallback: what to do where torch can't map the step: None: an error names the module, loss, algorithm or
-            optimizer, before training; ``"loop"``: the members are computed one after the other, with the same results.
+        fallback: None: members are mapped, and where torch can't, an error names the module, loss, algorithm or
+            optimizer, before training; ``"loop"``: they are computed one after the other, with the same results.
 
     Raises:
         ArgumentTypeError: ``make_model`` is no function, or a seed is no int.
