@@ -232,68 +232,44 @@ def sweep(
     figure.savefig(path, dpi=160)
 
 
-def rates(
-    path: str,
-    values: Sequence[float],
-    losses: Sequence[Series],
-    accuracies: Sequence[float],
-    seconds: float,
-    one_by_one: float,
-) -> None:
-    """Losses over the epochs and accuracies at the end of members with a learning rate each, and what they cost.
+def population(path: str, rounds: Sequence[Any], start: Sequence[float], accuracies: Sequence[Sequence[float]]) -> None:
+    """The learning rates and accuracies of members over rounds, and who goes on from whom.
 
     Args:
         path: of the picture.
-        values: the learning rate of each member.
-        losses: of each member the loss of validation after each epoch.
-        accuracies: of each member at the end, in [0, 1].
-        seconds: that the run of all members took.
-        one_by_one: what as many runs take, one after the other.
+        rounds: ``sources`` and ``lr_scales`` of each; before them rates were those of ``start``.
+        accuracies: of all members, at each round.
     """
-    figure = Figure(figsize=(10, 6.4), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(5, 1.1))
-    left, right = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-    scale, colors = LogNorm(min(values), max(values)), colormaps["viridis_r"]
-    best = max(range(len(values)), key=accuracies.__getitem__)
-    left.set_title("Loss of validation", loc="left", fontweight="bold", fontsize=12)
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    colors = colormaps["viridis_r"]
+    ancestors, rates = list(range(len(start))), list(start)
+    for at, (found, values) in enumerate(zip(rounds, accuracies, strict=True)):
+        for number, source in enumerate(found.sources):
+            color = colors(ancestors[number] / (len(start) - 1))
+            left.plot((at, at + 1), (rates[number],) * 2, color=color, lw=1.8)
+            if source != number:
+                left.plot((at + 1,) * 2, (rates[source], found.lr_scales[number]), color=GRAY, lw=0.7, zorder=1)
+                left.plot(at + 1, rates[number], "x", color=color, ms=5, mew=1.4)
+            if at:
+                before = accuracies[at - 1][rounds[at - 1].sources[number]]
+                right.plot((at, at + 1), (100 * before, 100 * values[number]), color=color, lw=1.4)
+        ancestors, rates = [ancestors[source] for source in found.sources], list(found.lr_scales)
+    left.set_title("Learning rate", loc="left", fontweight="bold", fontsize=12)
     left.set_yscale("log")
-    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
     left.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     left.yaxis.set_minor_locator(NullLocator())
-    right.set_title("Accuracy at the end (%)", loc="left", fontweight="bold", fontsize=12)
-    right.set_xscale("log")
-    for value, series, accuracy in zip(values, losses, accuracies, strict=True):
-        left.plot(*zip(*series, strict=True), color=colors(scale(value)), lw=1.4)
-        right.plot(value, 100 * accuracy, "o", ms=8, color=colors(scale(value)))
-    left.plot(*zip(*losses[best], strict=True), color=COLORS[1], lw=2.8)
-    lowest = min(value for series in losses for _, value in series)
-    left.set_ylim(0.8 * lowest, 6)  # The largest rates lead far above.
-    left.set_xlim(1, losses[0][-1][0])
-    left.set_xlabel("Epoch")
-    right.plot(values[best], 100 * accuracies[best], "o", ms=14, mew=2, mfc="none", color=COLORS[1])
-    right.annotate(
-        f"the best: {accuracies[best]:.1%}\nat a rate of {values[best]:.2g}",
-        (values[best], 100 * accuracies[best]),
-        (0, -64),
-        textcoords="offset points",
-        ha="center",
-        color=COLORS[1],
-        fontweight="bold",
-        arrowprops={"arrowstyle": "-", "color": GRAY, "shrinkB": 9},
+    left.text(
+        0.98, 0.02, "x: goes on from another member", transform=left.transAxes, color=GRAY, fontsize=10, ha="right"
     )
-    right.set_ylim(0, 100)
-    right.set_xlabel("Learning rate")
-    bottom = figure.add_subplot(grid[1, :])
-    count = len(values)
-    bottom.set_title("Seconds, measured in one process", loc="left", fontweight="bold", fontsize=12)
-    rows = ((f"one run of {count} members", seconds, COLORS[0]), (f"{count} x one run", one_by_one, GRAY))
-    for row, (name, length, color) in enumerate(rows):
-        bottom.barh(row, length, height=0.66, color=color, alpha=0.85)
-        bottom.text(length, row, f" {length:.1f}", va="center", color=INK)
-    bottom.set_yticks(range(2), [name for name, _, _ in rows])
-    bottom.tick_params(axis="y", length=0)
-    bottom.invert_yaxis()
-    bottom.set_xlim(0, 1.08 * max(seconds, one_by_one))
+    right.set_title("Accuracy (%)", loc="left", fontweight="bold", fontsize=12)
+    right.text(0.98, 0.02, "colour: the rate at the beginning\nof what a member has learned", color=GRAY, fontsize=10,
+               transform=right.transAxes, ha="right")  # fmt: skip
+    for panel in (left, right):
+        panel.set_xlabel("Epoch")
+        panel.set_xlim(0, len(rounds))
+        panel.set_xticks(range(0, len(rounds) + 1, 5 if len(rounds) > 9 else 1))
     figure.savefig(path, dpi=160)
 
 

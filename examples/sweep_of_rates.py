@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import _job_pictures
+import _member_pictures
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"one run of {count} members: {seconds:.1f} s; {count} times one run: {one_by_one:.1f} s", end="")
     print(f" ({min(single):.2f} s each)")
     curves = [[(epoch, float(loss[number])) for epoch, loss in enumerate(losses, 1)] for number in range(count)]
-    _job_pictures.rates(options.output, rates, curves, accuracies.tolist(), seconds, one_by_one)
+    _member_pictures.rates(options.output, rates, curves, accuracies.tolist(), seconds, one_by_one)
     print(f"picture: {options.output}")
     return 0 if apart < 1e-12 else 1
 

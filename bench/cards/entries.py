@@ -24,6 +24,7 @@ class Entry:
         picture: the name of a function of :mod:`bench.cards.pictures`; "": there is nothing to draw.
         options: other arguments of ``fit``, for both runs.
         note: what a reader of the numbers has to know.
+        members: how many train together, for what compares them, at rates from 0.001 to 1; 0: one model alone.
         unkept: laws that it does not keep on some cases, with the reason, besides those that its module names.
     """
 
@@ -33,11 +34,12 @@ class Entry:
     options: Mapping[str, Any] = attrs.field(factory=dict)
     note: str = ""
     unkept: Mapping[str, str] = attrs.field(factory=dict)
+    members: int = 0
 
     def make(self) -> Any:
         """The algorithm."""
         names = {name: getattr(pl.algorithms, name) for name in dir(pl.algorithms)}
-        return eval(self.code, {**names, "Block": Block, "shifted": shifted})
+        return eval(self.code, {**names, "Block": Block, "shifted": shifted, "rates": RATES})
 
     @property
     def on(self) -> CardProblem:
@@ -49,8 +51,12 @@ def shifted(image: torch.Tensor) -> torch.Tensor:
     return torch.roll(image, int(torch.randint(-1, 2, ())), dims=-1)
 
 
+# Of the members of an ensemble, from bad to good to bad.
+RATES = pl.each(torch.logspace(-3, 0, 8))
 _EVALUATED: dict[str, Any] = {"eval_interval": "1ep"}
 _STOPPED = "Stopping saves the time of the epochs that are left."
+_BEST = "The accuracy is that of the best member."
+_MASKED = f"{_BEST} Those that have stopped are masked: a State of the others alone is faster."
 _SETTLED = "At the end of a cosine the weights hardly move, so that their mean is what they are."
 _HALF: dict[str, Any] = {"precision": "amp_bf16"}
 
@@ -79,6 +85,11 @@ ENTRIES: dict[str, Entry] = {
     "low_precision_layernorm": Entry("low_precision_layernorm()", "text", options=_HALF),
     "mixup": Entry("mixup(alpha=0.2)", picture="batch"),
     "no_op_model": Entry("no_op_model()", note="It learns nothing: the time is what it measures."),
+    "population_based": Entry(
+        'population_based("val/accuracy", lr_scale=rates)',
+        *("digits, an ensemble", "", _EVALUATED, _BEST),
+        members=8,
+    ),
     "progressive_resizing": Entry("progressive_resizing(0.5, increment=2)", picture="height"),
     "randaugment": Entry("randaugment(operations=1, magnitude=5)", picture="batch"),
     "reduce_on_plateau": Entry(
@@ -93,6 +104,11 @@ ENTRIES: dict[str, Entry] = {
     "sequence_length_warmup": Entry("sequence_length_warmup(max_length=64)", "text", "length"),
     "squeeze_excite": Entry("squeeze_excite(8, min_channels=32)"),
     "stochastic_depth": Entry("stochastic_depth(Block, 0.2)", picture="depth"),
+    "successive_halving": Entry(
+        'successive_halving("val/accuracy", interval="4ep")',
+        *("digits, an ensemble", "", _EVALUATED, _MASKED),
+        members=8,
+    ),
     "swa": Entry("swa()", picture="average", note=_SETTLED),
     "threshold_stopping": Entry(
         'threshold_stopping("val/accuracy", 0.97)', picture="metric", options=_EVALUATED, note=_STOPPED

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 import pure_loop as pl
-from bench.cards.entries import Entry
+from bench.cards.entries import RATES, Entry
 from pure_loop import Event
 from pure_loop.ranges import settings_of
 from pure_loop.testing import check_algorithm, commutation
@@ -48,8 +48,8 @@ def measured(name: str, entry: Entry) -> dict[str, Any]:
         "metric": problem.metric,
         "better": problem.better,
         **_effect(entry),
-        "laws": _laws(name, entry),
-        "commutes": _company(name),
+        "laws": {} if entry.members else _laws(name, entry),
+        "commutes": {} if entry.members else _company(name),
     }
 
 
@@ -72,13 +72,17 @@ def _run(entry: Entry, seed: int, *, plain: bool) -> tuple[float, float, int]:
     problem = entry.on
     train, _ = problem.data()
     torch.manual_seed(seed)
-    model = problem.model()
+    model: Any = problem.model()
     settings = {**problem.settings(), **entry.options}
+    if entry.members:
+        model = pl.ensemble(problem.model, seeds=range(entry.members * seed, entry.members * (seed + 1)))
+        scaled = not plain and "lr_scale" in entry.code
+        settings["optimizer"] = pl.optim.sgd(lr=1.0 if scaled else RATES, momentum=0.9)
     begun = time.perf_counter()
     algorithms = () if plain else [entry.make()]
     state = pl.run(pl.fit(model, train, algorithms=algorithms, seed=seed, watch={Event.FIT_END}, **settings))
     seconds = time.perf_counter() - begun
-    return round(float(state.metrics["val"][problem.metric]), 5), seconds, state.timestamp.batch
+    return round(float(state.metrics["val"][problem.metric].max()), 5), seconds, state.timestamp.batch
 
 
 def _made(name: str) -> Any:

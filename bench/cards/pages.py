@@ -28,7 +28,7 @@ def card(name: str, record: Mapping[str, Any], reference: str) -> str:
     parts.append(reference)
     parts += ["## Effect and cost", _effect(record)]
     parts += ["## In a run", "\n".join(_in_a_run(record))]
-    parts += ["## Laws", _laws(record["laws"])]
+    parts += ["## Laws", _laws(record["laws"])] if record["laws"] else []
     parts.append("Generated from the module and from measurements by `make cards`; [all algorithms](index.md).")
     return "\n\n".join(parts) + "\n"
 
@@ -87,6 +87,8 @@ def _laws_in_brief(laws: Mapping[str, Any]) -> str:
     by_result: dict[str, list[str]] = {}
     for law, (result, _) in laws.items():
         by_result.setdefault(result, []).append(f"`{law}`")
+    if not by_result:
+        return "Of an ensemble alone."
     kept = len(by_result["passed"])
     text = f"All {kept} laws hold" if kept == len(laws) else f"{kept} of {len(laws)} laws hold"
     words = {"expected failure": "not kept", "skipped": "not tried"}
@@ -172,6 +174,8 @@ def _in_a_run(record: Mapping[str, Any]) -> list[str]:
     by_words["Refused in one run with"] = [name for name, value in company.items() if isinstance(value, str)]
     lines += [f"* {words} {', '.join(f'`{name}`' for name in names)}." for words, names in by_words.items() if names]
     laws = record["laws"]
+    if not laws:
+        return [*lines, "* Of an ensemble alone: `pl.fit(pl.ensemble(make_model, seeds=...), ...)`."]
     compiled = _outcome(laws.get("compile_equality"), "trains what it trains eagerly, up to rounding")
     ranks = _outcome(laws.get("world_size"), "several ranks train what one trains")
     lines += [f"* Compiled: {compiled}.", f"* Ranks: {ranks}."]

@@ -10,7 +10,7 @@ from bench.cards.entries import ENTRIES
 from bench.cards.measure import SEEDS
 from bench.cards.pictures import PICTURES
 from pure_loop.testing import laws
-from pure_loop.testing._compositions import ALGORITHMS
+from pure_loop.testing._compositions import ACROSS_MEMBERS, ALGORITHMS
 from tests.scenarios.test_docs import ROOT, generate
 from tests.support.served import module_of
 
@@ -21,7 +21,7 @@ TEXTS: dict[Path, str] = generate.cards()
 
 def test_each_algorithm_has_one() -> None:
     """One that joins needs a line in bench/cards/entries.py, and ``make cards NAME=...``."""
-    assert ENTRIES.keys() == ALGORITHMS.keys() == RECORDS.keys()
+    assert ENTRIES.keys() == {*ALGORITHMS, *ACROSS_MEMBERS} == RECORDS.keys()
     assert {path.stem for path in CARDS.glob("*.md")} == ENTRIES.keys() | {"index"}
     gallery = TEXTS[CARDS / "index.md"]
     assert sorted(re.findall(r"\[\*\*.*\*\*\]\((\w+)\.md\)", gallery)) == sorted(ENTRIES), "each once"
@@ -38,6 +38,10 @@ def test_what_was_measured_is_of_these_algorithms() -> None:
         assert record["code"] == entry.code, f"run make cards NAME={name}"
         assert {len(scores) for scores in record["scores"].values()} == {SEEDS}
         assert set(record["events"]) == {event.name for event in entry.make().handlers}
+        if name in ACROSS_MEMBERS:  # a law is one of a model alone
+            assert entry.members
+            assert record["laws"] == {}
+            continue
         assert set(record["laws"]) == {law.name for law in laws.OF_ALGORITHMS} | set(laws.UNAVAILABLE)
         results = {law: result for law, (result, _) in record["laws"].items()}
         named = {**getattr(module_of(ALGORITHMS[name]), "EXPECTED_FAILURES", {}), **entry.unkept}

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.low_precision_layernorm import apply_low_precision_layernorm, low_precision_layernorm
     from pure_loop.algorithms.mixup import mix, mixup
     from pure_loop.algorithms.no_op_model import NoOp, apply_no_op_model, no_op_model
+    from pure_loop.algorithms.population_based import Round, population_based, rounds
     from pure_loop.algorithms.progressive_resizing import progressive_resizing, resized, side_of
     from pure_loop.algorithms.randaugment import randaugment, randaugment_images
     from pure_loop.algorithms.reduce_on_plateau import reduce_on_plateau
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from pure_loop.algorithms.sequence_length_warmup import sequence_length_warmup, with_length
     from pure_loop.algorithms.squeeze_excite import SqueezeExcite, apply_squeeze_excite, squeeze_excite
     from pure_loop.algorithms.stochastic_depth import apply_stochastic_depth, rates, stochastic_depth
+    from pure_loop.algorithms.successive_halving import successive_halving
     from pure_loop.algorithms.swa import running_mean, swa, update_batchnorm
     from pure_loop.algorithms.threshold_stopping import threshold_stopping
     from pure_loop.algorithms.transform import transform
@@ -89,6 +91,7 @@ __all__ = [
     "low_precision_layernorm",
     "mixup",
     "no_op_model",
+    "population_based",
     "progressive_resizing",
     "randaugment",
     "reduce_on_plateau",
@@ -97,6 +100,7 @@ __all__ = [
     "sequence_length_warmup",
     "squeeze_excite",
     "stochastic_depth",
+    "successive_halving",
     "swa",
     "threshold_stopping",
     "transform",
@@ -107,6 +111,7 @@ if TYPE_CHECKING:  # importable from here, and listed beside their algorithms in
     __all__ += [
         "FeedForward",
         "NoOp",
+        "Round",
         "SqueezeExcite",
         "alibi_bias",
         "alibi_slopes",
@@ -147,6 +152,7 @@ if TYPE_CHECKING:  # importable from here, and listed beside their algorithms in
         "rates",
         "resized",
         "restored",
+        "rounds",
         "running_mean",
         "set_rank",
         "side_of",
@@ -182,6 +188,7 @@ if not TYPE_CHECKING:
             "low_precision_layernorm": ("apply_low_precision_layernorm",),
             "mixup": ("mix",),
             "no_op_model": ("NoOp", "apply_no_op_model"),
+            "population_based": ("Round", "rounds"),
             "progressive_resizing": ("resized", "side_of"),
             "randaugment": ("randaugment_images",),
             "sam": ("orthogonal_part", "perturb"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -135,8 +135,12 @@ class Monitored:
             raise ArgumentError(f"{self.where}: there is no number {self.name!r}{self._instead(list(numbers))}")
         return float(numbers[self.name])
 
+    def values(self, state: State) -> Tensor:
+        """As :meth:`value`, of each member; float64, shape (members,), on the CPU."""
+        return torch.tensor([self.value(state.member(number)) for number in range(state.members)], dtype=torch.float64)
+
     def loss(self, state: State) -> Tensor:
-        """The loss of the batch that ended; shape ().
+        """The loss of the batch that ended; shape (), or (members,).
 
         Raises:
             ArgumentError: the loss has no such part.
@@ -163,18 +167,35 @@ class Monitored:
             return math.isfinite(value)
         return value < best - min_delta if self.mode == "min" else value > best + min_delta
 
+    def best_first(self, values: Tensor, numbers: Sequence[int]) -> list[int]:
+        """These members, that with the best value first; those whose value isn't finite last; else by number.
+
+        >>> Monitored("f", "val/loss", "min").best_first(torch.tensor([0.3, torch.nan, 0.3, 0.1]), range(4))
+        [3, 0, 2, 1]
+        """
+        sign = 1.0 if self.mode == "min" else -1.0
+        by_value = {number: float(values[number]) for number in numbers}
+
+        def place(number: int) -> tuple[bool, float, int]:
+            value = by_value[number]
+            return (False, sign * value, number) if math.isfinite(value) else (True, 0.0, number)
+
+        return sorted(numbers, key=place)
+
 
 def watcher(
     name: str,
     monitored: Monitored,
     start: Callable[..., Memory],
-    compare: Callable[[State, Memory, float], Memory],
+    compare: Callable[[State, Memory, Any], Memory],
     flag: str,
     act: Callable[[State], State],
     *,
     of_batches: tuple[Event, ...] = BOUNDARIES,
     is_due: Callable[[State], bool] = lambda state: True,
     bind: Callable[[Run], None] | None = None,
+    begin: Callable[[State], State] | None = None,
+    across_members: bool = False,
 ) -> Algorithm:
     """An algorithm that compares each value of a metric, and acts at the next checkpoint event where it has to.
 
@@ -185,20 +206,25 @@ def watcher(
         name: of the algorithm.
         monitored: the metric.
         start: ``(state, **totals)`` to the first algorithm state; the totals, of training, are a part of it.
-        compare: ``(state, memory, value) -> changes`` of the algorithm state.
+        compare: ``(state, memory, value) -> changes`` of the algorithm state; the value is a float, or those of all
+            members, a float64 tensor of shape (members,).
         flag: its key in the algorithm state: whether to act.
         act: what follows; the flag is False again, so that a State that trains on acts anew.
         of_batches: where a value of training is compared.
         is_due: when it is, and the next mean begins.
         bind: as that of an algorithm; default: refuses a run without the metric.
+        begin: what is done at FIT_START.
+        across_members: as that of an algorithm.
     """
 
-    def compared(state: State, value: float) -> State:
+    measure = monitored.values if across_members else monitored.value
+
+    def compared(state: State, value: float | Tensor) -> State:
         memory = state.algorithm_state[name]
         return state.remember(name, FrozenDict({**memory, **compare(state, memory, value)}))
 
     def evaluated(state: State) -> State:
-        return compared(state, monitored.value(state)) if state.evaluator == monitored.label else state
+        return compared(state, measure(state)) if state.evaluator == monitored.label else state
 
     def add_up(state: State) -> State:
         memory = state.algorithm_state[name]
@@ -215,27 +241,33 @@ def watcher(
         if not (is_measured and totals["samples"] and is_due(state)):
             return state
         # Reads the sum of losses, and so waits for the device.
-        loss = monitored.of_training
-        value = float(totals["loss"]) / float(totals["samples"]) if loss else monitored.value(state)
-        state = compared(state, value)
+        if monitored.of_training:
+            mean = totals["loss"].cpu() / totals["samples"]
+            state = compared(state, mean if across_members else float(mean))
+        else:
+            state = compared(state, measure(state))
         return state.remember(name, FrozenDict({**state.algorithm_state[name], "totals": _no_losses(state)}))
 
     def act_once(state: State) -> State:
         memory = state.algorithm_state[name]
         return act(state.remember(name, FrozenDict({**memory, flag: False}))) if memory[flag] else state
 
-    def begin(state: State) -> FrozenDict[str, PyTree]:
+    def first(state: State) -> FrozenDict[str, PyTree]:
         totals = {"totals": _no_losses(state)} if monitored.label == "train" else {}
         return FrozenDict(start(state, **totals))
 
     handlers: dict[object, Any] = {} if monitored.of_training else {Event.EVAL_END: evaluated}
+    if begin is not None:
+        handlers[Event.FIT_START] = begin
     if monitored.label == "train":  # which may be an evaluator's, too
         handlers[Event.BATCH_END] = add_up
         handlers |= dict.fromkeys(of_batches, (compare_training, act_once))
     handlers |= {event: act_once for event in BOUNDARIES if event not in handlers}
-    return Algorithm(name, handlers, init=begin, bind=bind or monitored.bind)
+    bound = bind or monitored.bind
+    return Algorithm(name, handlers, init=first, bind=bound, across_members=across_members)
 
 
 def _no_losses(state: State) -> FrozenDict[str, Tensor | int]:
-    """The sum of no batch's losses, float64 of shape () on the State's device, and the number of their samples."""
-    return FrozenDict(loss=torch.zeros((), dtype=torch.float64, device=state.device), samples=0)
+    """The sum of no batch's losses, float64 of shape (), or (members,), on the State's device, and their samples."""
+    shape = (state.members,) if state.members else ()
+    return FrozenDict(loss=torch.zeros(shape, dtype=torch.float64, device=state.device), samples=0)

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import attrs
+
 from pure_loop.errors import ArgumentError
+from pure_loop.ranges import Duration, Setting
 from pure_loop.schedules import linear
 from pure_loop.time import Time, TimeLike, Timestamp, TimeUnit, read_time
+
+
+@attrs.frozen
+class Counted(Duration):
+    """An amount of training in whole units."""
+
+    def read(self, setting: Setting, value: object) -> Time:
+        time = super().read(setting, value)
+        if time.unit is TimeUnit.DURATION:
+            raise ArgumentError(
+                f"{setting.where}: {setting.name}={value!r} is a part of the duration, and another amount where a "
+                'resumed run has another one: write epochs, batches, samples or tokens, "1ep".'
+            )
+        return time
+
+    def outside(self, setting: Setting) -> tuple[object, ...]:
+        return (*super().outside(setting), "0.1dur")
 
 
 def as_span(value: TimeLike, name: str, where: str) -> Time:

@@ -20,7 +20,6 @@ from pure_loop._internal.logs import get_logger
 from pure_loop._internal.owned_files import naming, refuse_other_run, release, reserve
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import LoggerGroup, Run
-from pure_loop.callbacks._beside import refuse_members
 from pure_loop.callbacks._intervals import is_due, read_interval
 from pure_loop.callbacks.checkpoint_saver import CheckpointSaver
 from pure_loop.checkpoint.digests import digest_of, digest_of_batch
@@ -31,6 +30,7 @@ from pure_loop.checkpoint.flight import (
     RUN,
     ends_in_a_line,
     facts_of,
+    journal_loss,
     line_of,
     read_facts,
     settings_of,
@@ -39,7 +39,6 @@ from pure_loop.checkpoint.flight import (
 from pure_loop.errors import ArgumentError, CheckpointError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.ranges import AtLeast, checked
-from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Timestamp
 
@@ -121,11 +120,9 @@ class FlightRecorder(CheckpointSaver):
     def bind(self, run: Run) -> None:
         """
         Raises:
-            ArgumentError: a run of ``evaluate``, ``predict`` or of the order of 2021, or of an ensemble; or another
+            ArgumentError: a run of ``evaluate``, ``predict`` or of the order of 2021; or another
                 saver of this folder.
         """
-        instead = "its journal has one loss a batch; record a run of one of them, or save by CheckpointSaver(folder)."
-        refuse_members(run, "FlightRecorder", instead)
         super().bind(run)
         self._settings = settings_of(run)
 
@@ -167,7 +164,7 @@ class FlightRecorder(CheckpointSaver):
         seconds = time.perf_counter()
         passed, self._last = seconds - self._last, seconds
         digest = digest_of(state.params) if is_due(self._digest, state, Event.BATCH_END) else None
-        self._waiting.append((state.timestamp, digest, total_loss(state.loss).detach(), passed))
+        self._waiting.append((state.timestamp, digest, journal_loss(state), passed))
         # Numbers of a device are waited for where its parameters are read anyway.
         if digest is not None or state.device.type == "cpu" or len(self._waiting) >= 100:
             self._write_lines()

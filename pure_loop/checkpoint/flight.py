@@ -14,6 +14,7 @@ from statistics import median
 
 import attrs
 import torch
+from torch import Tensor
 
 from pure_loop._internal.arguments import path_text
 from pure_loop._internal.version import __version__
@@ -28,6 +29,7 @@ from pure_loop.errors import (
     RewindError,
     TimeFormatError,
 )
+from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp, TimeUnit
 
@@ -63,6 +65,12 @@ def settings_of(run: Run) -> dict[str, object]:
         "ranks": run.ranks,
         "algorithm_settings": list(run.algorithms),
     }
+
+
+def journal_loss(state: State) -> Tensor:
+    """The loss of a batch as a journal has it, of an ensemble the mean of its members'; shape ()."""
+    loss = total_loss(state.loss).detach()
+    return loss.mean() if loss.ndim else loss
 
 
 def line_of(timestamp: Timestamp, loss: float, seconds: float, digest: str | None) -> str:

@@ -151,7 +151,7 @@ def make_graph(
     tracing.begins_with_leaves = not connected or not any(tensor.requires_grad for tensor in per_batch_tensors)
     places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
     tensors = [*tensors_at(durable.leaves, places), *per_batch_tensors]
-    mapping = Mapping.of(state, len(places), per_batch)
+    mapping = Mapping.of(state, len(places), per_batch, tensors)
     if mapping is not None:
         tensors = mapping.of_one(tensors)
         per_batch = tuple([value.stacked if isinstance(value, PerMember) else value for value in per_batch])

@@ -44,22 +44,34 @@ class Mapping:
         first: the number of the one for which steps are traced: the first that trains.
         dims: of each tensor that the graph is called with: 0: it has a leading dimension of members; None: all
             share it.
+        strides: of these tensors.
     """
 
     seeds: tuple[int, ...]
     first: int
     dims: tuple[int | None, ...]
+    strides: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, state: State, durable: int, per_batch: Iterable[Batch]) -> Mapping | None:
-        """None: the State has no members. ``durable`` is how many durable tensors there are."""
+    def of(cls, state: State, durable: int, per_batch: Iterable[Batch], tensors: Sequence[Tensor]) -> Mapping | None:
+        """
+        Args:
+            state: the one that is called with.
+            durable: how many durable tensors there are.
+            per_batch: the values with the others.
+            tensors: all of them.
+
+        Returns:
+            None: the State has no members.
+        """
         if state.ensemble is None:
             return None
         dims: list[int | None] = [0] * durable
         for value in per_batch:
             dims += [0 if isinstance(value, PerMember) else None] * len(tensors_of(value))
         running = state.ensemble.running
-        return cls(state.ensemble.seeds, running.index(True) if True in running else 0, tuple(dims))
+        first = running.index(True) if True in running else 0
+        return cls(state.ensemble.seeds, first, tuple(dims), tuple(tensor.stride() for tensor in tensors))
 
     @property
     def count(self) -> int:
@@ -207,8 +219,11 @@ def mapped(raw: GraphModule, mapping: Mapping, kinds: Sequence[int | None], *, r
     """
     count = mapping.count
     fakes = [node.meta["val"] for node in raw.graph.nodes if node.op == "placeholder"]
+    # As they lie in memory; what is drawn, and numbers, one member after the other.
+    strides = [*mapping.strides, *[None] * (len(fakes) - len(mapping.strides))]
     wide = [
-        fake if dim is None else fake.new_empty((count, *fake.shape)) for fake, dim in zip(fakes, kinds, strict=True)
+        fake if dim is None else _wide(fake, count, stride)
+        for fake, dim, stride in zip(fakes, kinds, strides, strict=True)
     ]
     # What torch maps by a loop over members is right, and written down as such.
     with torch.no_grad(), _torch.mapping_in_silence():
@@ -246,6 +261,11 @@ REPORTS = 4
 def reported(report: int) -> tuple[int, int]:
     """What a member has reported, and its number: that of the first one with the largest report."""
     return report % REPORTS, report // REPORTS
+
+
+def _wide(fake: Tensor, count: int, stride: tuple[int, ...] | None) -> Tensor:
+    shape = (count, *fake.shape)
+    return fake.new_empty(shape) if stride is None else fake.new_empty_strided(shape, stride)
 
 
 def _own_memory(tensor: Tensor, count: int) -> Tensor:

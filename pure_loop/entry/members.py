@@ -109,6 +109,12 @@ def refuse_settings(settings: Settings, state: State) -> None:
     refuse_shared_settings(settings, state)
     if state.ensemble is None:
         return
+    alone = next((item for item in settings.algorithms if item.across_members and item.factory), None)
+    if alone is not None and len(state.ensemble) == 1:
+        raise ArgumentError(
+            f"algorithm {alone.name!r} compares members, and the ensemble has one: give pl.ensemble(make_model, "
+            "seeds=...) several seeds, or leave it out."
+        )
     refused = {'microbatch_size="auto"': settings.microbatch_size == "auto", "verify=": settings.verify is not None}
     _refuse(name for name, is_true in refused.items() if is_true)
     if state.ensemble.fallback is None:
@@ -207,12 +213,16 @@ class MemberHandlers:
         of_all = over_members(of_evaluated, stopped=True) if event.is_eval else over_members(of_one)
 
         def function(state: State, *stages: object) -> State:
-            if state.ensemble is None or handler.across_members:
+            if handler.across_members:  # which is no part of the computation of one
+                return state if state.ensemble is None else handler.function(state, *stages)
+            if state.ensemble is None:
                 return handler.function(state, *stages)
             return of_all(state, *stages) if event not in IN_BATCH or event in self.outside() else state
 
         def applies(state: State) -> bool:
-            return (state.ensemble is not None and not handler.across_members) or bool(when and when(state))
+            if handler.across_members:
+                return state.ensemble is not None and bool(when and when(state))
+            return state.ensemble is not None or bool(when and when(state))
 
         own = when is None or isinstance(when, Cadence)  # which asks for the time alone
         return attrs.evolve(handler, function=function, when=when if own else applies)
@@ -340,7 +350,13 @@ def computation(
     stages.calls.stages = stages
     if members.fallback == "loop":
         return stages, MemberLoop(stages, stages.handlers, stages.observed), stages
-    steps = member_steps(settings, stages, observers, evaluators)
+    # What compares members at BATCH_END is given the State there.
+    compared = {
+        event
+        for event, listed in stages.handlers.items()
+        if event is Event.BATCH_END and any(handler.across_members for handler in listed)
+    }
+    steps = member_steps(settings, stages, {**observers, **dict.fromkeys(compared, True)}, evaluators)
     stages.calls.outside = lambda: steps.outside
     return stages, cast("Strategy", steps), steps.evaluating
 

@@ -176,13 +176,13 @@ class Start:
         Raises:
             ResumeError: training can't resume from the State, or the optimizer or an algorithm is another one.
         """
-        state = state if state.ensemble is None else state.member(0)
-        refuse_no_boundary(state)
-        if _begun(state) and state.device.type == "meta":
+        one = state if state.ensemble is None else state.member(0)
+        refuse_no_boundary(one)
+        if _begun(one) and one.device.type == "meta":
             return  # which begins when there are numbers, and is compared then
-        state = self._completed(state)
-        refuse_other_optimizer(state, self.optimizer)
-        refuse_other_memories(state, self.algorithms)
+        one = self._completed(one)
+        refuse_other_optimizer(one, self.optimizer)
+        self._refuse_other_memories(one, state)
 
     def fitted(self, state: State) -> State:
         """The State with the duration and the length of this call's data, once it is sure to fit."""
@@ -200,8 +200,13 @@ class Start:
             timestamp=t.replace(**fields).replace(batch_in_epoch=start),
             previous_timestamp=state.previous_timestamp.replace(**fields),
         )
-        refuse_other_memories(state if state.ensemble is None else state.member(0), self.algorithms)
+        self._refuse_other_memories(state if state.ensemble is None else state.member(0), state)
         return state
+
+    def _refuse_other_memories(self, one: State, state: State) -> None:
+        """Compare memories of one model with those of this State, and those that compare members with the State's."""
+        refuse_other_memories(one, [item for item in self.algorithms if not item.across_members])
+        refuse_other_memories(state, [item for item in self.algorithms if item.across_members])
 
     def _completed(self, state: State) -> State:
         """The State with the optimizer state of what a migration excluded; algorithms that lack it begin anew."""

@@ -144,7 +144,8 @@ def _refuse_mistimed(result: State, old: State, name: str, event: Event) -> None
         right = scale is None or is_number
         if not right or (scale is not None and scale.device.type != "cpu"):
             value = _describe(scale) if isinstance(scale, torch.Tensor) else f"a {type(scale).__name__}"
-            right_one = "it is a factor of learning rates: torch.tensor(0.5, dtype=torch.float64), on the CPU, or None"
+            example = f"torch.ones({shape[0]}" if shape else "torch.tensor(0.5"
+            right_one = f"it is a factor of learning rates: {example}, dtype=torch.float64), on the CPU, or None"
             _refuse_field(f"lr_scale to {value}", name, event, right_one)
         if event.is_eval or event in _RATE_IS_FIXED:
             _refuse_field("lr_scale", name, event, "set it at BATCH_CHECKPOINT for the next batch, or at BATCH_START")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
+import torch
 from torch import nn
 
 from pure_loop._internal.equality import equal
@@ -160,6 +161,8 @@ def _stacked_field(name: str, values: list[Any], like: Any, old: list[Any] | Non
         return first
     if name in OF_A_BATCH:
         return stacked_batches(name, values)
+    if name == "lr_scale":  # None is 1, and one member may have a factor where another has none
+        values = [torch.ones((), dtype=torch.float64) if value is None else value for value in values]
     if type(first) is FrozenDict:
         return _stacked_mapping(name, values, like, old)
     return stacked_tree(f"state.{name}", values)
@@ -197,6 +200,31 @@ def _stacked_mapping(name: str, values: list[Any], like: Any, old: list[Any] | N
     if name in EXPLAINED:
         mapping.field = name
     return mapping
+
+
+def stop_members(state: S, numbers: Iterable[int]) -> S:
+    """The State in which these members have stopped, too, at its timestamp."""
+    assert state.ensemble is not None
+    stop, stopping = (state.timestamp, state.previous_timestamp), set(numbers)
+    stopped = tuple(old or (stop if number in stopping else None) for number, old in enumerate(state.ensemble.stopped))
+    ensemble = attrs.evolve(state.ensemble, stopped=stopped)
+    return with_fields(state, ensemble=ensemble, stop=state.stop or None not in stopped)
+
+
+def running(state: State) -> list[int]:
+    """The numbers of the members that have not stopped."""
+    assert state.ensemble is not None
+    return [number for number, runs in enumerate(state.ensemble.running) if runs]
+
+
+def over_some(state: S, numbers: Iterable[int], function: Callable[[S], S]) -> S:
+    """The State with these members as a function of the State of one gives them."""
+    before = split(state)
+    after = list(before)
+    for number in numbers:
+        with turns.turn(number):
+            after[number] = function(before[number])
+    return stacked(after, state, before)
 
 
 def over_members(function: Callable[..., State], *, stopped: bool = False) -> Callable[..., State]:

@@ -116,8 +116,12 @@ def _needs(name: str) -> str | None:
     return _declared(name, "SERVES", None)
 
 
-ALGORITHMS = _factories()
-"""The library's algorithms by their names, those that serve any problem first."""
+_FACTORIES = _factories()
+ALGORITHMS = {name: make for name, make in _FACTORIES.items() if _needs(name) != "members"}
+"""The library's algorithms by their names, those that serve any problem first, without those in ACROSS_MEMBERS."""
+
+ACROSS_MEMBERS = {name: make for name, make in _FACTORIES.items() if name not in ALGORITHMS}
+"""Those that compare the members of an ensemble, and so train no model alone."""
 
 # Drawn only where they are named: those that make another model of it, as twice there would be nothing to change, and
 # those that can't keep each law.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Generator, Iterable
 from typing import Any, Unpack
 
-from torch import Tensor, nn
+from torch import nn
 
 from pure_loop._internal.arguments import check_integer, path_text, refusal
 from pure_loop._internal.closing import closing
@@ -16,14 +16,13 @@ from pure_loop._internal.pytree import Batch
 from pure_loop._internal.suggestions import passing_on, teaching
 from pure_loop.callback import Callback, LoggerGroup, Run
 from pure_loop.checkpoint.digests import digest_of, digest_of_batch, has_digest
-from pure_loop.checkpoint.flight import Flight, Line, facts_of, read_flight, settings_of
+from pure_loop.checkpoint.flight import Flight, Line, facts_of, journal_loss, read_flight, settings_of
 from pure_loop.entry.fit import FitOptions, fit
 from pure_loop.entry.settings import listed_callbacks
 from pure_loop.errors import ArgumentError, RewindError
 from pure_loop.event import Event, as_event
 from pure_loop.loop.stream import Stream
 from pure_loop.members.ensemble import Ensemble
-from pure_loop.stages.nonfinite import total_loss
 from pure_loop.state import State
 from pure_loop.time import Time, Timestamp
 
@@ -234,8 +233,7 @@ class _Checking(Callback):
             return
         if line.batch == self._number and digest_of_batch(state.batch) != self._digest:
             raise RewindError(self._refusal(line, "its data are other numbers", state))
-        loss: object = total_loss(state.loss)
-        value = float(loss) if isinstance(loss, Tensor) else loss
+        value = float(journal_loss(state))
         if value != line.loss and not (value != value and line.loss != line.loss):
             raise RewindError(self._refusal(line, f"its loss is {value!r}, and was {line.loss!r}", state))
         if line.digest is not None and not has_digest(state.params, line.digest):

@@ -12,7 +12,7 @@ import pure_loop as pl
 from pure_loop import Event
 from pure_loop.compile import interpreted
 from pure_loop.ranges import settings_of
-from pure_loop.testing._compositions import ALGORITHMS, built
+from pure_loop.testing._compositions import ACROSS_MEMBERS, ALGORITHMS, built
 from pure_loop.testing.problems import as_problem
 from tests.support.problem import fit, points, run
 from tests.support.samples import simplest
@@ -30,7 +30,7 @@ def made(name: str) -> pl.Algorithm:
 
 def test_each_is_exported_and_takes_a_name_which_no_other_may_have() -> None:
     assert all(hasattr(pl.algorithms, name) for name in pl.algorithms.__all__)
-    for factory in ALGORITHMS.values():
+    for factory in [*ALGORITHMS.values(), *ACROSS_MEMBERS.values()]:
         one = factory(**required(factory), name="same")
         assert one.name == "same"
         with pytest.raises(pl.errors.ArgumentError, match=r"two algorithms are named 'same'|both claim"):

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pure_loop as pl
 from pure_loop.ranges import alternatives_in, settings_of
 from pure_loop.testing import check_algorithm, check_callback, laws, plans
-from pure_loop.testing._compositions import ALGORITHMS, built
+from pure_loop.testing._compositions import ACROSS_MEMBERS, ALGORITHMS, built
 from pure_loop.testing.problems import as_problem
 from tests.conftest import THOROUGH
 from tests.support.optimizing import RULES
@@ -54,7 +54,7 @@ CALLBACKS = members(pl.callbacks, pl.Callback)
 LOGGERS = members(pl.loggers, pl.Logger)
 SCHEDULES = members(pl.schedules, pl.schedules.Schedule)
 METRICS = members(pl.metrics)
-METHODS = [*ALGORITHMS.values(), *CALLBACKS, *LOGGERS, *SCHEDULES, *METRICS, *RULES.values()]
+METHODS = [*ALGORITHMS.values(), *ACROSS_MEMBERS.values(), *CALLBACKS, *LOGGERS, *SCHEDULES, *METRICS, *RULES.values()]
 
 
 def test_nothing_is_left_out() -> None:

@@ -5,6 +5,7 @@ Each graph takes it seconds; what is marked thorough is of one setting, or of on
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -207,6 +208,25 @@ def dotted(*names: str) -> set[str]:
     return {name.replace(":", ".") for name in names}
 
 
+def assert_as_alone() -> None:
+    """Members, one of whose operations (batch norm) torch maps by a loop without these names."""
+
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(4, 5, bias=False), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+
+    data = FIVE[:2]
+    settings: Any = {"loss": torch.nn.functional.cross_entropy, "max_duration": "2ba", "watch": {Event.BATCH_END}}
+    optimizer = pl.optim.sgd(lr=0.1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        state = pl.run(pl.fit(pl.ensemble(make, seeds=[0, 1]), data, optimizer=optimizer, **settings))
+    for number in range(2):
+        torch.manual_seed(number)
+        solo = pl.run(pl.fit(make(), data, seed=number, optimizer=optimizer, **settings))
+        for name, tensor in solo.params.items():
+            torch.testing.assert_close(state.member(number).params[name], tensor)
+
+
 @pytest.mark.usefixtures("no_code")
 def test_a_step_is_traced_and_called_without_all(hide: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     assert not _torch.look_up_all()
@@ -216,6 +236,7 @@ def test_a_step_is_traced_and_called_without_all(hide: Callable[..., None], capl
         assert_as_eager(watch=PARTS)
     assert _torch.missing.keys() >= dotted(ENTRY, "torch._dispatch.python.enable_python_dispatcher")
     assert_as_eager(model=problem.mlp)
+    assert_as_alone()
     assert f"has no {dotted(ENTRY).pop()}: graphs are compiled by torch.compile" in caplog.text
     assert _torch.look_up_all().keys() == dotted(*_torch.NAMES)
 

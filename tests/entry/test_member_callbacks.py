@@ -29,7 +29,6 @@ RATES = (0.1, 0.03, 0.01)
 # What needs one model, and what its refusal says to write.
 REFUSED = {
     "ExportForInferenceCallback": "pl.export(state.member(0), path)",
-    "FlightRecorder": "CheckpointSaver(folder)",
     "MLPerfCallback": "fit(make_model(), ...)",
 }
 

@@ -93,6 +93,12 @@ RUN: dict[str, Example] = {
     "sweep": Example(
         {"trained from the fork at once it is bitwise the same": 0, "12 whole runs are 5,040": 0}, 1500, needs="optuna"
     ),
+    "sweep_of_rates": Example(
+        {r"^members 0 and \d differ .* by at most \d\.\de-1[4-9]$": 0, r"([\d.]+)%  the best$": 70}, 1500
+    ),
+    "population_based": Example(
+        {"resumed from its middle: bitwise the same": 0, r"^the population: .* best ([\d.]+)%$": 80}, 1500
+    ),
     "images": Example({r"are the average of epoch \d+, bit for bit": 0, r"^the best average .*?([\d.]+)%": 70}, 1500),
 }
 FAST = ("fork", "early_stopping")
@@ -114,7 +120,9 @@ def test_an_example_runs_and_says_what_it_does(name: str, load: Any, tmp_path: P
 
 
 @pytest.mark.thorough  # examples as long as users run them
-@pytest.mark.parametrize("name", ["digits", "gan", "kfold", "distillation", "reinforce", "images", "sweep"])
+@pytest.mark.parametrize(
+    "name", ["digits", "gan", "kfold", "distillation", "reinforce", "images", "sweep", "population_based"]
+)
 def test_the_whole_job_reaches_its_goal(name: str, load: Any, tmp_path: Path) -> None:
     assert load(name).main(["--output", str(tmp_path / "picture.png")]) == 0
 
