@@ -66,7 +66,7 @@ def rates(
     count = len(values)
     bottom.set_title("Seconds, measured in one process", loc="left", fontweight="bold", fontsize=12)
     rows = (
-        (f"{seconds:.1f}: one run of {count} members, from its call to its end", seconds, COLORS[0]),
+        (f"{seconds:.1f}: one run of {count} members", seconds, COLORS[0]),
         (f"{one_by_one:.1f}: {count} times what one run takes", one_by_one, GRAY),
     )
     for row, (name, length, color) in enumerate(rows):
