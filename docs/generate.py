@@ -11,11 +11,11 @@ Python block before it prints, and ``output from "A" to "B"`` only the lines fro
 that holds B; a page's blocks are run in order, as one program, for that. The tables of laws, fields and strategies come
 from ``pure_loop.testing``. ``benchmark NAME`` is a table of
 ``docs/benchmark.json``, which ``make bench-page`` measures; ``peers PART`` is one of ``docs/peers.json``, which ``make
-laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``members`` is what an ensemble
-maps, ``docs/members_table.json``, which ``tests/compile/test_members_map.py`` tries. ``source FILE`` is a file of the
-repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH; only
-the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the first
-sentence of its docstring.
+laws-of-peers`` measures. ``gpu`` is what ``make gpu`` found on a GPU, ``docs/gpu.json``. ``members`` is what an
+ensemble maps, ``docs/members_table.json``, which ``tests/compile/test_members_map.py`` tries. ``source FILE`` is a file
+of the repository up to its ``main``, and ``source FILE NAME ...`` what it defines by these names, in lines of WIDTH;
+only the whole is run as the page's code. ``methods KIND`` is a table of a package's modules: the row of each is the
+first sentence of its docstring.
 
 The pages of algorithms, ``docs/cards/NAME.md``, and the gallery of them, ``docs/cards/index.md``, are generated whole,
 from the modules and from ``docs/cards.json``, which ``make cards`` measures. ``api NAMES`` and ``api-of PACKAGE`` are

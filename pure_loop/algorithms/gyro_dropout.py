@@ -68,8 +68,8 @@ def masks(layer: int, subnetworks: Tensor, features: int, p: float) -> Tensor:
 class GyroDropout(nn.Dropout):
     """Dropout with the masks of a few subnetworks, in turn along the first dimension."""
 
-    layer: int
     buffer: str
+    layer_buffer: str
 
     def forward(self, input: Tensor) -> Tensor:
         """(n, ...) to the same shape and dtype; in eval mode the input itself."""
@@ -79,7 +79,7 @@ class GyroDropout(nn.Dropout):
             return input * 0
         subnetworks: Tensor = getattr(self, self.buffer)
         count, features = len(input), input.shape[1:].numel()
-        table = masks(self.layer, subnetworks, features, self.p)
+        table = masks(getattr(self, self.layer_buffer), subnetworks, features, self.p)
         rows = torch.arange(count, device=input.device) % len(subnetworks)
         mask = table[rows].view(input.shape).to(input.dtype)
         return input * mask / (1 - self.p)
@@ -126,10 +126,12 @@ def apply_gyro_dropout(
         if type(layer) is not nn.Dropout:
             return False
         gyro = set_class(layer, GyroDropout)
-        gyro.layer, gyro.buffer = derive(seed, "gyro_dropout", path), f"{name}_subnetworks"
+        gyro.buffer, gyro.layer_buffer = f"{name}_subnetworks", f"{name}_layer"
         gyro.p = gyro.p if p is None else p
         device = next((tensor.device for tensor in module.parameters()), None)
         gyro.register_buffer(gyro.buffer, torch.arange(concurrent, device=device), persistent=False)
+        number = torch.tensor(derive(seed, "gyro_dropout", path), device=device)
+        gyro.register_buffer(gyro.layer_buffer, number, persistent=False)
         return True
 
     return with_layers(module, change, "gyro_dropout", "nn.Dropout", only, exclude)

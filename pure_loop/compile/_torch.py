@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -221,8 +221,8 @@ def decompositions() -> Decompositions:
 # Members.
 
 
-def unmapped(targets: Iterable[object]) -> Decompositions:
-    """What to do instead of those of these operations that ``torch.vmap`` maps by a loop over members."""
+def unmapped(targets: Iterable[object], wrongly: Collection[object] = ()) -> Decompositions:
+    """What to do instead of those of these operations that ``torch.vmap`` maps by a loop over members, or wrongly."""
     has_kernel: Function | None = _find("torch._C:_dispatch_has_kernel_for_dispatch_key")
     table: Decompositions | None = _find("torch._decomp:decomposition_table")
     if has_kernel is None or table is None:
@@ -235,7 +235,10 @@ def unmapped(targets: Iterable[object]) -> Decompositions:
         and target in table
         # The further results of others (attention, a margin loss), decomposed, are not what their backwards take.
         and (len(target._schema.returns) == 1 or "batch_norm" in target.name())
-        and not any(has_kernel(target.name(), key) for key in ("FuncTorchBatched", "CompositeImplicitAutograd"))
+        and (
+            target in wrongly
+            or not any(has_kernel(target.name(), key) for key in ("FuncTorchBatched", "CompositeImplicitAutograd"))
+        )
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from pure_loop._internal.pytree import Batch
 from pure_loop.compile import _torch
@@ -228,7 +228,8 @@ def mapped(raw: GraphModule, mapping: Mapping, kinds: Sequence[int | None], *, r
     # What torch maps by a loop over members is right, and written down as such.
     with torch.no_grad(), _torch.mapping_in_silence():
         one = _reshaping(_torch.make_fx(torch.func.functionalize(raw), decomposition_table=_mappable())(*fakes))
-        instead = _torch.unmapped({node.target for node in one.graph.nodes if node.op == "call_function"})
+        nodes = [node for node in one.graph.nodes if node.op == "call_function"]
+        instead = _torch.unmapped({node.target for node in nodes}, {node.target for node in nodes if _mixes(node)})
         if instead:
             one = _reshaping(_torch.make_fx(one, decomposition_table=instead)(*fakes))
 
@@ -271,6 +272,14 @@ def _wide(fake: Tensor, count: int, stride: tuple[int, ...] | None) -> Tensor:
 def _own_memory(tensor: Tensor, count: int) -> Tensor:
     """What no member has of its own is the same memory for all, and outputs are written to later."""
     return tensor.contiguous() if count > 1 and tensor.ndim and tensor.stride(0) == 0 else tensor
+
+
+def _mixes(node: Node) -> bool:
+    """Whether it is batch norm's backward in mixed precision: torch maps it with a weight of another dtype."""
+    if node.target is not _aten.native_batch_norm_backward.default:
+        return False
+    values = [item.meta["val"] for item in node.all_input_nodes]
+    return len({value.dtype for value in values}) > 1
 
 
 def _reshaping(graph: GraphModule) -> GraphModule:

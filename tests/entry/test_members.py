@@ -10,11 +10,12 @@ from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError
 from tests.support import problem, refused
 from tests.support.problem import points
 from tests.support.refused import Refusal
 
-A, T = pl.ArgumentError, pl.ArgumentTypeError
+A, T = ArgumentError, ArgumentTypeError
 
 
 def mlp() -> nn.Module:
@@ -56,6 +57,7 @@ class Counting(nn.Module):
 
 @pl.algorithm(Event.AFTER_LOSS)
 def reading(state: pl.State) -> pl.State:
+    assert isinstance(state.loss, torch.Tensor)
     return state.replace(loss=state.loss * 2) if state.loss.item() > 0 else state
 
 
@@ -166,24 +168,22 @@ SETTINGS = [
 ]
 
 MAPPED = [
-    Refusal(
-        "a forward", lambda: fit(pl.ensemble(Reads, seeds=[0, 1])), pl.CompileError, ("Reads", "loop"), at_once=False
-    ),
+    Refusal("a forward", lambda: fit(pl.ensemble(Reads, seeds=[0, 1])), CompileError, ("Reads", "loop"), at_once=False),
     Refusal(
         "a recurrent layer",
         lambda: fit(pl.ensemble(Recurrent, seeds=[0])),
-        pl.CompileError,
+        CompileError,
         ("lstm", "loop"),
         at_once=False,
     ),
     Refusal(
         "a loss",
         lambda: fit(loss=lambda out, y: problem.cross_entropy(out, y) * (1 if out.sum().item() else 2)),
-        pl.CompileError,
+        CompileError,
         ("the loss", "item", "loop"),
         at_once=False,
     ),
-    Refusal("an algorithm", lambda: fit(algorithms=[reading]), pl.CompileError, ("reading", "loop"), at_once=False),
+    Refusal("an algorithm", lambda: fit(algorithms=[reading]), CompileError, ("reading", "loop"), at_once=False),
 ]
 
 STATES = [

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import pure_loop as pl
 from pure_loop import Event
+from pure_loop.compile import members
+from pure_loop.members import stacking
 from pure_loop.members.stacking import split
 from pure_loop.order import BOUNDARIES
 from pure_loop.testing import differences
@@ -59,7 +61,7 @@ def mlp() -> nn.Module:
 
 def frozen() -> nn.Module:
     module = mlp()
-    module[0].requires_grad_(False)  # type: ignore[operator]
+    module.get_submodule("0").requires_grad_(False)
     return module
 
 
@@ -76,7 +78,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.Generator]
 }
 RATES = [0.1, 0.03, 0.2, 0.07]
 OPTIMIZERS: dict[str, Callable[[Pick], Any]] = {
-    "sgd": lambda pick: pl.optim.sgd(lr=pick(RATES), momentum=pick([0.9, 0.0, 0.5, 0.8]), weight_decay=0.01),
+    "sgd": lambda pick: pl.optim.sgd(lr=pick(RATES), momentum=pick([0.9, 0.3, 0.5, 0.8]), weight_decay=0.01),
     "adam": lambda pick: pl.optim.adam(lr=pick(RATES), betas=(pick([0.9, 0.8, 0.7, 0.6]), 0.99), eps=1e-3),
     "adamw": lambda pick: pl.optim.adamw(lr=pick(RATES), weight_decay=pick([0.0, 0.1, 0.2, 0.3]), eps=1e-3),
     "lamb": lambda pick: pl.optim.lamb(lr=pick(RATES), betas=(0.9, pick([0.99, 0.98, 0.97, 0.96])), eps=1e-3),
@@ -190,25 +192,25 @@ def of_kind(kind: str) -> Sweep:
     return everything(fallback="loop") if kind == "loop" else everything(kind)
 
 
+WATCHED = {Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_END, Event.FIT_END}
+
+
 @KINDS
 def test_an_ensemble_resumes_from_each_boundary_bitwise(kind: str, tmp_path: Path) -> None:
-    """From a State that was kept, and from one that was saved and loaded."""
-    sweep = of_kind(kind)
+    """From a State that was kept, and, alternating, from one that was saved and loaded."""
+    sweep = attrs.evolve(of_kind(kind), more={"watch": WATCHED})
     pairs = list(together(sweep))
-    for index, (event, state) in enumerate(pairs):
-        if event not in BOUNDARIES:
-            continue
-        path = tmp_path / f"{index}.safetensors"
+    places = [place for place, (event, _) in enumerate(pairs) if event in BOUNDARIES]
+    for number, place in enumerate(places):
+        event, state = pairs[place]
+        path = tmp_path / f"{number}.safetensors"
         pl.save(state, path)
         loaded = pl.load(path, model=sweep.make())
         assert differences(loaded, state, without=OF_A_BATCH) == [], event
-        for start in (state, loaded):
-            again = list(together(sweep, start))[1:]
-            for (event_again, value), (wanted_event, wanted) in zip(
-                again[::-1], pairs[index + 1 :][::-1], strict=False
-            ):
-                assert event_again is wanted_event
-                assert differences(value, wanted, without=BATCHES) == [], (event, event_again)
+        again, wanted = list(together(sweep, loaded if number % 2 else state)), pairs[place + 1 :]
+        assert [event for event, _ in again[-len(wanted) :]] == [event for event, _ in wanted]
+        for (event_again, value), (_, wanted_state) in zip(again[-len(wanted) :], wanted, strict=False):
+            assert differences(value, wanted_state, without=BATCHES) == [], (event, event_again)
 
 
 @KINDS
@@ -233,7 +235,7 @@ def test_members_come_apart_and_together_again_bitwise(kind: str) -> None:
         if event in BOUNDARIES:
             again = pl.stack(states)
             assert differences(again, state, without=BATCHES | {"ensemble", "seed"}) == [], event
-            assert again.ensemble.seeds == state.ensemble.seeds
+            assert [item.seed for item in split(again)] == [item.seed for item in states]
         chosen = state.members([2, 0])
         assert chosen.members == 2
         for place, number in enumerate([2, 0]):
@@ -253,3 +255,48 @@ def test_a_fork_of_some_members_is_a_run_of_its_own() -> None:
     for place, number in enumerate([2, 0]):
         wanted = pl.run(alone(fork, place, state.member(number), algorithms=[], strict=False))
         assert differing(end.member(place), wanted) is None
+
+
+# Ensembles that are wrong in one way each.
+
+
+def one_mask(patch: pytest.MonkeyPatch) -> None:
+    """All members draw by the seed of the first."""
+    drawn = members.Mapping.drawn
+    wrong = lambda self, *rest: drawn(attrs.evolve(self, seeds=self.seeds[:1] * self.count), *rest)  # noqa: E731
+    patch.setattr(members.Mapping, "drawn", wrong)
+
+
+def one_rate(patch: pytest.MonkeyPatch) -> None:
+    """All members have the numbers of the first."""
+    of_all = members.MemberScalar.set
+
+    def wrong(self: members.MemberScalar, env: Any) -> None:
+        of_all(self, env)
+        self.tensor.fill_(self.tensor[0].item())
+
+    patch.setattr(members.MemberScalar, "set", wrong)
+
+
+def lost_memory(patch: pytest.MonkeyPatch) -> None:
+    """Where States are put together, all have the momentum of the first."""
+    field = stacking._stacked_field
+
+    def wrong(name: str, values: list[Any], *rest: Any) -> Any:
+        return field(name, values[:1] * len(values) if name == "opt_state" else values, *rest)
+
+    patch.setattr(stacking, "_stacked_field", wrong)
+
+
+WRONG = {"one mask": (one_mask, None), "one rate": (one_rate, None), "lost memory": (lost_memory, "loop")}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_law_finds_an_ensemble_that_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_wrong, fallback = WRONG[name]
+    settings = lambda pick: {"optimizer": OPTIMIZERS["sgd"](pick), "max_duration": "3ba"}  # noqa: E731
+    sweep = Sweep(mlp, batches("mlp", (4, 4)), settings, (1, 2), {"fallback": fallback})
+    assert_alike(sweep)
+    make_wrong(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_alike(sweep)
