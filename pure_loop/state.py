@@ -441,7 +441,7 @@ class State(Record):
         number, members = self._number_of(index, "state.member({})"), self._ensemble()
         fields: dict[str, object] = {name: member_value(value, number, name) for name, value in self._of_members()}
         stop = members.stopped[number]
-        if stop is not None:
+        if stop is not None and stop[0].batch != self.timestamp.batch:  # else its last epoch may have been counted
             fields["timestamp"], fields["previous_timestamp"] = stop
         stopped = self.stop or stop is not None
         return with_fields(self, **fields, seed=members.seeds[number], ensemble=None, stop=stopped)

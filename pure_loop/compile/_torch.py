@@ -213,9 +213,7 @@ def storage_key(tensor: Tensor) -> object:
 def decompositions() -> Decompositions:
     """Operations as others that the compiler takes; ``torch.compile`` has them by itself."""
     select = _find("torch._inductor.decomposition:select_decomp_table") if _has_inductor() else None
-    table: Decompositions = {} if select is None else dict(select())
-    # torch's are wrong where a target is -1.
-    return {op: function for op, function in table.items() if "multilabel_margin_loss" not in str(op)}
+    return {} if select is None else dict(select())
 
 
 # Members.

@@ -28,6 +28,7 @@ from pure_loop.loop.call import Fit
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.evaluation import current
 from pure_loop.members import turns
+from pure_loop.members.stacking import settled
 from pure_loop.membership import PerMember
 from pure_loop.stages.ownership import Request
 from pure_loop.state import NOT_READY, State, after_batch, raw_params, with_fields
@@ -67,6 +68,7 @@ class MemberSteps(Compiler):
     def batch(
         self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]
     ) -> Generator[tuple[Event | Request, State], State, State]:
+        state = settled(state)
         before = state.timestamp
         after = before.next_batch(*self.stages.engine.counts(samples, tokens, seconds))
         timestamps = (state.previous_timestamp, before, after)

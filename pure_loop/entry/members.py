@@ -32,7 +32,7 @@ from pure_loop.loop.evaluation import current
 from pure_loop.loop.training import Eager
 from pure_loop.members import turns
 from pure_loop.members.each import Each
-from pure_loop.members.stacking import over_members, split, stacked
+from pure_loop.members.stacking import over_members, settled, split, stacked
 from pure_loop.membership import Members, PerMember, measured, member_value, stacked_batches
 from pure_loop.metrics import Metric
 from pure_loop.optim import Optimizer
@@ -296,7 +296,8 @@ class MemberLoop:
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
         assert state.ensemble is not None
-        lap = seconds()
+        lap, state = seconds(), settled(state)
+        assert state.ensemble is not None
         single = attrs.evolve(self.stages, workspace=Workspace(), handlers=dict(self.handlers))
         of_one = attrs.evolve(fit, stages=single, evaluators=())
         before = split(state)

@@ -77,9 +77,7 @@ class Ensemble:
             State.create(self.module(number), seed=member_seed, device=device, data_seed=data_seed)
             for number, member_seed in enumerate(of_training)
         ]
-        # One structure for all, which finds private modules for its calls.
-        model = states[0].model
-        state = stacked([with_fields(state, model=model) if state.model == model else state for state in states])
+        state = stacked(states)
         assert state.ensemble is not None
         return with_fields(state, seed=seed, ensemble=attrs.evolve(state.ensemble, fallback=self.fallback))
 

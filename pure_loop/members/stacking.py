@@ -11,6 +11,7 @@ from torch import nn
 
 from pure_loop._internal.equality import equal
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.members import turns
 from pure_loop.membership import BATCHES, OF_A_BATCH, Members, PerMember, measured, stacked_batches, stacked_tree
@@ -111,8 +112,8 @@ def _refuse_misfit(first: State, number: int, state: State) -> None:
     difference = None if state.model is first.model else _difference(state.model, first.model)
     if difference is not None:
         raise ArgumentError(
-            f"{where} has {difference}: their modules differ in the numbers of parameters and buffers alone, and one "
-            "text of a step serves all. What else differs by member is a buffer, or pl.each."
+            f"{where} has {difference}: one step is traced for all, so their modules are of one class and differ in "
+            "the numbers of parameters and buffers alone. Make a buffer of what else differs, or write pl.each."
         )
     for field in ("frozen", "event", "evaluator", "data_seed"):
         value, wanted = getattr(state, field), getattr(first, field)
@@ -230,7 +231,8 @@ def over_some(state: S, numbers: Iterable[int], function: Callable[[S], S]) -> S
 def over_members(function: Callable[..., State], *, stopped: bool = False) -> Callable[..., State]:
     """A function of a State of one model, ``(state, *rest) -> state``, called for each member where there are some.
 
-    ``stopped``: for those that have stopped, too.
+    Of those that have stopped it is called where they would still be alone: at the events that end their last batch and
+    its epoch, and at FIT_END. With ``stopped`` it is always called.
     """
 
     def of_all(state: State, *rest: object) -> State:
@@ -239,9 +241,29 @@ def over_members(function: Callable[..., State], *, stopped: bool = False) -> Ca
         before = split(state)
         after = []
         for number, one in enumerate(before):
+            stop = state.ensemble.stopped[number]
+            goes_on = stop is None or (state.event not in _BEGINNING and stop[0].batch == state.timestamp.batch)
+            takes_part = goes_on or stopped or state.event is Event.FIT_END
             with turns.turn(number):
-                skips = state.ensemble.stopped[number] is not None and not stopped
-                after.append(one if skips else function(one, *rest))
+                after.append(function(one, *rest) if takes_part else one)
         return stacked(after, state, before)
 
     return of_all
+
+
+# What belongs to the batch or the epoch that follows.
+_BEGINNING = frozenset(
+    {Event.EPOCH_START, Event.ITERATION_START, Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_START}
+)
+
+
+def settled(state: S) -> S:
+    """The State before a batch, which members that have stopped since the last one no longer make.
+
+    Their last epoch has been counted since.
+    """
+    members, now = state.ensemble, (state.timestamp, state.previous_timestamp)
+    if members is None or all(members.running):
+        return state
+    stops = tuple(stop and (now if stop[0].batch == state.timestamp.batch else stop) for stop in members.stopped)
+    return state if stops == members.stopped else with_fields(state, ensemble=attrs.evolve(members, stopped=stops))

@@ -12,6 +12,7 @@ from torch import nn
 import pure_loop as pl
 from pure_loop import Event, State
 from pure_loop.random.seeds import seeded_all
+from pure_loop.state import STOPPING
 from pure_loop.testing.comparison import Difference, close
 from tests.support import problem
 
@@ -79,6 +80,14 @@ def assert_alike(sweep: Sweep, tolerance: float = TOLERANCE) -> Pairs:
     events = [event for event, _ in pairs]
     for number in range(len(sweep.seeds)):
         solo = list(alone(sweep, number))
+        # Where it has stopped, alone it ends, and here it waits for the others as it was then.
+        stopped = next((place for place, (_, state) in enumerate(solo) if state.stop), None)
+        if stopped is not None:
+            (_, end), (_, wanted) = pairs[-1], solo[-1]
+            last = end.member(number).replace(position=wanted.position)
+            assert differing(last, wanted, tolerance) is None, f"member {number}, which has stopped"
+            # There is more to the end of a run than to its stop.
+            solo = solo[: stopped + (solo[stopped][0] in STOPPING)]
         assert events[: len(solo)] == [event for event, _ in solo], number
         for (event, state), (_, wanted) in zip(pairs, solo, strict=False):
             difference = differing(state.member(number), wanted, tolerance)
