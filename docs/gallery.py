@@ -21,7 +21,7 @@ LARGEST = 60_000  # bytes
 
 EXAMPLES = (
     *("fork", "early_stopping", "gan", "confusion", "digits", "kfold", "reinforce", "logged", "sweep", "images"),
-    *("finetune_lora", "distillation", "population_based"),
+    *("finetune_lora", "distillation", "sweep_of_rates", "population_based"),
 )
 
 

@@ -1,8 +1,9 @@
-"""Draw the pictures of README.md anew: ``python docs/pictures.py``, with the extras ``progress``, ``plot``, ``docs``.
+"""Draw pictures of pages anew: ``python docs/pictures.py``, with the extras ``progress``, ``plot``, ``docs``.
 
 ``docs/pictures/resumed.png`` is the loss of a run whose process is killed again and again, over that of a run that is
 not. The script fails if one loss differs in one bit. ``docs/pictures/progress.svg`` is what ``pl.progress`` shows in a
-terminal while the first program of the README runs.
+terminal while the first program of the README runs. ``docs/how-to/seeds_as_error_bars.png`` is what the code of
+its page draws.
 """
 
 from __future__ import annotations
@@ -119,6 +120,24 @@ def draw(path: Path, whole: Losses, attempts: Sequence[Losses]) -> None:
         picture.convert("RGB").quantize(48).save(path, optimize=True)
 
 
+# A page
+
+
+def page(path: Path) -> None:
+    """The picture that the code of a how-to draws, beside the page."""
+    from PIL import Image
+
+    blocks = re.findall(r"^```python\n(.*?)^```$", path.with_suffix(".md").read_text(), re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "-c", "\n".join(blocks)], cwd=folder, env=environment, check=True, capture_output=True
+        )
+        with Image.open(Path(folder) / path.name) as picture:
+            picture.convert("RGB").quantize(64).save(path, optimize=True)
+    print(path)
+
+
 # A terminal
 
 
@@ -197,7 +216,9 @@ def output_of(program: str, columns: int, rows: int) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("names", nargs="*", choices=["resumed", "progress", []], help="which pictures; all by default")
+    parser.add_argument(
+        "names", nargs="*", choices=["resumed", "progress", "seeds", []], help="which pictures; all by default"
+    )
     options = parser.parse_args(arguments)
     if options.train is not None:
         train(options.train)
@@ -208,6 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resumed(FOLDER / "resumed.png")
     if not options.names or "progress" in options.names:
         progress(FOLDER / "progress.svg")
+    if not options.names or "seeds" in options.names:
+        page(ROOT / "docs" / "how-to" / "seeds_as_error_bars.png")
     print(f"{time.perf_counter() - begun:.0f} s")
     return 0
 

@@ -93,6 +93,9 @@ RUN: dict[str, Example] = {
     "sweep": Example(
         {"trained from the fork at once it is bitwise the same": 0, "12 whole runs are 5,040": 0}, 1500, needs="optuna"
     ),
+    "sweep_of_rates": Example(
+        {r"^members 0 and \d differ .* by at most \d\.\de-1[4-9]$": 0, r"([\d.]+)%  the best$": 70}, 1500
+    ),
     "population_based": Example(
         {"resumed from its middle: bitwise the same": 0, r"^the population: .* best ([\d.]+)%$": 80}, 1500
     ),
