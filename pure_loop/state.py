@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pure_loop._internal import pytree as _pytree
 from pure_loop._internal.arguments import check_flag, check_integer, check_number
-from pure_loop._internal.hints import STATE_KINDS
+from pure_loop._internal.hints import SEED_OF_MEMBERS, STATE_KINDS
 from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.records import Record, copier
 from pure_loop._internal.reprs import cell, count, number, paragraph, table
@@ -343,7 +343,7 @@ class State(Record):
                     values[name] = _names_of(value)
                 elif name in _names[self.__class__]:
                     if name in STATE_KINDS:
-                        _refuse_kind(name, value)
+                        _refuse_kind(name, value, self.ensemble)
                     values[name] = value
                 else:
                     raise ArgumentError(_no_field(type(self), name))
@@ -416,9 +416,12 @@ class State(Record):
         >>> stacked.members, stacked.members([3, 0]).members, states[0].members
         (4, 2, 0)
         """
-        from pure_loop.membership import MemberCount  # one model has no use for it
+        from pure_loop.membership import MemberCount, fields_of_members  # one model has no use for it
 
-        return MemberCount(0 if self.ensemble is None else len(self.ensemble), self._some_members)
+        def some(indices: Sequence[int] | Tensor) -> S:
+            return with_fields(self, **fields_of_members(self, indices))
+
+        return MemberCount(0 if self.ensemble is None else len(self.ensemble), some)
 
     def member(self: S, index: int) -> S:
         """The State of one member of an ensemble: a State of one model, from which training resumes alone.
@@ -438,11 +441,6 @@ class State(Record):
         from pure_loop.membership import fields_of_member  # one model has no use for it
 
         return with_fields(self, **fields_of_member(self, index))
-
-    def _some_members(self: S, indices: Sequence[int] | Tensor) -> S:
-        from pure_loop.membership import fields_of_members  # one model has no use for it
-
-        return with_fields(self, **fields_of_members(self, indices))
 
     @teaching
     def module(self, *, training: bool = True) -> nn.Module:
@@ -750,7 +748,9 @@ def _as_mapping(name: str, value: object) -> object:
 _NO_SEED = (bool, float, str, Tensor, type(None))
 
 
-def _refuse_kind(name: str, value: object) -> None:
+def _refuse_kind(name: str, value: object, members: Members | None) -> None:
+    if name == "seed" and members is not None:
+        raise ArgumentError(SEED_OF_MEMBERS)
     kind = ModelDef if name == "model" else Timestamp
     if isinstance(value, _NO_SEED) if name == "seed" else not isinstance(value, kind):
         raise ArgumentTypeError(STATE_KINDS[name].format(type(value).__name__))

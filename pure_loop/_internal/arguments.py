@@ -149,6 +149,11 @@ def check_number(
         number = as_float(value)
         if least <= number and above < number < below:
             return number
+    if type(value).__name__ == "Each":
+        raise ArgumentTypeError(
+            f"{where + ': ' if where else ''}{name} is a pl.each, which stands for a whole setting: write pl.each([...]) "
+            f"around this, with {name} of each member in its place."
+        )
     wanted = wanted or f"a {'finite ' * (below == math.inf)}number{_bounds(least, above, below)}"
     example = converted(name, value, float, lambda number: least <= number and above < number < below) or example
     raise refusal(name, value, wanted, where, example, typed=not is_number(value))

@@ -530,6 +530,11 @@ _TIMESTAMP = (
     "a timestamp is a pl.Timestamp, and state.replace was given {}: write state.timestamp.next_epoch(), or "
     "state.timestamp.replace(batch=100)."
 )
+SEED_OF_MEMBERS = (
+    "state.replace(seed=...): each member of this State has a seed of its own: fork them one by one, "
+    "pl.stack([state.member(i).replace(seed=i + 100) for i in range(state.members)]); or give the data they share "
+    "another order, state.replace(data_seed=...)."
+)
 STATE_KINDS = {
     "model": "state.replace takes the structure of a model, and was given {}: for a module write "
     "state.with_module(module).",

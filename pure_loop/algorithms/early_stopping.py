@@ -26,6 +26,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.ranges import AtLeast, Duration, Name, Range, Setting, checked
+from pure_loop.members.stacking import over_members
 from pure_loop.state import State, refuse_no_state
 from pure_loop.time import Time, TimeUnit
 
@@ -161,7 +162,7 @@ def _has_passed(patience: Time, since: Mapping[str, int | float], state: State) 
 
 
 def restored(state: State, name: str = "early_stopping") -> State:
-    """The State with the best parameters and buffers that :func:`early_stopping` kept, to evaluate or to export.
+    """The State with the best parameters and buffers that :func:`early_stopping` kept, of each member its own.
 
     Raises:
         ArgumentError: the State has kept none under this name: there was no evaluation yet, or the metric was never
@@ -177,6 +178,8 @@ def restored(state: State, name: str = "early_stopping") -> State:
     Linear(in_features=2, out_features=1, bias=True)
     """
     refuse_no_state(state, f"restored(state, {name!r})")
+    if state.members:
+        return over_members(lambda one: restored(one, name), stopped=True)(state)
     memory = state.algorithm_state.get(name)
     if not isinstance(memory, Mapping) or not {"params", "buffers", "best", "since"} <= memory.keys():
         raise ArgumentError(

@@ -300,9 +300,19 @@ def lower(
         except (TypeError, AttributeError, ImportError) as error:
             _note(f"torch._inductor.compile_fx:compile_fx_inner as it was ({error})", _SLOWER)
             graph = original
+        except Exception as error:
+            if not _is_fault_of_fusion(error):
+                raise
+            logging.getLogger("pure_loop.compile").info("torch's inductor can't fuse a graph that writes: %r", error)
+            graph = original
         else:
             return getattr(result, "current_callable", None) or result, getattr(result, "output_strides", None)
     return _ByTorchCompile(graph), None
+
+
+def _is_fault_of_fusion(error: BaseException) -> bool:
+    """Whether inductor (torch 2.13) looked for a read of what is only written after it, where it fuses outer loops."""
+    return type(error).__name__ == "InductorError" and isinstance(error.__cause__ or error.__context__, KeyError)
 
 
 def _fix_strides(graph: GraphModule, count: int | None) -> None:

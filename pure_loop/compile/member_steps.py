@@ -50,6 +50,14 @@ class _Later:
     evaluate: Evaluate
 
 
+@attrs.frozen
+class _Shown:
+    """Before the fields that an event shows, in what a graph gives: their names."""
+
+    event: Event
+    names: tuple[str, ...]
+
+
 class MemberSteps(Compiler):
     """What an ensemble computes: one graph a batch, in which handlers of events inside of it are called.
 
@@ -89,8 +97,10 @@ class MemberSteps(Compiler):
             assert state.ensemble is not None
             count = len(_OF_THE_BATCH) if self._shows_end else 0
             env = Env(timestamps, DurableFields.of(values_of(state, self._observing.names)).leaves)
-            for event, fields in run.per_batch[count:]:
-                yield event, with_fields(state, **_present(fields, env, len(state.ensemble)))
+            values = iter(run.per_batch[count:])
+            for shot in values:
+                fields = {name: next(values) for name in shot.names}
+                yield shot.event, with_fields(state, **_present(fields, env, len(state.ensemble)))
             run = run._replace(per_batch=run.per_batch[:count])
         return (yield from self._ended(state, fit, run, after))
 
@@ -149,12 +159,13 @@ class MemberSteps(Compiler):
 
     def _step(self, state: State, per_batch: PerBatch, traced: Traced) -> Ended:
         batch, *running = per_batch
-        before, shots = state, list[tuple[Event, dict[str, PyTree]]]()
+        before, shots = state, list[PyTree]()
         visible = self.observed - self.outside
 
         def show(event: Event, state: State) -> None:
             if event in visible:
-                shots.append((event, _shot(before, state)))
+                fields = _shot(before, state)
+                shots.extend((_Shown(event, tuple(fields)), *fields.values()))
 
         state = with_fields(state, batch=batch)
         for event in _BEGINNING:

@@ -29,8 +29,6 @@ def seed_of_data(state: State) -> int:
 class MemberEngine(Engine):
     """Counts batches that each member has of its own."""
 
-    of_members = True
-
     def next_batch(
         self, state: State, task: Task, source: Source, loaded: Batch, seconds: Callable[[], float], event: Event
     ) -> tuple[Batch, int, int] | None:

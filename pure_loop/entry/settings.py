@@ -158,6 +158,9 @@ def read_watch(value: object) -> frozenset[Event] | None:
 def read_clip(clip_grad: object) -> float | ClipGrad | None:
     if clip_grad is None:
         return None
+    if isinstance(clip_grad, Each):
+        wanted = 'algorithms=[pl.algorithms.gradient_clipping("norm", pl.each([...]))] in its place'
+        raise refusal("clip_grad", clip_grad, wanted, verb="write")
     if callable(clip_grad):
         if not accepts(clip_grad, 2):
             raise ArgumentTypeError(

@@ -48,7 +48,6 @@ class Engine:
         exchanges: whether batches, forwards, gradients and looks for NaN may wait for other ranks, so that all have to
             ask for them together.
         replicates: whether other ranks have the same parameters.
-        of_members: whether States have members.
     """
 
     padding = False
@@ -58,7 +57,6 @@ class Engine:
     ranks = 1
     exchanges = False
     replicates = False
-    of_members = False
 
     # Data: the batches of a rank, and their counts over all ranks.
 

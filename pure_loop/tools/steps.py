@@ -17,6 +17,7 @@ from pure_loop._internal.closing import closing
 from pure_loop._internal.frames import generator_arguments
 from pure_loop._internal.torch_private import Operation, record_operations
 from pure_loop.callback import Logger
+from pure_loop.entry.members import MemberStages
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.hooks import Handler, Observer
@@ -148,7 +149,7 @@ def refuse_stepless(stream: object, function: str) -> Parts:
             "there, and saves others: write fit(..., autoresume=None)."
         )
     parts = Parts.of(stream, function)
-    if parts.fit.stages.engine.of_members and parts.fit.strategy.graphs is not None:
+    if isinstance(parts.fit.stages, MemberStages) and parts.fit.strategy.graphs is not None:
         raise ArgumentError(
             f"{function}: a step of members is one mapped graph, which has no steps between events: write "
             'pl.ensemble(..., fallback="loop"), which trains the same up to rounding.'
