@@ -30,7 +30,6 @@ BATCHES = frozenset({"batch", "microbatch"})
 # Of any class that a batch may have.
 OF_A_BATCH = BATCHES | {"outputs", "loss"}
 
-__all__ = ["Fallback", "MemberCount", "MemberValues", "Members", "PerMember"]
 
 Fallback: TypeAlias = Literal["loop"] | None
 # Where a member has stopped: its timestamp, and the one before.

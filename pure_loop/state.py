@@ -587,7 +587,7 @@ class State(Record):
         """Fields that have something to tell, by their names, in words."""
         loss, memory = raw_loss(self), raw_opt_state(self)
         measured = [f"{label}: {self._numbers(values)}" for label, values in self.metrics.items()]
-        skipped = number(None if self.skipped is None else self.skipped.sum())
+        skipped = number(self.skipped.sum() if self.members and self.skipped is not None else self.skipped)
         nonfinite = self._first_nonfinite()
         rows = [
             ("members", "" if self.ensemble is None else str(self.ensemble)),

@@ -151,8 +151,8 @@ def check_number(
             return number
     if type(value).__name__ == "Each":
         raise ArgumentTypeError(
-            f"{where + ': ' if where else ''}{name} is a pl.each, which stands for a whole setting: write pl.each([...]) "
-            f"around this, with {name} of each member in its place."
+            f"{where}{': ' if where else ''}{name} is a pl.each, which stands for a whole setting: write "
+            f"pl.each([...]) around this, with {name} of each member in its place."
         )
     wanted = wanted or f"a {'finite ' * (below == math.inf)}number{_bounds(least, above, below)}"
     example = converted(name, value, float, lambda number: least <= number and above < number < below) or example

@@ -25,8 +25,8 @@ from pure_loop.cadence import every
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.ranges import AtLeast, Duration, Name, Range, Setting, checked
 from pure_loop.members.stacking import over_members
+from pure_loop.ranges import AtLeast, Duration, Name, Range, Setting, checked
 from pure_loop.state import State, refuse_no_state
 from pure_loop.time import Time, TimeUnit
 

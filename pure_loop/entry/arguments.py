@@ -31,6 +31,7 @@ from pure_loop.event import Event, EventName
 from pure_loop.frozendict import FrozenDict
 from pure_loop.gradients.clipping import ClipFunction
 from pure_loop.loop.stream import Stream
+from pure_loop.members.each import Each
 from pure_loop.members.ensemble import Ensemble
 from pure_loop.metrics._base import MetricsLike
 from pure_loop.optim import Optimizer
@@ -110,7 +111,7 @@ class Arguments:
     load_path: str | os.PathLike[str] | None
 
     # Reproduction and checks.
-    seed: int
+    seed: int | Each
     deterministic: bool
     strict: bool | None
     verify: str | Time | None

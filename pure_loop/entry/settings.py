@@ -39,7 +39,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, as_event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.members.each import Each
+from pure_loop.members.each import EACH_CLIPPED, Each, read_seed
 from pure_loop.members.ensemble import Ensemble
 from pure_loop.metrics._base import Metric, as_metrics
 from pure_loop.optim import Optimizer
@@ -84,11 +84,6 @@ def read_microbatch_size(value: object) -> int | Literal["auto"] | None:
     if value is None:
         return None
     return check_integer("microbatch_size", value, least=1, wanted='a whole number of at least 1, "auto", or None')
-
-
-def read_seed(value: object) -> int | Each:
-    seeds = [check_integer("seed", seed) for seed in value.values] if isinstance(value, Each) else []
-    return Each(tuple(seeds)) if seeds else check_integer("seed", value)
 
 
 def read_train_dataloader(value: Iterable[object]) -> Iterable[object]:
@@ -156,11 +151,10 @@ def read_watch(value: object) -> frozenset[Event] | None:
 
 
 def read_clip(clip_grad: object) -> float | ClipGrad | None:
+    if isinstance(clip_grad, Each):
+        raise refusal("clip_grad", clip_grad, EACH_CLIPPED, verb="write")
     if clip_grad is None:
         return None
-    if isinstance(clip_grad, Each):
-        wanted = 'algorithms=[pl.algorithms.gradient_clipping("norm", pl.each([...]))] in its place'
-        raise refusal("clip_grad", clip_grad, wanted, verb="write")
     if callable(clip_grad):
         if not accepts(clip_grad, 2):
             raise ArgumentTypeError(

@@ -9,14 +9,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from pure_loop._internal.arguments import is_number, refuse_no_schedule
+from pure_loop._internal.arguments import check_integer, is_number, refuse_no_schedule
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.members import turns
 from pure_loop.schedules._base import End, Schedule, warmup_in
 from pure_loop.time import Time, Timestamp
 
-__all__ = ["Each", "each"]
-
+# What stands in its place where no number is taken from a schedule.
+EACH_CLIPPED = 'algorithms=[pl.algorithms.gradient_clipping("norm", pl.each([...]))] in its place'
 EachValue: TypeAlias = float | Callable[[Timestamp], float]
 
 
@@ -98,3 +98,9 @@ def each(values: Iterable[EachValue] | Tensor) -> Each:
                 "a function of the timestamp such as a schedule."
             )
     return Each(listed)
+
+
+def read_seed(value: object) -> int | Each:
+    """A ``seed=``: an int, or one a member."""
+    seeds = [check_integer("seed", seed) for seed in value.values] if isinstance(value, Each) else []
+    return Each(tuple(seeds)) if seeds else check_integer("seed", value)

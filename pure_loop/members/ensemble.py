@@ -17,8 +17,6 @@ from pure_loop.model.checks import refuse_untrainable
 from pure_loop.random.seeds import seeded_all
 from pure_loop.state import State, with_fields
 
-__all__ = ["Ensemble", "ensemble"]
-
 
 @attrs.frozen
 class Ensemble:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import ReferenceType
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pure_loop._internal.equality import equal
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -143,9 +144,20 @@ def _difference(one: ModelDef, other: ModelDef) -> str | None:
         attributes = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
         for key, value in attributes.items():
             theirs = vars(twin).get(key)
-            if not isinstance(value, nn.Module) and not equal(value, theirs):
+            if not isinstance(value, nn.Module) and not _alike(value, theirs):
                 return f"{path or 'a model'}.{key}={value!r:.60}, and another one {theirs!r:.60}"
     return None if one == other else f"the model {one!r}, and another one {other!r}"
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether an attribute of a module is that of another one, but for what it holds of parameters and buffers."""
+    if type(value) is not type(other) or not isinstance(value, Tensor | list | tuple | dict | ReferenceType):
+        return equal(value, other)
+    if isinstance(value, Tensor):
+        return value.is_meta or (value.dtype is other.dtype and torch.equal(value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_alike(item, other[key]) for key, item in value.items())
+    return isinstance(value, ReferenceType) or (len(value) == len(other) and all(map(_alike, value, other)))
 
 
 def _shown(path: str, module: nn.Module | None) -> str:

@@ -21,22 +21,24 @@ from tests.architecture.source import PACKAGE, Modules, modules
 SHARE_OF_ANY = 0.10
 # What type checkers can't follow: a mapping that refuses writes, functions of torch without types, decorated functions.
 IGNORES = 60
-FILES = 380
+# 17 are members: a room, two files each of compile and entry and five of what stands beside them, and two algorithms.
+FILES = 397
 # What stands in one file because it is one idea: State, Time, an optimizer of torch's as pure functions, the gates to
 # what torch keeps private.
-LONG_FILES = 12
+LONG_FILES = 13
 LONG = 400
 LONG_FUNCTION = 80
 # About 40,000 would be read sooner. What is left has no twin and no dead function: two thirds are methods, loggers,
 # callbacks, checkpoints and the kit, a file each, and a smaller number takes a feature out. 2,480 of them are what
 # people bring with them: names that have changed, files of Composer and of torch.save, batches of Transformers and of
 # detection; and what is said of it: where an error was raised, why a run ended, what to write instead. 1,470 are
-# recipes, with what says which settings are equal (580), and reports (890).
-LINES = 51_680
+# recipes, with what says which settings are equal (580), and reports (890). 2,470 are members: States and values of
+# each (840), the mapped step (530), what a call does otherwise (660), two algorithms (370), gradients of samples (250).
+LINES = 54_150
 # Of tests, without the simulated GPU. One property is worth more than dozens of examples: 26,000 should say as much.
 # What is above that are rows of one line and tables of formulas; models and loops of a file's own are the first to go.
-# 2,490 came with those 2,480 lines of the package, 1,170 with those 1,470.
-LINES_OF_TESTS = 38_880
+# 2,490 came with those 2,480 lines of the package, 1,170 with those 1,470, 1,830 with those 2,470.
+LINES_OF_TESTS = 40_710
 # Names that say nothing of what they are the name of.
 VAGUE = frozenset(
     {

@@ -30,8 +30,8 @@ def test_the_table_has_each_row_and_the_rows_all_of_the_library() -> None:
         assert set(package.__all__) - names <= NOT_RUN, kind
 
 
-# What is no algorithm or schedule of its own.
-NOT_RUN = {"Schedule", "plot", "sparkline"}
+# What is no algorithm or schedule of its own, and what compares members.
+NOT_RUN = {"Schedule", "plot", "sparkline", "population_based", "successive_halving"}
 
 
 @pytest.mark.parametrize(("kind", "name"), _ALL)

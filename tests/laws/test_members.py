@@ -162,6 +162,7 @@ def test_each_member_is_what_it_is_alone(sweep: Sweep) -> None:
 @examples(3, 60)
 @given(sweeps(fallbacks=(None,)))
 def test_each_member_of_compiled_steps_is_what_it_is_alone(sweep: Sweep) -> None:
+    """Of machine code, which takes half a minute to make for each."""
     assert_alike(attrs.evolve(sweep, more={"compile": True}))
 
 
