@@ -168,7 +168,7 @@ _INSTEAD = {
     "parallel=": "an ensemble is trained by one process. Start one process a part of the members, each with its own "
     "seeds and parallel=False.",
     'microbatch_size="auto"': "write a number; a step of all members needs as many times the memory of one.",
-    "compile=": 'with fallback="loop" they are computed one after the other, and not compiled: leave one of the two out.',
+    "compile=": 'with fallback="loop" they are computed one after the other, not compiled: leave one of the two out.',
     "verify=": "a mapped step is one graph, which has no stages to compare. Leave it out.",
     'precision="amp_fp8"': 'its layers can\'t be mapped; write "amp_bf16".',
 }
