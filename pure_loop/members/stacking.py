@@ -144,13 +144,15 @@ def _difference(one: ModelDef, other: ModelDef) -> str | None:
         attributes = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
         for key, value in attributes.items():
             theirs = vars(twin).get(key)
-            if not isinstance(value, nn.Module) and not _alike(value, theirs):
+            if not _alike(value, theirs):
                 return f"{path or 'a model'}.{key}={value!r:.60}, and another one {theirs!r:.60}"
     return None if one == other else f"the model {one!r}, and another one {other!r}"
 
 
 def _alike(value: Any, other: Any) -> bool:
     """Whether an attribute of a module is that of another one, but for what it holds of parameters and buffers."""
+    if isinstance(value, nn.Module):
+        return type(value) is type(other) and repr(value) == repr(other)
     if type(value) is not type(other) or not isinstance(value, Tensor | list | tuple | dict | ReferenceType):
         return equal(value, other)
     if isinstance(value, Tensor):
