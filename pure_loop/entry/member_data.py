@@ -12,6 +12,7 @@ from pure_loop._internal.pytree import Batch, Outputs, PyTree
 from pure_loop.data.batch import to_device
 from pure_loop.data.group import END
 from pure_loop.data.source import Batches, Source
+from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.membership import PerMember, measured, member_value, stacked_batches
@@ -81,7 +82,13 @@ def member_sources(open_source: Callable[..., Source], seeds: Iterable[int]) -> 
     """What opens the data of members that each have their own order."""
 
     def opened(dataloader: Any, *, seed: int, **options: Any) -> Source:
-        return MemberSource([open_source(dataloader, seed=member_seed, **options) for member_seed in seeds])
+        sources = [open_source(dataloader, seed=member_seed, **options) for member_seed in seeds]
+        if sources[0].reads_once:
+            raise ArgumentError(
+                'data="own" with an iterator: each member goes through the data by itself, and an iterator is gone '
+                'through once. Give a DataLoader or a list, or write data="shared".'
+            )
+        return MemberSource(sources)
 
     return opened
 

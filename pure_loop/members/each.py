@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -17,6 +17,7 @@ from pure_loop.time import Time, Timestamp
 
 # What stands in its place where no number is taken from a schedule.
 EACH_CLIPPED = 'algorithms=[pl.algorithms.gradient_clipping("norm", pl.each([...]))] in its place'
+T = TypeVar("T")
 EachValue: TypeAlias = float | Callable[[Timestamp], float]
 
 
@@ -54,6 +55,12 @@ class Each(Schedule):
         return f"each([{', '.join(map(repr, self.values))}])"
 
 
+def listed_numbers(values: T) -> T | list[Any]:
+    """The numbers of a tensor or an array, as Python's; anything else as it is."""
+    tolist: Callable[[], list[Any]] | None = getattr(values, "tolist", None)
+    return values if tolist is None else tolist()
+
+
 def each(values: Iterable[EachValue] | Tensor) -> Each:
     """A value for each member of an ensemble: it stands wherever a number or a schedule stands.
 
@@ -76,10 +83,10 @@ def each(values: Iterable[EachValue] | Tensor) -> Each:
     >>> state.members
     2
     """
-    if isinstance(values, Tensor):
-        if values.ndim != 1:
-            raise ArgumentError(f"pl.each: the tensor has shape {tuple(values.shape)}; write one of shape (members,).")
-        values = values.tolist()
+    shape = tuple(getattr(values, "shape", (1,)))
+    if len(shape) != 1:
+        raise ArgumentError(f"pl.each: the {type(values).__name__} has shape {shape}; write one of shape (members,).")
+    values = listed_numbers(values)
     passed: object = values
     if isinstance(passed, str) or not isinstance(passed, Iterable):
         raise ArgumentTypeError(

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.arguments import accepts, check_choice, check_integer, name_of
+from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentError, ArgumentTypeError
+from pure_loop.members.each import listed_numbers
 from pure_loop.members.stacking import stacked
 from pure_loop.membership import Fallback
 from pure_loop.model.checks import refuse_untrainable
@@ -53,6 +55,15 @@ class Ensemble:
         refuse_untrainable(module)
         return module
 
+    def _modules(self) -> list[nn.Module]:
+        modules = [self.module(number) for number in range(len(self.seeds))]
+        if len({id(module) for module in modules}) < len(modules):
+            raise ArgumentError(
+                f"pl.ensemble: {name_of(self.make_model)} returned one module for two members: it makes a new one each "
+                "time it is called, lambda: torch.nn.Linear(2, 1)."
+            )
+        return modules
+
     def state(self, seed: int, device: torch.device | str | None, seeds: Iterable[int] | None = None) -> State:
         """The State of all members, before INIT.
 
@@ -62,7 +73,7 @@ class Ensemble:
             seeds: of the members' random numbers in training; None: those that they were made under.
 
         Raises:
-            ArgumentError: their structures differ, or there are more or fewer ``seeds`` than members.
+            ArgumentError: their structures differ, two are one module, or there are more or fewer ``seeds``.
         """
         of_training = self.seeds if seeds is None else tuple(seeds)
         if len(of_training) != len(self.seeds):
@@ -72,8 +83,8 @@ class Ensemble:
             )
         data_seed = seed if self.data == "shared" else None
         states = [
-            State.create(self.module(number), seed=member_seed, device=device, data_seed=data_seed)
-            for number, member_seed in enumerate(of_training)
+            State.create(module, seed=member_seed, device=device, data_seed=data_seed)
+            for module, member_seed in zip(self._modules(), of_training, strict=True)
         ]
         state = stacked(states)
         assert state.ensemble is not None
@@ -91,6 +102,7 @@ def refuse_several(value: object, function: str) -> None:
         raise ArgumentError(f"{function} takes one model, and was given members: give it {one}, and no pl.each.")
 
 
+@teaching
 def ensemble(
     make_model: Callable[..., nn.Module],
     *,
@@ -131,8 +143,7 @@ def ensemble(
             f"pl.ensemble: make_model is {what}: write a function that makes the module of one member, "
             "pl.ensemble(lambda: torch.nn.Linear(2, 1), seeds=range(8))."
         )
-    if isinstance(seeds, Tensor):
-        seeds = seeds.tolist()
+    seeds = listed_numbers(seeds)
     passed: object = seeds
     if isinstance(passed, str) or not isinstance(passed, Iterable):
         raise ArgumentTypeError(f"pl.ensemble: seeds={seeds!r:.60}: write one int a member, seeds=range(8).")

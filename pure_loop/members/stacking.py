@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pure_loop._internal.equality import equal
+from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -37,6 +38,7 @@ def split(state: S) -> list[S]:
     return [state.member(index) for index in range(state.members)]
 
 
+@teaching
 def stack(states: Iterable[S]) -> S:
     """A State whose members are those of several States of one model each, in order.
 

@@ -168,7 +168,7 @@ class Optimizer:
 def as_schedule(where: str, lr: LearningRate) -> RateFunction:
     """A learning rate as a function of the timestamp."""
     if isinstance(lr, torch.nn.Module | Iterable) and not isinstance(lr, str | Tensor):
-        raise ArgumentTypeError(f"{where} is given the parameters by fit: write {where}(lr=3e-4), without them.")
+        raise ArgumentTypeError(f"{where} is given the parameters by fit: {where}(lr=3e-4), or lr=pl.each(rates).")
     if callable(lr) or is_scheduler(lr):
         refuse_no_schedule(f"{where}: lr", lr)
         return lr  # type: ignore[return-value]
