@@ -87,8 +87,9 @@ class Algorithm:
         claims: names of effects that two algorithms of a run can't both have, as strings: ``{"mixes targets"}``.
         bind: ``run -> None``, called once before the stream of ``fit`` starts, with a :class:`pure_loop.callback.Run`;
             raises if the algorithm can't work in this run.
-        across_members: whether its handlers are given the State of an ensemble, to compare and change its members; they
-            are bound to BATCH_END, or to events outside of batches. Else each member is given its own.
+        across_members: whether its handlers, and ``init``, are given the State of an ensemble, to compare and change
+            its members; they are bound to BATCH_END, or to events outside of batches, and tensors in its algorithm
+            state have a leading dimension of members. Else each member is given its own.
 
     Raises:
         ArgumentError: it binds no event, or a name that is no event.

@@ -6,7 +6,7 @@ Tensors of members are stacked along a leading dimension. What is no tensor is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, SupportsIndex, TypeAlias, TypeVar
 
 import attrs
@@ -47,7 +47,7 @@ class Members:
     """
 
     seeds: tuple[int, ...]
-    stopped: tuple[Stop | None, ...]
+    stopped: tuple[Stop | None, ...] = attrs.field(eq=lambda stops: tuple(map(_place_of, stops)))
     fallback: Fallback = None
 
     def __len__(self) -> int:
@@ -84,18 +84,42 @@ class Members:
         return [stop is None for stop in self.stopped]
 
 
+def _place_of(stop: Stop | None) -> object:
+    """Where a member has stopped, without what a clock says."""
+    if stop is None:
+        return None
+    return [(t.epoch, t.batch, t.sample, t.token, t.iteration, t.batch_in_epoch) for t in stop]
+
+
 class MemberCount(int, Generic[S]):
-    """``state.members``: how many members a State has; called with their numbers, it gives a State of those alone."""
+    """``state.members``: how many members a State has; called with their numbers, it gives a State of those alone.
 
-    _select: Callable[[Sequence[int] | Tensor], S]
+    Iterated over, it gives the State of each.
+    """
 
-    def __new__(cls, count: int, select: Callable[[Sequence[int] | Tensor], S]) -> MemberCount[S]:
-        result = super().__new__(cls, count)
-        result._select = select
+    _state: Any
+    _select: Callable[[Any], S]
+
+    def __new__(cls, state: Any, select: Callable[[Any], S]) -> MemberCount[S]:
+        result = super().__new__(cls, len(state.ensemble or ()))
+        result._state, result._select = state, select
         return result
 
-    def __call__(self, indices: Sequence[int] | Tensor) -> S:
+    def __call__(self, indices: Sequence[int] | Tensor = ()) -> S:
         return self._select(indices)
+
+    def __len__(self) -> int:
+        return int(self)
+
+    def __getitem__(self, number: int) -> S:
+        member: S = self._state.member(number)
+        return member
+
+    def __iter__(self) -> Iterator[S]:
+        return map(self.__getitem__, range(self))
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
 
 
 @attrs.frozen

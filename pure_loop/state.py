@@ -410,6 +410,8 @@ class State(Record):
     def members(self: S) -> MemberCount[S]:
         """How many members there are, 0 of one model; ``state.members([0, 3])`` is a State of some, in this order.
 
+        Iterated over, it gives the State of each.
+
         >>> import torch, pure_loop as pl
         >>> states = [State.create(torch.nn.Linear(2, 1), seed=seed) for seed in range(4)]
         >>> stacked = pl.stack(states)
@@ -421,7 +423,7 @@ class State(Record):
         def some(indices: Sequence[int] | Tensor) -> S:
             return with_fields(self, **fields_of_members(self, indices))
 
-        return MemberCount(0 if self.ensemble is None else len(self.ensemble), some)
+        return MemberCount(self, some)
 
     def member(self: S, index: int) -> S:
         """The State of one member of an ensemble: a State of one model, from which training resumes alone.

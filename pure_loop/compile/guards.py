@@ -30,6 +30,7 @@ from pure_loop._internal.frames import callers, calls_watched, frame_at, variabl
 from pure_loop._internal.torch_private import WRAPPER_OF_FUNCTIONS
 from pure_loop.compile._torch import Function, Options
 from pure_loop.errors import CompileError
+from pure_loop.event import Event
 from pure_loop.random.seeds import seeds_hosts
 from pure_loop.time import Timestamp
 
@@ -82,12 +83,14 @@ class Guard:
         value: what it was while tracing.
         sources: what it depends on: the names of fields, and the positions of leaves.
         where: the code that asked for it; where the loop did, the owner of the number.
+        part: what is left out where it can't be traced (:data:`pure_loop.compile.refusals.Part`), of a handler.
     """
 
     evaluate: Evaluate
     value: object
     sources: frozenset[Source]
     where: str
+    part: tuple[str, Event | None] | None = None
 
     def holds(self, env: Env) -> bool:
         result = named(self.where, self.evaluate)(env)
@@ -109,22 +112,23 @@ class TraceContext:
         self.lift = lift
         self.guards: list[Guard] = []
         self.where = "the loop"
+        self.part: tuple[str, Event | None] | None = None
         self.recording = False
 
     def guard(self, guard: Guard) -> None:
         """Note what code decides by, once."""
         if not any(item.sources == guard.sources and item.evaluate is guard.evaluate for item in self.guards):
-            self.guards.append(attrs.evolve(guard, where=self.where) if self.recording else guard)
+            self.guards.append(attrs.evolve(guard, where=self.where, part=self.part) if self.recording else guard)
 
     @contextmanager
-    def on_behalf_of(self, where: str) -> Iterator[None]:
-        """User code runs."""
-        before = self.where, self.recording
-        self.where, self.recording = where, True
+    def on_behalf_of(self, where: str, part: tuple[str, Event | None] | None = None) -> Iterator[None]:
+        """User code runs, of this part."""
+        before = self.where, self.part, self.recording
+        self.where, self.part, self.recording = where, part, True
         try:
             yield
         finally:
-            self.where, self.recording = before
+            self.where, self.part, self.recording = before
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

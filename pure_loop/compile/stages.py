@@ -77,7 +77,8 @@ def _traced(handler: Handler, event: Event, tracing: Tracing, place: Place) -> H
     def guarded(function: Function, path: tuple[str | int, ...] | None) -> Function:
         def call(*args: Any) -> object:
             connected = _connected(tracing, what, part)
-            with tracing.context.on_behalf_of(what), naming(tracing, what, part), connected, drawing(args[0], path):
+            context = tracing.context.on_behalf_of(what, part)
+            with context, naming(tracing, what, part), connected, drawing(args[0], path):
                 result = function(*args)
                 refuse_memory(what, args[0].algorithm_state.get(handler.algorithm), part)
             return result

@@ -19,7 +19,7 @@ from pure_loop.entry import member_data, members
 from pure_loop.entry.compiling import evaluating
 from pure_loop.entry.deterministic import refuse_cublas, stream_of
 from pure_loop.entry.member_callbacks import MemberRecorder, member_callbacks, member_count
-from pure_loop.entry.memories import refuse_other_memories
+from pure_loop.entry.memories import refuse_memories_of_others
 from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import ModelSettings
 from pure_loop.entry.start import any_state
@@ -172,9 +172,11 @@ def _state(settings: ModelSettings) -> State:
 
 
 def _stages(settings: ModelSettings, state: State, task: Task, evaluators: Sequence[BoundEvaluator] = ()) -> LoopStages:
-    refuse_other_memories(state if state.ensemble is None else state.member(0), settings.algorithms)
     members.refuse_shared_settings(settings, state)
-    engine, handlers = settings.parallel.engine(state), bind(settings.algorithms)
+    # One that compares members has nothing to do where there is one model.
+    algorithms = [item for item in settings.algorithms if state.members or not item.across_members]
+    refuse_memories_of_others(state, algorithms)
+    engine, handlers = settings.parallel.engine(state), bind(algorithms)
     if state.ensemble is not None:
         own = members.stages_of_members(handlers)
         member_stages = members.MemberStages(task=task, precision=settings.precision, **own)

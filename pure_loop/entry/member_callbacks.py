@@ -56,19 +56,20 @@ def member_callbacks(callbacks: Iterable[CallbackLike], count: int) -> list[Call
 # What is recorded.
 
 
-def summary(values: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def summary(values: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
     """What is recorded of a number of each member, by name.
 
     ``<name>/mean``; ``<name>/spread``, the standard deviation over members (with n - 1), where there are two or more;
     ``<name>/best``, where the name tells whether less or more is better; and ``<name>/member/<number>``, where there
     are at most 64. Tensors stay on their device.
 
-    >>> numbers = summary({"val/loss": [0.5, 0.75, 0.25]})
+    >>> numbers = summary({"val/loss": {0: 0.5, 1: 0.75, 2: 0.25}})
     >>> [numbers[f"val/loss/{name}"] for name in ("mean", "spread", "best", "member/1")]
     [0.5, 0.25, 0.25, 0.75]
     """
     numbers: dict[str, Any] = {}
-    for name, of_members in values.items():
+    for name, by_number in values.items():
+        of_members = list(by_number.values())
         device = next((value.device for value in of_members if isinstance(value, Tensor)), None)
         if device is None:
             stacked = torch.tensor([float(value) for value in of_members], dtype=torch.float64)
@@ -83,7 +84,7 @@ def summary(values: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
             statistics["best"] = best_of(stacked, mode)
         numbers |= {f"{name}/{key}": value.item() if device is None else value for key, value in statistics.items()}
         if len(of_members) <= MOST_EACH:
-            numbers |= {f"{name}/member/{number}": value for number, value in enumerate(of_members)}
+            numbers |= {f"{name}/member/{number}": value for number, value in by_number.items()}
     return numbers
 
 
@@ -92,7 +93,7 @@ class _Collected:
 
     def __init__(self, logger: LoggerGroup, state: State) -> None:
         self._logger, self._state = logger, state
-        self._values: dict[str, list[Any]] = {}
+        self._values: dict[str, dict[int, Any]] = {}
 
     def of(self, number: int) -> LoggerGroup:
         """The logger that the callback of a member is handed."""
@@ -101,7 +102,7 @@ class _Collected:
     def add(self, metrics: Mapping[str, object], number: int) -> None:
         numbers, tables = recordable_metrics(metrics)
         for name, value in numbers.items():
-            self._values.setdefault(name, []).append(value)
+            self._values.setdefault(name, {})[number] = value
         self.add_tables(tables, number)
 
     def add_tables(self, tables: Mapping[str, Table], number: int) -> None:
@@ -195,7 +196,7 @@ class _EachMember(Callback):
     """Copies of a callback, each of which sees the State of one member."""
 
     def __init__(self, callback: Callback, count: int) -> None:
-        self._copies = [copy.copy(callback) for _ in range(count)]
+        self._copies = [copy.deepcopy(callback) for _ in range(count)]
         self.made_with = callback.made_with
         for name in ("all_ranks", "needs_grad_norm", "records"):
             setattr(self, name, getattr(callback, name))

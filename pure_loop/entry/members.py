@@ -17,12 +17,14 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.cadence import Cadence
 from pure_loop.entry.compiling import evaluating, member_steps
 from pure_loop.entry.member_data import MemberEngine, of_members
+from pure_loop.entry.memories import refuse_alien_tensors
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event, events_between
 from pure_loop.hooks import Handler, Observer
 from pure_loop.loop.batch import LoopStages
 from pure_loop.loop.call import Feed, Fit, Stopwatch, Strategy
+from pure_loop.loop.contract import check_returned
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.evaluation import current
 from pure_loop.loop.training import Eager
@@ -102,6 +104,12 @@ def refuse_settings(settings: Settings, state: State) -> None:
     refuse_each(settings.optimizer, settings.algorithms, state)
     refuse_shared_settings(settings, state)
     if state.ensemble is None:
+        across = next((item for item in settings.algorithms if item.across_members), None)
+        if across is not None:
+            raise ArgumentError(
+                f"algorithm {across.name!r} compares members, and there is one model: give "
+                "pl.ensemble(make_model, seeds=...) in its place."
+            )
         return
     alone = next((item for item in settings.algorithms if item.across_members and item.factory), None)
     if alone is not None and len(state.ensemble) == 1:
@@ -129,12 +137,6 @@ def refuse_shared_settings(settings: ModelSettings, state: State) -> None:
         ArgumentError: what an ensemble can't have, or one model.
     """
     if state.ensemble is None:
-        across = next((item for item in settings.algorithms if item.across_members), None)
-        if across is not None:
-            raise ArgumentError(
-                f"algorithm {across.name!r} compares members, and there is one model: give "
-                "pl.ensemble(make_model, seeds=...) in its place."
-            )
         if isinstance(settings.seed, Each):
             raise ArgumentError(f"seed={settings.seed!r}, and there is one model: write one number.")
         return
@@ -198,8 +200,8 @@ class MemberHandlers:
         def of_one(state: State, *stages: object) -> State:
             if when is not None and not self._called(when, None if path is None else (*path, "when"), state):
                 return state
-            result: State = self._called(handler.function, path, state, *stages)
-            return result
+            result = self._called(handler.function, path, state, *stages)
+            return state if result is state else check_returned(result, state, handler.algorithm, event)
 
         def of_evaluated(state: State, *stages: object) -> State:
             # One that has stopped is evaluated as it was then, and remembers nothing of it.
@@ -210,7 +212,7 @@ class MemberHandlers:
 
         def function(state: State, *stages: object) -> State:
             if handler.across_members:  # which is no part of the computation of one
-                return state if state.ensemble is None else handler.function(state, *stages)
+                return state if state.ensemble is None else compared(handler, state, event, *stages)
             if state.ensemble is None:
                 return handler.function(state, *stages)
             return of_all(state, *stages) if event not in IN_BATCH or event in self.outside() else state
@@ -228,6 +230,18 @@ class MemberHandlers:
             return function(state, *stages)
         with guard(state, path) if self.stages is None else self.stages.guard(state, path):
             return function(state, *stages)
+
+
+def compared(handler: Handler, state: State, event: Event, *stages: object) -> State:
+    """The State of an algorithm that compares members; the tensors that it remembers are of each.
+
+    Raises:
+        AlgorithmStructureError: one of them has no leading dimension of members.
+    """
+    result: State = handler.function(state, *stages)
+    memory = None if result is state else getattr(result, "algorithm_state", {}).get(handler.algorithm)
+    refuse_alien_tensors(f"algorithm {handler.algorithm!r} at {event.name}", memory, state)
+    return result
 
 
 # Computations.

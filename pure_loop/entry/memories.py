@@ -14,11 +14,25 @@ from torch import Tensor
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop.algorithm import Algorithm
-from pure_loop.errors import ResumeError
+from pure_loop.data.batch import leaves
+from pure_loop.errors import AlgorithmStructureError, ResumeError
 from pure_loop.random.guards import guard
 from pure_loop.state import State
 
 Path = tuple[Any, ...]
+
+
+def refuse_memories_of_others(state: State, algorithms: Iterable[Algorithm]) -> None:
+    """Of a State with members: those of algorithms that compare members, and of the others those of the first member.
+
+    Raises:
+        ResumeError: as :func:`refuse_other_memories`.
+    """
+    listed = list(algorithms)
+    one = state if state.ensemble is None else state.member(0)
+    refuse_other_memories(one, [item for item in listed if not item.across_members])
+    if state.ensemble is not None:
+        refuse_other_memories(state, [item for item in listed if item.across_members])
 
 
 def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None:
@@ -150,3 +164,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     result = optree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE)
     assert isinstance(result, State)
     return result
+
+
+def refuse_alien_tensors(where: str, memory: PyTree, state: State) -> None:
+    """
+    Raises:
+        AlgorithmStructureError: what an algorithm across members remembers has a tensor that is not of each member.
+    """
+    for path, leaf in leaves(memory, "memory"):
+        if isinstance(leaf, Tensor) and leaf.shape[:1] != (state.members,):
+            raise AlgorithmStructureError(
+                f"{where}: {path} is a tensor of shape {tuple(leaf.shape)}, and each tensor of a State with members "
+                f"has a leading dimension of members, here {state.members}: expand it, or keep a number of Python's."
+            )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
+import attrs
 from torch import nn
 
 from pure_loop._internal.names import Pattern
@@ -158,11 +159,36 @@ def loading(
         result = waiting.pop()
         if result.document is None:
             return result.weights_into(state)
-        state = result.into(state)
-        refuse_loaded(state)
-        return finish(outside_batch(state))
+        loaded = result.into(state)
+        refuse_loaded(loaded)
+        return finish(outside_batch(of_call(loaded, state, path)))
 
     return load
+
+
+def of_call(loaded: State, state: State, path: object) -> State:
+    """The State that was loaded, whose members are computed as those of the State that fit began with.
+
+    Raises:
+        ResumeError: one of them has no members, or others, or other data.
+    """
+    saved, members = loaded.ensemble, state.ensemble
+    if saved is None and members is None:
+        return loaded
+    if saved is None or members is None or saved.seeds != members.seeds or not _same_data(loaded, state):
+        described = [
+            "of one model" if item is None else f"of {item}, {'own' if one.data_seed is None else 'shared'} data"
+            for item, one in ((saved, loaded), (members, state))
+        ]
+        raise ResumeError(
+            f"{path} is {described[0]}, and fit was given a start {described[1]}: give the ensemble as it was, or take "
+            "members of the State: fit(pl.load(path, model=make_model()).members([...]), ...)."
+        )
+    return loaded.replace(ensemble=attrs.evolve(saved, fallback=members.fallback))
+
+
+def _same_data(a: State, b: State) -> bool:
+    return (a.data_seed is None) is (b.data_seed is None)
 
 
 def saving(autoresume: Path, callbacks: Iterable[CallbackLike]) -> Iterable[CallbackLike]:

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from pure_loop._internal.devices import read_device
+from pure_loop._internal.hints import SEED_OF_MEMBERS
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.source import Source
-from pure_loop.entry.memories import map_tensors, refuse_other_memories
+from pure_loop.entry.memories import map_tensors, refuse_alien_tensors, refuse_memories_of_others
 from pure_loop.entry.parallel import Together
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
@@ -49,6 +50,8 @@ def first_state(
         refuse_untrainable(model_or_state)
         return State.create(model_or_state, seed=seed, device=wanted), True
     state = model_or_state
+    if seeds is not None:
+        raise ArgumentError(f"seed=pl.each(...) and a State, whose members have their seeds: {SEED_OF_MEMBERS}")
     refuse_no_boundary(state)
     refuse_misfit(state)
     state = sort_by_model(state)
@@ -169,7 +172,7 @@ class Start:
             return  # which begins when there are numbers, and is compared then
         one = self._completed(one)
         refuse_other_optimizer(one, self.optimizer)
-        self._refuse_other_memories(one, state)
+        refuse_memories_of_others(state, self.algorithms)
 
     def fitted(self, state: State) -> State:
         """The State with the duration and the length of this call's data, once it is sure to fit."""
@@ -187,13 +190,8 @@ class Start:
             timestamp=t.replace(**fields).replace(batch_in_epoch=start),
             previous_timestamp=state.previous_timestamp.replace(**fields),
         )
-        self._refuse_other_memories(state if state.ensemble is None else state.member(0), state)
+        refuse_memories_of_others(state, self.algorithms)
         return state
-
-    def _refuse_other_memories(self, one: State, state: State) -> None:
-        """Compare memories of one model with those of this State, and those that compare members with the State's."""
-        refuse_other_memories(one, [item for item in self.algorithms if not item.across_members])
-        refuse_other_memories(state, [item for item in self.algorithms if item.across_members])
 
     def _completed(self, state: State) -> State:
         """The State with the optimizer state of what a migration excluded; algorithms that lack it begin anew."""
@@ -233,7 +231,11 @@ class Start:
                 state = meet(state)
             prepared: State = over_members(complete, stopped=True)(state)
             across = [algorithm for algorithm in self.algorithms if algorithm.across_members]
-            return with_first_memories(prepared, across)
+            prepared = with_first_memories(prepared, across)
+            for algorithm in across:
+                memory = prepared.algorithm_state.get(algorithm.name)
+                refuse_alien_tensors(f"algorithm {algorithm.name!r}, init", memory, prepared)
+            return prepared
 
         def complete(state: State) -> State:
             if state.opt_state is None:

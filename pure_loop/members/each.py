@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -88,7 +88,7 @@ def each(values: Iterable[EachValue] | Tensor) -> Each:
         raise ArgumentError(f"pl.each: the {type(values).__name__} has shape {shape}; write one of shape (members,).")
     values = listed_numbers(values)
     passed: object = values
-    if isinstance(passed, str) or not isinstance(passed, Iterable):
+    if isinstance(passed, str | Mapping) or not isinstance(passed, Iterable):
         raise ArgumentTypeError(
             f"pl.each({values!r:.60}): write one value a member, pl.each([1e-3, 3e-3]); one that all members share "
             "needs no pl.each."

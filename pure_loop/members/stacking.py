@@ -211,6 +211,8 @@ def _stacked_mapping(name: str, values: list[Any], like: Any, old: list[Any] | N
         if unchanged and key in like:
             result[key] = like[key]
         elif name == "metrics":
+            if any(entry.keys() != entries[0].keys() for entry in entries):
+                raise ArgumentError(f"members of different structure: not all of them have the metrics of {path}.")
             result[key] = FrozenDict(
                 {metric: measured(f"{path}[{metric!r}]", [entry[metric] for entry in entries]) for metric in entries[0]}
             )
