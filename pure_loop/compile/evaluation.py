@@ -97,7 +97,7 @@ class CompiledEvaluation(LoopStages):
     def with_task(self, task: Task) -> CompiledEvaluation:
         if id(task) not in self.by_task:
             self.by_task[id(task)] = CompiledEvaluation.of(
-                LoopStages(**fields_of(self) | {"task": task}),
+                attrs.evolve(self.single, engine=self.engine, task=task),
                 self.recorders,
                 with_loss=self.with_loss,
                 where_possible=self.where_possible,

@@ -21,6 +21,7 @@ from pure_loop.data.batch import describe, leaves, map_tensors, to_device
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, DataError, LossError, ModelError, PureLoopError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.members.ensemble import refuse_several
 from pure_loop.model.instance import Instance
 from pure_loop.precision import Precision, PrecisionName
 from pure_loop.random.seeds import derive, seeded_all
@@ -62,7 +63,7 @@ def per_sample(
 
     Raises:
         ArgumentTypeError: ``state`` is no State, or an argument is of another type.
-        ArgumentError: there is no batch, no loss, or no parameter that is trained; parameters in shards.
+        ArgumentError: there is no batch, no loss, or no parameter that is trained; parameters in shards, or of members.
         DataError: the samples of the batch can't be counted, or it holds more than tensors of them.
         LossError: the loss is not a scalar tensor that depends on the parameters.
         ModelError: a module normalises over samples, as BatchNorm does in train mode; or torch can't map it: an ``if``
@@ -78,6 +79,7 @@ def per_sample(
     """
     call = "pl.gradients.per_sample(state, batch, loss=...)"
     refuse_no_state(state, call, "pl.State.create(module)")
+    refuse_several(state, "pl.gradients.per_sample")
     batch = state.batch if batch is None else batch
     if batch is None:
         raise ArgumentError(f"pl.gradients.per_sample: the State has no batch, and none was passed: write {call}.")

@@ -46,6 +46,11 @@ class Each(Schedule):
 
     def of(self, number: int) -> EachValue:
         """The value of one member."""
+        if number >= len(self.values):
+            raise ArgumentError(
+                f"pl.each has {len(self.values)} values, and was asked for that of member {number}: write one value a "
+                "member."
+            )
         return self.values[number]
 
     def endless_warmup(self, end: End) -> Time | None:

@@ -55,6 +55,10 @@ class Counting(nn.Module):
         return self.layer(x) * self.count  # type: ignore[no-any-return]
 
 
+def scaled(state: pl.State) -> pl.State:
+    return state.replace(loss=state.loss * pl.each([0.5])(state.timestamp))  # type: ignore[operator]
+
+
 @pl.algorithm(Event.AFTER_LOSS)
 def reading(state: pl.State) -> pl.State:
     assert isinstance(state.loss, torch.Tensor)
@@ -183,6 +187,13 @@ MAPPED = [
         ("the loss", "item", "loop"),
         at_once=False,
     ),
+    Refusal(
+        "too few values in an algorithm of one's own",
+        lambda: fit(algorithms=[pl.Algorithm("own", {Event.AFTER_LOSS: scaled})]),
+        A,
+        ("1 values", "member 1"),
+        at_once=False,
+    ),
     Refusal("an algorithm", lambda: fit(algorithms=[reading]), CompileError, ("reading", "loop"), at_once=False),
 ]
 
@@ -223,3 +234,12 @@ STATES = [
 @refused.rows([*MEMBERS, *EACH, *SETTINGS, *MAPPED, *STATES])
 def test_mistakes_with_members_are_refused(refusal: Refusal) -> None:
     refused.check(refusal)
+
+
+def test_an_evaluator_with_a_loss_of_its_own_measures_each_member() -> None:
+    """What it measures is judged by the outputs of one member, mapped as in the loop."""
+    evaluators = {"own": pl.Evaluator(points(1), loss=lambda outputs, targets: outputs.square().mean())}
+    for fallback in (None, "loop"):
+        models = pl.ensemble(mlp, seeds=[0, 1], fallback=fallback)
+        state = trained(model=models, evaluators=evaluators, eval_interval="1ba")
+        assert {name: value.shape for name, value in state.metrics["own"].items()} == {"loss": (2,), "accuracy": (2,)}

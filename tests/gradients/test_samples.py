@@ -195,6 +195,12 @@ NAMES = frozenset(mlp().state_dict())
 @rows(
     [
         Refusal("a module", lambda: per_sample(mlp(), (X, Y)), ArgumentTypeError, ("pl.State.create(module)",)),  # type: ignore[arg-type]
+        Refusal(
+            "members",
+            lambda: per_sample(pl.stack([pl.State.create(mlp()) for _ in range(2)]), (X, Y), loss=cross_entropy),
+            ArgumentError,
+            ("per_sample takes one model", "state.member(0)"),
+        ),
         Refusal("a name", lambda: of(los=1), ArgumentTypeError, ("has no argument 'los'; did you mean loss=",)),
         Refusal(
             "no batch", lambda: per_sample(pl.State.create(mlp())), ArgumentError, ("the State has no batch, and none",)
