@@ -177,12 +177,12 @@ def of_call(loaded: State, state: State, path: object) -> State:
         return loaded
     if saved is None or members is None or saved.seeds != members.seeds or not _same_data(loaded, state):
         described = [
-            "of one model" if item is None else f"of {item}, {'own' if one.data_seed is None else 'shared'} data"
+            "one model" if item is None else f"members {item}; {'own' if one.data_seed is None else 'shared'} data"
             for item, one in ((saved, loaded), (members, state))
         ]
         raise ResumeError(
-            f"{path} is {described[0]}, and fit was given a start {described[1]}: give the ensemble as it was, or take "
-            "members of the State: fit(pl.load(path, model=make_model()).members([...]), ...)."
+            f"{path} has {described[0]}, and fit was given {described[1]}: give the ensemble as it was, or take "
+            "members of its State: fit(pl.load(path, model=make_model()).members([...]), ...)."
         )
     return loaded.replace(ensemble=attrs.evolve(saved, fallback=members.fallback))
 

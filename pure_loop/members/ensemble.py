@@ -59,8 +59,8 @@ class Ensemble:
         modules = [self.module(number) for number in range(len(self.seeds))]
         if len({id(module) for module in modules}) < len(modules):
             raise ArgumentError(
-                f"pl.ensemble: {name_of(self.make_model)} returned one module for two members: it makes a new one each "
-                "time it is called, lambda: torch.nn.Linear(2, 1)."
+                f"pl.ensemble: {name_of(self.make_model)} returned one module for two members: make a new one in each "
+                "call, lambda: torch.nn.Linear(2, 1)."
             )
         return modules
 

@@ -176,6 +176,27 @@ def test_a_saver_that_keeps_the_best_says_what_to_do(tmp_path: Path) -> None:
         fit(pl.ensemble(small, seeds=SEEDS), callbacks=saver, **options())
 
 
+def test_what_some_members_record_has_their_numbers() -> None:
+    """And what a callback keeps is that member's."""
+
+    class Seeds(pl.Callback):
+        each_member = True
+
+        def __init__(self) -> None:
+            self.seeds: list[int] = []
+
+        def fit_end(self, state: pl.State, logger: pl.Logger) -> None:
+            self.seeds.append(state.seed)
+            if state.seed != SEEDS[0]:
+                logger.log_metrics({"own/seed": state.seed, "own/count": len(self.seeds)}, state)
+
+    logger = of_ensemble(callbacks=[Seeds()])
+    assert "own/seed/member/0" not in logger.metrics
+    for number in (1, 2):
+        assert logger.series(f"own/seed/member/{number}")[1] == [SEEDS[number]]
+        assert logger.series(f"own/count/member/{number}")[1] == [1]
+
+
 def test_a_rate_under_a_name_of_ones_own() -> None:
     logger = of_ensemble(callbacks=[pl.callbacks.LRMonitor(name="own/rate")])
     values = [logger.series(f"own/rate/member/{number}")[1][0] for number in range(3)]
@@ -186,7 +207,7 @@ def test_a_rate_under_a_name_of_ones_own() -> None:
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=70), st.booleans())
 def test_statistics(values: list[float], as_tensors: bool) -> None:
     members: list[Any] = [torch.tensor(x, dtype=torch.float64) for x in values] if as_tensors else values
-    numbers = {name: float(value) for name, value in summary({"val/loss": members}).items()}
+    numbers = {name: float(value) for name, value in summary({"val/loss": dict(enumerate(members))}).items()}
     finite = [value for value in values if value == value]
     assert same(numbers["val/loss/best"], min(finite, default=math.nan))
     assert ("val/loss/spread" in numbers) == (len(values) > 1)

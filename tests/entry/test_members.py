@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import pure_loop as pl
 from pure_loop import Event
-from pure_loop.errors import ArgumentError, ArgumentTypeError, CompileError
+from pure_loop.errors import (
+    AlgorithmReturnError,
+    AlgorithmStructureError,
+    ArgumentError,
+    ArgumentTypeError,
+    CompileError,
+    ResumeError,
+)
 from tests.support import problem, refused
 from tests.support.problem import points
 from tests.support.refused import Refusal
@@ -55,6 +66,16 @@ class Counting(nn.Module):
         return self.layer(x) * self.count  # type: ignore[no-any-return]
 
 
+SHARED = mlp()
+SGD = pl.optim.sgd(lr=0.1)
+
+
+def handler(call: Callable[[pl.State], Any], *memory: Any, **settings: Any) -> pl.Algorithm:
+    if memory:
+        settings["init"] = lambda state: memory[0]
+    return pl.Algorithm("own", {Event.FIT_END: call}, **settings)
+
+
 def scaled(state: pl.State) -> pl.State:
     return state.replace(loss=state.loss * pl.each([0.5])(state.timestamp))  # type: ignore[operator]
 
@@ -94,8 +115,13 @@ MEMBERS = [
         "another dropout", of_seed(lambda seed: nn.Sequential(nn.Linear(4, 3), nn.Dropout(seed / 10))), A, ("member 1",)
     ),
     Refusal("another class", of_seed(lambda seed: (nn.Linear, Other)[seed - 1](4, 3)), A, ("member 1", "class")),
-    # Open: taken for alike, both are computed as the first one.
     Refusal("another attribute", of_seed(Counting), A, ("member 1", "count")),
+    Refusal(
+        "one module for two",
+        lambda: fit(pl.ensemble(lambda: SHARED, seeds=[0, 1])),
+        A,
+        ("one module for two members", "lambda: "),
+    ),
     Refusal("none is returned", of_seed(lambda seed: None), T, ("NoneType", "returns the module")),  # type: ignore[arg-type,return-value]
     Refusal("a module", lambda: pl.ensemble(nn.Linear(2, 1), seeds=[0]), T, ("the module Linear", "a function")),
     Refusal("two arguments", lambda: pl.ensemble(lambda a, b: a, seeds=[0]), T, ("make_model",)),
@@ -103,6 +129,7 @@ MEMBERS = [
     Refusal("a number of seeds", lambda: pl.ensemble(mlp, seeds=3), T, ("seeds=3", "range(8)")),  # type: ignore[arg-type]
     Refusal("a text in seeds", lambda: pl.ensemble(mlp, seeds=[0, "1"]), T, ("seeds", "'1'")),  # type: ignore[list-item]
     Refusal("a text as seeds", lambda: pl.ensemble(mlp, seeds="01"), T, ("seeds='01'",)),  # type: ignore[arg-type]
+    Refusal("a seed of more bits", lambda: pl.ensemble(mlp, seeds=[2**70]), A, ("64 bits", "2**63")),
     Refusal("other data", lambda: pl.ensemble(mlp, seeds=[0], data="mine"), A, ("'mine'", "shared")),  # type: ignore[arg-type]
     Refusal("another fallback", lambda: pl.ensemble(mlp, seeds=[0], fallback="eager"), A, ("'eager'", "loop")),  # type: ignore[arg-type]
 ]
@@ -145,6 +172,8 @@ EACH = [
         ("gradient_clipping", "one model"),
     ),
     Refusal("one model, seeds", lambda: fit(mlp(), seed=pl.each([1, 2])), A, ("seed=", "one model")),
+    Refusal("a mapping", lambda: pl.each({0: 0.1}), T, ("{0: 0.1}", "one value a member")),  # type: ignore[arg-type]
+    Refusal("seeds for a State", lambda: fit(trained(), seed=pl.each([1, 2])), A, ("seed=", "state.replace(seed=")),
     Refusal("nothing", lambda: pl.each([]), A, ("pl.each([])",)),
     Refusal("a number", lambda: pl.each(0.1), T, ("0.1", "one value a member")),  # type: ignore[arg-type]
     Refusal("a text", lambda: pl.each("01"), T, ("'01'",)),  # type: ignore[arg-type]
@@ -168,6 +197,18 @@ SETTINGS = [
     Refusal("a size to find", lambda: fit(microbatch_size="auto"), A, ('microbatch_size="auto"', "write a number")),
     Refusal("verification", lambda: fit(verify="1ba"), A, ("verify=", "Leave it out")),
     Refusal("float8", lambda: fit(precision="amp_fp8"), A, ("amp_fp8", "amp_bf16")),
+    Refusal(
+        "an iterator for each",
+        lambda: pl.fit(
+            pl.ensemble(mlp, seeds=[0, 1], data="own"),
+            iter(points(2)),
+            loss=problem.cross_entropy,
+            optimizer=SGD,
+            max_duration="2ba",
+        ),
+        A,
+        ("iterator", "shared"),
+    ),
     Refusal("one model to compare", lambda: fit(mlp(), algorithms=[comparing]), A, ("comparing", "one model")),
 ]
 
@@ -192,6 +233,36 @@ MAPPED = [
         lambda: fit(algorithms=[pl.Algorithm("own", {Event.AFTER_LOSS: scaled})]),
         A,
         ("1 values", "member 1"),
+        at_once=False,
+    ),
+    Refusal(
+        "no State returned, outside of the graph",
+        lambda: fit(algorithms=[handler(lambda state: None)]),
+        AlgorithmReturnError,
+        ("'own'", "FIT_END", "None"),
+        at_once=False,
+    ),
+    Refusal(
+        "another seed, outside of the graph",
+        lambda: fit(algorithms=[handler(lambda state: state.replace(seed=3))]),
+        AlgorithmStructureError,
+        ("'own'", "seed"),
+        at_once=False,
+    ),
+    Refusal(
+        "a number's tensor across members",
+        lambda: fit(algorithms=[handler(lambda state: state, torch.tensor(0.0), across_members=True)]),
+        AlgorithmStructureError,
+        ("'own'", "shape ()", "here 2"),
+        at_once=False,
+    ),
+    Refusal(
+        "a tensor of others across members",
+        lambda: fit(
+            algorithms=[handler(lambda state: state.remember("own", torch.ones(6, 4)), 0, across_members=True)]
+        ),
+        AlgorithmStructureError,
+        ("'own'", "FIT_END", "(6, 4)", "here 2"),
         at_once=False,
     ),
     Refusal("an algorithm", lambda: fit(algorithms=[reading]), CompileError, ("reading", "loop"), at_once=False),
@@ -227,6 +298,12 @@ STATES = [
         A,
         ("opt_state", "structure"),
     ),
+    Refusal(
+        "to stack other metrics",
+        lambda: pl.stack([trained(model=mlp()), trained(model=mlp(), evaluators={"val": points(1)})]),
+        A,
+        ("metrics", "val"),
+    ),
     Refusal("a seed for what is seeded", lambda: fit(trained(), max_duration="3ba", seed=1), A, ("seed",)),
 ]
 
@@ -243,3 +320,67 @@ def test_an_evaluator_with_a_loss_of_its_own_measures_each_member() -> None:
         models = pl.ensemble(mlp, seeds=[0, 1], fallback=fallback)
         state = trained(model=models, evaluators=evaluators, eval_interval="1ba")
         assert {name: value.shape for name, value in state.metrics["own"].items()} == {"loss": (2,), "accuracy": (2,)}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (pl.ensemble(mlp, seeds=[0, 1, 2]), ("3, of the seeds 0, 1, 2",)),
+        (pl.ensemble(mlp, seeds=[5, 6]), ("2, of the seeds 5, 6",)),
+        (pl.ensemble(mlp, seeds=[0, 1], data="own"), ("own data",)),
+        (mlp(), ("one model",)),
+    ],
+    ids=["more", "others", "own data", "one model"],
+)
+def test_a_checkpoint_of_another_ensemble_is_refused(model: Any, words: tuple[str, ...], tmp_path: Path) -> None:
+    pl.save(trained(), tmp_path / "a.safetensors")
+    with pytest.raises(ResumeError) as caught:
+        pl.run(fit(model, load_path=tmp_path / "a.safetensors", max_duration="3ba"))
+    for word in ("2, of the seeds 0, 1; shared data", *words):
+        assert word in str(caught.value)
+
+
+def test_a_checkpoint_is_computed_as_its_call_says(tmp_path: Path) -> None:
+    """How members are computed is no part of what they are."""
+    pl.save(trained(), tmp_path / "a.safetensors")
+    loop = pl.ensemble(mlp, seeds=[0, 1], fallback="loop")
+    state = pl.run(fit(loop, load_path=tmp_path / "a.safetensors", max_duration="3ba"))
+    assert state.ensemble is not None
+    assert (state.timestamp.batch, state.ensemble.fallback) == (3, "loop")
+
+
+def test_what_compares_members_is_left_out_where_one_is_evaluated() -> None:
+    halving = pl.algorithms.successive_halving("val/loss")
+    recipe = pl.Recipe(
+        points(2),
+        loss=problem.cross_entropy,
+        optimizer=pl.optim.sgd(lr=0.1),
+        evaluators={"val": points(1)},
+        max_duration="2ba",
+        algorithms=[halving],
+    )
+    state = recipe.run(pl.ensemble(mlp, seeds=[0, 1]))
+    both = pl.run(recipe.evaluate(state)).metrics["val"]["loss"]
+    one = pl.run(recipe.evaluate(state.member(1))).metrics["val"]["loss"]
+    assert torch.allclose(both[1], one)
+    with pytest.raises(ArgumentError, match="'successive_halving' compares members, and there is one model"):
+        recipe.fit(state.member(1), max_duration="3ba")
+
+
+def test_a_handler_that_differs_between_members_is_called_once_a_member() -> None:
+    """At an event that may be outside of the graph, what can't be traced is called."""
+
+    def count(state: pl.State) -> pl.State:
+        return state.remember("own", state.algorithm_state["own"] + 1) if state.seed > 0 else state
+
+    counting = pl.Algorithm("own", {Event.BATCH_END: count}, init=lambda state: 0)
+    state = trained(model=pl.ensemble(mlp, seeds=[0, 1, 2]), algorithms=[counting])
+    assert [member.algorithm_state["own"] for member in state.members] == [0, 2, 2]
+
+
+def test_the_count_of_members_iterates_over_them() -> None:
+    state = trained()
+    assert [member.seed for member in state.members] == [0, 1]
+    assert (len(state.members), state.members[1].seed, state.members == 2) == (2, 1, True)
+    for copied in (copy.deepcopy(state.members), pickle.loads(pickle.dumps(state.members))):
+        assert (copied, type(copied)) == (2, int)
