@@ -21,7 +21,6 @@ from pure_loop.data.batch import describe, leaves, map_tensors, to_device
 from pure_loop.data.group import parts_of
 from pure_loop.errors import ArgumentError, DataError, LossError, ModelError, PureLoopError
 from pure_loop.frozendict import FrozenDict
-from pure_loop.members.ensemble import refuse_several
 from pure_loop.model.instance import Instance
 from pure_loop.precision import Precision, PrecisionName
 from pure_loop.random.seeds import derive, seeded_all
@@ -79,7 +78,11 @@ def per_sample(
     """
     call = "pl.gradients.per_sample(state, batch, loss=...)"
     refuse_no_state(state, call, "pl.State.create(module)")
-    refuse_several(state, "pl.gradients.per_sample")
+    if state.ensemble is not None:
+        raise ArgumentError(
+            f"pl.gradients.per_sample takes one model, and the State has {len(state.ensemble)} members: give it one, "
+            "state.member(0)."
+        )
     batch = state.batch if batch is None else batch
     if batch is None:
         raise ArgumentError(f"pl.gradients.per_sample: the State has no batch, and none was passed: write {call}.")
