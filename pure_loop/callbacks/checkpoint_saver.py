@@ -159,8 +159,7 @@ class CheckpointSaver(Callback):
             ArgumentError: it would never save, by its metric not, or another saver has files of the same names.
         """
         if self._scored.metric is not None:
-            instead = "each is best at another batch: leave it out, and take state.member(number) of a State."
-            refuse_members(run, "CheckpointSaver(keep_best=)", instead)
+            refuse_members(run, "CheckpointSaver(keep_best=)", "each is best at another batch; save state.member(i).")
         self._called = run
         if run.autoresume is not None and not self._contents.is_whole and same_place(self.folder, run.autoresume):
             what = "weights_only=True" if self._contents.weights_only else f"exclude={list(self._contents.exclude)}"

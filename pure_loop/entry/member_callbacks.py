@@ -16,7 +16,6 @@ from pure_loop._internal.closing import call_all
 from pure_loop._internal.members import best_of, of_float
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop._internal.recordable import Table, recordable_metrics
-from pure_loop.algorithms._monitored import known_mode
 from pure_loop.callback import Callback, CallbackLike, LoggerGroup, Run
 from pure_loop.entry.settings import listed_callbacks
 from pure_loop.event import Event
@@ -67,6 +66,8 @@ def summary(values: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
     >>> [numbers[f"val/loss/{name}"] for name in ("mean", "spread", "best", "member/1")]
     [0.5, 0.25, 0.25, 0.75]
     """
+    from pure_loop.algorithms._monitored import known_mode  # one model doesn't need it
+
     numbers: dict[str, Any] = {}
     for name, by_number in values.items():
         of_members = list(by_number.values())

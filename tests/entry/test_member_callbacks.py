@@ -172,7 +172,7 @@ def test_callbacks_beside_a_mapped_step(tmp_path: Path) -> None:
 
 def test_a_saver_that_keeps_the_best_says_what_to_do(tmp_path: Path) -> None:
     saver = pl.callbacks.CheckpointSaver(tmp_path, keep_best=1, metric="val/loss")
-    with pytest.raises(ArgumentError, match=r"keep_best=.* 3 members: each is best at another batch: .*state\.member"):
+    with pytest.raises(ArgumentError, match=r"keep_best=.* 3 members: each is best at another batch; .*state\.member"):
         fit(pl.ensemble(small, seeds=SEEDS), callbacks=saver, **options())
 
 
