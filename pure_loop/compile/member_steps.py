@@ -151,7 +151,7 @@ class MemberSteps(Compiler):
     def nonfinite(self, state: State, report: int, batch: Batch) -> NonFiniteError:
         code, number = reported(report)
         error = super().nonfinite(state, code, batch)
-        error.args = (f"member {number}: {error.args[0]}",)
+        error.args = (f"member {number}: {_by_the_loop(error.args[0])}",)
         return error
 
     def goes_on(self, fit: Fit) -> bool:
@@ -266,8 +266,13 @@ def _present(fields: dict[str, PyTree], env: Env, count: int) -> dict[str, PyTre
 def for_members(error: Untraceable) -> CompileError:
     """An error of a trace, in the words of what the user asked for."""
     (text,) = error.args
-    text = text.replace(WHERE_POSSIBLE, LOOP_INSTEAD).replace("can't be compiled", "can't be mapped over members")
+    text = _by_the_loop(text.replace(WHERE_POSSIBLE, LOOP_INSTEAD))
+    text = text.replace("can't be compiled", "can't be mapped over members")
     result = CompileError(text if LOOP_INSTEAD in text else f"{text} {LOOP_INSTEAD}")
     for note in getattr(error, "__notes__", ()):
         result.add_note(note)
     return result
+
+
+def _by_the_loop(text: str) -> str:
+    return text.replace("batch without compile", 'batch with fallback="loop"')

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from pure_loop._internal.arguments import check_choice
 from pure_loop._internal.equality import equal
 from pure_loop._internal.suggestions import teaching
 from pure_loop.errors import ArgumentError, ArgumentTypeError
@@ -19,6 +20,7 @@ from pure_loop.members import turns
 from pure_loop.membership import (
     BATCHES,
     OF_A_BATCH,
+    Fallback,
     Members,
     PerMember,
     measured,
@@ -39,7 +41,7 @@ def split(state: S) -> list[S]:
 
 
 @teaching
-def stack(states: Iterable[S]) -> S:
+def stack(states: Iterable[S], *, fallback: Fallback = None) -> S:
     """A State whose members are those of several States of one model each, in order.
 
     They have been trained equally long, or an algorithm has stopped those that have been trained for less. Each keeps
@@ -47,11 +49,12 @@ def stack(states: Iterable[S]) -> S:
 
     Args:
         states: of models of one structure.
+        fallback: None: the members are mapped; ``"loop"``: computed one after the other, as in :func:`ensemble`.
 
     Raises:
         ArgumentTypeError: something in it is no State.
-        ArgumentError: there is none; one has members itself; or they differ in structure, time, event or frozen
-            parameters: names the number of the State, and the leaf.
+        ArgumentError: there is none; one has members itself; another ``fallback``; or they differ in structure, time,
+            event or frozen parameters: names the number of the State, and the leaf.
 
     >>> import torch, pure_loop as pl
     >>> states = [pl.State.create(torch.nn.Linear(2, 1), seed=seed) for seed in (3, 4)]
@@ -59,6 +62,7 @@ def stack(states: Iterable[S]) -> S:
     >>> stacked.members, stacked.params["weight"].shape, stacked.member(1).seed
     (2, torch.Size([2, 1, 2]), 4)
     """
+    check_choice("fallback", fallback, (None, "loop"), where="pl.stack")
     passed: object = states
     if isinstance(passed, State | Mapping) or not isinstance(passed, Iterable):
         raise ArgumentTypeError(
@@ -76,7 +80,9 @@ def stack(states: Iterable[S]) -> S:
             )
     if not listed:
         raise ArgumentError("pl.stack([]): write States of one structure, pl.stack([state_a, state_b]).")
-    return stacked(listed)
+    state = stacked(listed)
+    assert state.ensemble is not None
+    return with_fields(state, ensemble=attrs.evolve(state.ensemble, fallback=fallback))
 
 
 def stacked(states: Sequence[S], like: S | None = None, before: Sequence[S] = ()) -> S:

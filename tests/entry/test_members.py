@@ -278,6 +278,7 @@ STATES = [
     Refusal("no members", lambda: trained().members([]), A, ("members([])",)),
     Refusal("a number for members", lambda: trained().members(1), T, ("members(1)",)),  # type: ignore[arg-type]
     Refusal("to stack nothing", lambda: pl.stack([]), A, ("pl.stack([])",)),
+    Refusal("to stack as nobody can", lambda: pl.stack([trained(model=mlp())], fallback="x"), A, ("'x'", "loop")),  # type: ignore[arg-type]
     Refusal("to stack a module", lambda: pl.stack([mlp()]), T, ("item 0", "Sequential")),  # type: ignore[type-var]
     Refusal("to stack an ensemble", lambda: pl.stack([trained()]), A, ("State 0", "2 members", "state.member(i)")),
     Refusal(
@@ -376,6 +377,16 @@ def test_a_handler_that_differs_between_members_is_called_once_a_member() -> Non
     counting = pl.Algorithm("own", {Event.BATCH_END: count}, init=lambda state: 0)
     state = trained(model=pl.ensemble(mlp, seeds=[0, 1, 2]), algorithms=[counting])
     assert [member.algorithm_state["own"] for member in state.members] == [0, 2, 2]
+
+
+def test_stacked_members_are_computed_by_the_loop_where_asked() -> None:
+    adagrad = pl.optim.from_torch(torch.optim.Adagrad)
+    states = [trained(model=mlp(), optimizer=adagrad, seed=seed) for seed in (0, 1)]
+    with pytest.raises(ArgumentError, match="loop"):
+        fit(pl.stack(states), optimizer=adagrad, max_duration="3ba")
+    stacked = pl.run(fit(pl.stack(states, fallback="loop"), optimizer=adagrad, max_duration="3ba"))
+    alone = pl.run(fit(states[1], optimizer=adagrad, max_duration="3ba"))
+    assert torch.equal(stacked.params["0.weight"][1], alone.params["0.weight"])
 
 
 def test_the_count_of_members_iterates_over_them() -> None:
