@@ -9,6 +9,7 @@ from weakref import ReferenceType
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from pure_loop._internal.arguments import check_choice
 from pure_loop._internal.equality import equal
@@ -147,7 +148,7 @@ def _difference(one: ModelDef, other: ModelDef) -> str | None:
     modules, others = dict(one.skeleton.named_modules()), dict(other.skeleton.named_modules())
     for path, module in modules.items():
         twin = others.get(path)
-        if twin is None or type(module) is not type(twin) or module.extra_repr() != twin.extra_repr():
+        if twin is None or not _of_one_class(module, twin) or module.extra_repr() != twin.extra_repr():
             return f"{_shown(path, module)}, and another one {_shown(path, twin)}"
         attributes = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
         for key, value in attributes.items():
@@ -157,10 +158,15 @@ def _difference(one: ModelDef, other: ModelDef) -> str | None:
     return None if one == other else f"the model {one!r}, and another one {other!r}"
 
 
+def _of_one_class(module: nn.Module, twin: nn.Module) -> bool:
+    # A module with parametrizations has a class of its own, which torch makes for it.
+    return type_before_parametrizations(module) is type_before_parametrizations(twin)
+
+
 def _alike(value: Any, other: Any) -> bool:
     """Whether an attribute of a module is that of another one, but for what it holds of parameters and buffers."""
     if isinstance(value, nn.Module):
-        return type(value) is type(other) and repr(value) == repr(other)
+        return isinstance(other, nn.Module) and _of_one_class(value, other) and repr(value) == repr(other)
     if type(value) is not type(other) or not isinstance(value, Tensor | list | tuple | dict | ReferenceType):
         return equal(value, other)
     if isinstance(value, Tensor):

@@ -102,7 +102,7 @@ class Repeated(nn.Module):
 class Unpooled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         pooled, places = functional.max_pool2d(x, 2, return_indices=True)
-        return functional.max_unpool2d(pooled, places, [2])
+        return functional.max_unpool2d(pooled, places, [2, 2])
 
 
 class Recomputed(nn.Module):
