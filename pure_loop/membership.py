@@ -158,7 +158,12 @@ _OF_ALL = frozenset(
 def own_fields(state: Any) -> dict[str, Any]:
     """The fields of a State, by the names of slots, that its members have of their own."""
     names = [field.name for field in attrs.fields(type(state)) if field.name not in _OF_ALL]
-    return {name: getattr(state, state._slots_behind.get(name, name)) for name in names}
+    return {name: field_of(state, name) for name in names}
+
+
+def field_of(state: Any, name: str) -> Any:
+    """A field of a State; that it was read is not noted on it: for code that keeps no reference, or counts its own."""
+    return getattr(state, state._slots_behind.get(name, name))
 
 
 def fields_of_member(state: Any, index: object) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pure_loop.compile.connected import Connection, differentiate
 from pure_loop.compile.draws import Seed
 from pure_loop.compile.guards import Env, Evaluate, Guard, Leaf
 from pure_loop.compile.lowering import Compiled, compile_function
-from pure_loop.compile.members import Mapping, own_value, stand_in_values
+from pure_loop.compile.members import MemberMapping, own_value, stand_in_values
 from pure_loop.compile.next_state import KEPT, NUMBER, OUTPUT, Inputs, NextState, plan
 from pure_loop.compile.numbers import Number, TracedTimestamp
 from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable, naming
@@ -105,7 +105,7 @@ class Graph:
     counted: list[tuple[int, Evaluate]]
     written: list[int]
     sources: list[int]
-    mapping: Mapping | None
+    mapping: MemberMapping | None
 
     def counted_after(self, env: Env) -> list[object]:
         """The durable leaves after a call, where it changes nothing but memory and numbers."""
@@ -151,7 +151,7 @@ def make_graph(
     tracing.begins_with_leaves = not connected or not any(tensor.requires_grad for tensor in per_batch_tensors)
     places = [i for i, leaf in enumerate(durable.leaves) if isinstance(leaf, Tensor)]
     tensors = [*tensors_at(durable.leaves, places), *per_batch_tensors]
-    mapping = Mapping.of(state, len(places), per_batch, tensors)
+    mapping = MemberMapping.of(state, len(places), per_batch, tensors)
     if mapping is not None:
         tensors = mapping.of_one(tensors)
         per_batch = tuple([value.stacked if isinstance(value, PerMember) else value for value in per_batch])
@@ -215,7 +215,7 @@ class _Function:
     places: list[int]
     per_batch: PerBatch
     connected: bool = attrs.field(kw_only=True)
-    mapping: Mapping | None = attrs.field(default=None, init=False)
+    mapping: MemberMapping | None = attrs.field(default=None, init=False)
     result: NextState | None = attrs.field(default=None, init=False)
 
     def __call__(self, fakes: list[Tensor]) -> tuple[list[Tensor], dict[int, int], Connection | None]:
@@ -295,7 +295,7 @@ def _graph(
     guards: list[Guard],
     durable: DurableFields,
     places: list[int],
-    mapping: Mapping | None,
+    mapping: MemberMapping | None,
 ) -> Graph:
     # What was traced has served: templates of plain tensors are rebuilt more quickly, and hold nothing.
     following.per_batch = [(rebuild(value, repeat(_ANY)), sources) for value, sources in following.per_batch]

@@ -25,7 +25,7 @@ from pure_loop.compile.connected import Connection, connect, drop_unused
 from pure_loop.compile.draws import Draw, traced_generators
 from pure_loop.compile.guards import Env, Evaluate, refusing_global_state
 from pure_loop.compile.kernels import CutGraph, cut, has_kernels, memory_of, origin
-from pure_loop.compile.members import Mapping, MemberScalar, mapped
+from pure_loop.compile.members import MemberMapping, MemberScalar, mapped
 from pure_loop.compile.operations import Constructors, DrawnApart, declared, decompositions, taken_apart
 from pure_loop.compile.refusals import refusing_recurrent_layers
 from pure_loop.compile.replay import Replaying, device_of_recording, note_not_recorded
@@ -122,7 +122,7 @@ def compile_function(
     tensors: Sequence[Tensor],
     tracing: Tracing,
     lasting: int,
-    mapping: Mapping | None = None,
+    mapping: MemberMapping | None = None,
 ) -> Compiled:
     """Trace and compile.
 
@@ -143,7 +143,7 @@ def _compile(
     tensors: Sequence[Tensor],
     tracing: Tracing,
     lasting: int,
-    mapping: Mapping | None,
+    mapping: MemberMapping | None,
 ) -> Compiled:
     begin = time.perf_counter()
     for tensor in tensors:
@@ -210,7 +210,7 @@ def _compile(
     )
 
 
-def _scalar(tracing: Tracing, number: int, mapping: Mapping | None) -> _Scalar | MemberScalar:
+def _scalar(tracing: Tracing, number: int, mapping: MemberMapping | None) -> _Scalar | MemberScalar:
     if mapping is None:
         return _Scalar(*tracing.numbers[number])
     return MemberScalar(*tracing.numbers[number], mapping.count)

@@ -20,7 +20,7 @@ from pure_loop.compile.refusals import WHERE_POSSIBLE, Untraceable
 from pure_loop.compile.segment import Run, Segment
 from pure_loop.compile.segments import AROUND_MICROBATCH, INSIDE_MICROBATCH
 from pure_loop.compile.stages import update
-from pure_loop.compile.trees import DurableFields, durable_fields, field_of, values_of
+from pure_loop.compile.trees import DurableFields, durable_fields, values_of
 from pure_loop.errors import CompileError, NonFiniteError
 from pure_loop.event import Event
 from pure_loop.loop.batch import gradients
@@ -29,7 +29,7 @@ from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.evaluation import current
 from pure_loop.members import turns
 from pure_loop.members.stacking import settled
-from pure_loop.membership import PerMember
+from pure_loop.membership import PerMember, field_of
 from pure_loop.stages.ownership import Request
 from pure_loop.state import NOT_READY, State, after_batch, raw_params, with_fields
 from pure_loop.time import Timestamp

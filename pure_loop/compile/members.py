@@ -36,7 +36,7 @@ LOOP_INSTEAD = 'pl.ensemble(..., fallback="loop") computes the members one after
 
 
 @attrs.frozen
-class Mapping:
+class MemberMapping:
     """What the members of an ensemble have of their own, of what a graph is called with.
 
     Attributes:
@@ -53,7 +53,9 @@ class Mapping:
     strides: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, state: State, durable: int, per_batch: Iterable[Batch], tensors: Sequence[Tensor]) -> Mapping | None:
+    def of(
+        cls, state: State, durable: int, per_batch: Iterable[Batch], tensors: Sequence[Tensor]
+    ) -> MemberMapping | None:
         """
         Args:
             state: the one that is called with.
@@ -205,7 +207,7 @@ def own_value(leaf: object) -> object:
 # The transform.
 
 
-def mapped(raw: GraphModule, mapping: Mapping, kinds: Sequence[int | None], *, reports: bool) -> GraphModule:
+def mapped(raw: GraphModule, mapping: MemberMapping, kinds: Sequence[int | None], *, reports: bool) -> GraphModule:
     """The functional graph of all members.
 
     Args:

@@ -27,7 +27,6 @@ from pure_loop.compile.trees import (
     UnreadFieldError,
     describe,
     durable_fields,
-    field_of,
     is_number,
     reader_of,
     rebuild,
@@ -39,6 +38,7 @@ from pure_loop.data.batch import leaves
 from pure_loop.errors import CompileError
 from pure_loop.frozendict import FrozenDict, Overwritten, OverwrittenValue
 from pure_loop.loop.batch import LoopStages
+from pure_loop.membership import field_of
 from pure_loop.stages.ownership import Ownership, overwritten_by
 from pure_loop.state import State, raw_opt_state, with_fields
 from pure_loop.time import Timestamp

@@ -21,6 +21,7 @@ from pure_loop._internal.pytree import NAMESPACE, Batch, PyTree
 from pure_loop.data.batch import map_tensors, open_node
 from pure_loop.errors import PureLoopError
 from pure_loop.frozendict import FrozenDict
+from pure_loop.membership import field_of
 from pure_loop.precision import LossScale
 from pure_loop.stages.references import Tensors, can_count, count_in
 from pure_loop.state import State
@@ -41,11 +42,6 @@ def durable_fields(cls: type[State]) -> tuple[str, ...]:
 
 def _flatten(tree: PyTree) -> tuple[list[object], optree.PyTreeSpec]:
     return optree.tree_flatten(tree, namespace=NAMESPACE)
-
-
-def field_of(state: State, name: str) -> object:
-    """A field of a State; that it was read is not noted on it, because it is kept by what counts references itself."""
-    return getattr(state, state._slots_behind.get(name, name))
 
 
 def values_of(state: State, names: Sequence[str]) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event, events_between
 from pure_loop.hooks import Handler, Observer
 from pure_loop.loop.batch import LoopStages
-from pure_loop.loop.call import Feed, Fit, Stopwatch, Strategy
+from pure_loop.loop.call import Fit, Strategy
 from pure_loop.loop.contract import check_returned
 from pure_loop.loop.driver import Script, drive
 from pure_loop.loop.evaluation import current
@@ -280,7 +280,7 @@ class MemberStages(LoopStages):
 
 
 @attrs.frozen
-class MemberLoop:
+class MemberLoop(Eager):
     """Batches of an ensemble, its members one after the other: of each event the States of all are stacked.
 
     Attributes:
@@ -292,17 +292,6 @@ class MemberLoop:
     stages: LoopStages
     handlers: Mapping[Event, tuple[Handler, ...]]
     observed: frozenset[Event]
-    graphs: None = None
-
-    @property
-    def uncompiled(self) -> MemberLoop:
-        return self
-
-    def feed(self, batches: Feed) -> Feed:
-        return batches
-
-    def steps_ahead(self, state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> State:
-        return state
 
     def batch(self, state: State, fit: Fit, samples: int, tokens: int, seconds: Callable[[], float]) -> Script:
         assert state.ensemble is not None
@@ -341,9 +330,6 @@ class MemberLoop:
                 return *next(stream), False
             except StopIteration as stop:
                 return Event.BATCH_END, stop.value, True
-
-    def close(self) -> None:
-        pass
 
 
 _PER_BATCH = ("event", "position", "batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")

@@ -177,7 +177,9 @@ def of_call(loaded: State, state: State, path: object) -> State:
         return loaded
     if saved is None or members is None or saved.seeds != members.seeds or not _same_data(loaded, state):
         described = [
-            "one model" if item is None else f"members {item}; {'own' if one.data_seed is None else 'shared'} data"
+            "one model"
+            if item is None
+            else f"an ensemble of {item}; {'own' if one.data_seed is None else 'shared'} data"
             for item, one in ((saved, loaded), (members, state))
         ]
         raise ResumeError(

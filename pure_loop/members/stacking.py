@@ -275,7 +275,7 @@ def over_members(function: Callable[..., State], *, stopped: bool = False) -> Ca
         after = []
         for number, one in enumerate(before):
             stop = state.ensemble.stopped[number]
-            goes_on = stop is None or (state.event not in _BEGINNING and stop[0].batch == state.timestamp.batch)
+            goes_on = stop is None or (state.event not in _OF_THE_NEXT and stop[0].batch == state.timestamp.batch)
             takes_part = goes_on or stopped or state.event is Event.FIT_END
             with turns.turn(number):
                 after.append(function(one, *rest) if takes_part else one)
@@ -285,8 +285,11 @@ def over_members(function: Callable[..., State], *, stopped: bool = False) -> Ca
 
 
 # What belongs to the batch or the epoch that follows.
-_BEGINNING = frozenset(
-    {Event.EPOCH_START, Event.ITERATION_START, Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER, Event.BATCH_START}
+_OF_THE_NEXT = frozenset(
+    {
+        *(Event.EPOCH_START, Event.ITERATION_START, Event.BEFORE_DATALOADER, Event.AFTER_DATALOADER),
+        *(Event.BATCH_START, Event.BEFORE_TRAIN_BATCH),
+    }
 )
 
 

@@ -38,7 +38,7 @@ LINES = 54_260
 # Of tests, without the simulated GPU. One property is worth more than dozens of examples: 26,000 should say as much.
 # What is above that are rows of one line and tables of formulas; models and loops of a file's own are the first to go.
 # 2,490 came with those 2,480 lines of the package, 1,170 with those 1,470, 2,010 with those 2,570.
-LINES_OF_TESTS = 40_910
+LINES_OF_TESTS = 40_920
 # Names that say nothing of what they are the name of.
 VAGUE = frozenset(
     {
