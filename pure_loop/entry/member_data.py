@@ -12,12 +12,13 @@ from pure_loop._internal.pytree import Batch, Outputs, PyTree
 from pure_loop.data.batch import to_device
 from pure_loop.data.group import END
 from pure_loop.data.source import Batches, Source
-from pure_loop.errors import ArgumentError
+from pure_loop.errors import ArgumentError, DataError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event
 from pure_loop.membership import PerMember, measured, member_value, stacked_batches
 from pure_loop.metrics import Metric
 from pure_loop.stages.engine import Engine
+from pure_loop.stages.notes import noting
 from pure_loop.state import State
 from pure_loop.task import Task
 
@@ -61,9 +62,17 @@ class MemberSource(Source):
         try:
             while True:
                 batches = [next(stream, END) for stream in streams]
-                if all(batch is END for batch in batches):
+                ended = [batch is END for batch in batches]
+                if all(ended):
                     return
-                yield PerMember(stacked_batches("batch", batches))
+                if any(ended):
+                    raise DataError(
+                        f'data="own": the data of member {ended.index(True)} has ended, and that of member '
+                        f"{ended.index(False)} has not: each member's epoch has as many batches."
+                    )
+                with noting(lambda: 'with data="own" the batches of all members in one step are of one size'):
+                    stacked = stacked_batches("batch", batches)
+                yield PerMember(stacked)
         finally:
             call_all([stream.close for stream in streams], None, "while closing: ")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pure_loop.errors import (
     ArgumentError,
     ArgumentTypeError,
     CompileError,
+    DataError,
     ResumeError,
 )
 from tests.support import problem, refused
@@ -64,6 +66,25 @@ class Counting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) * self.count  # type: ignore[no-any-return]
+
+
+OPENED = itertools.count()
+
+
+class Uneven:
+    """Every other time it is gone through it has another length, or batches of another size."""
+
+    def __init__(self, lengths: tuple[int, int] = (2, 2), sizes: tuple[int, int] = (4, 4)) -> None:
+        self.lengths, self.sizes = lengths, sizes
+
+    def __iter__(self) -> Iterator[Any]:
+        odd = next(OPENED) % 2
+        yield from [(x[: self.sizes[odd]], y[: self.sizes[odd]]) for x, y in points(self.lengths[odd])]
+
+
+def own_data(data: Any) -> Any:
+    models = pl.ensemble(mlp, seeds=[0, 1], data="own")
+    return pl.fit(models, data, loss=problem.cross_entropy, optimizer=SGD, max_duration="1ep")
 
 
 SHARED = mlp()
@@ -264,6 +285,16 @@ MAPPED = [
         AlgorithmStructureError,
         ("'own'", "FIT_END", "(6, 4)", "here 2"),
         at_once=False,
+    ),
+    Refusal(
+        "data of other lengths",
+        lambda: own_data(Uneven(lengths=(2, 3))),
+        DataError,
+        ('data="own"', "member 0", "member 1"),
+        at_once=False,
+    ),
+    Refusal(
+        "batches of other sizes", lambda: own_data(Uneven(sizes=(4, 3))), A, ("member 1", 'data="own"'), at_once=False
     ),
     Refusal("an algorithm", lambda: fit(algorithms=[reading]), CompileError, ("reading", "loop"), at_once=False),
 ]
