@@ -267,10 +267,11 @@ def for_members(error: Untraceable) -> CompileError:
     """An error of a trace, in the words of what the user asked for."""
     (text,) = error.args
     text = _by_the_loop(text.replace(WHERE_POSSIBLE, LOOP_INSTEAD))
-    text = text.replace("can't be compiled", "can't be mapped over members")
+    for words in ("can't be compiled", "is not compiled"):
+        text = text.replace(words, "can't be mapped over members")
     result = CompileError(text if LOOP_INSTEAD in text else f"{text} {LOOP_INSTEAD}")
     for note in getattr(error, "__notes__", ()):
-        result.add_note(note)
+        result.add_note(note.replace("was compiled", "was mapped over members"))
     return result
 
 

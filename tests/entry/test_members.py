@@ -239,7 +239,7 @@ MAPPED = [
         "a recurrent layer",
         lambda: fit(pl.ensemble(Recurrent, seeds=[0])),
         CompileError,
-        ("lstm", "loop"),
+        ("lstm", "can't be mapped over members", "was mapped", "loop"),
         at_once=False,
     ),
     Refusal(
