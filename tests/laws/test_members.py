@@ -263,9 +263,9 @@ def test_a_fork_of_some_members_is_a_run_of_its_own() -> None:
 
 def one_mask(patch: pytest.MonkeyPatch) -> None:
     """All members draw by the seed of the first."""
-    drawn = members.Mapping.drawn
+    drawn = members.MemberMapping.drawn
     wrong = lambda self, *rest: drawn(attrs.evolve(self, seeds=self.seeds[:1] * self.count), *rest)  # noqa: E731
-    patch.setattr(members.Mapping, "drawn", wrong)
+    patch.setattr(members.MemberMapping, "drawn", wrong)
 
 
 def one_rate(patch: pytest.MonkeyPatch) -> None:
