@@ -410,23 +410,28 @@ def test_a_handler_that_differs_between_members_is_called_once_a_member() -> Non
     assert [member.algorithm_state["own"] for member in state.members] == [0, 2, 2]
 
 
-@pytest.mark.parametrize("event", ["batch_start", "before_train_batch", "batch_end", "before_dataloader"])
 @pytest.mark.parametrize("fallback", [None, "loop"])
-def test_what_a_stopped_member_remembers_is_what_it_has_alone(event: str, fallback: Any) -> None:
+def test_what_a_stopped_member_remembers_is_what_it_has_alone(fallback: Any) -> None:
     """Also where its handlers, which no graph takes, are called once a member."""
+    events = ["batch_start", "before_train_batch", "batch_end", "before_dataloader"]
 
-    def count(state: pl.State) -> pl.State:
-        counted = state.seed == 1 or state.timestamp.batch % 2
-        return state.remember("own", state.algorithm_state["own"] + 1) if counted else state
+    def counting(event: str) -> pl.Algorithm:
+        def count(state: pl.State) -> pl.State:
+            counted = state.seed == 1 or state.timestamp.batch % 2
+            return state.remember(event, state.algorithm_state[event] + 1) if counted else state
+
+        return pl.Algorithm(event, {event: count}, init=lambda state: 0)
 
     def stop(state: pl.State) -> pl.State:
         return state.replace(stop=True) if state.seed == 1 and state.timestamp.batch == 2 else state
 
-    counting = pl.Algorithm("own", {event: count}, init=lambda state: 0)
-    settings = {"algorithms": [counting, pl.Algorithm("stop", {"batch_end": stop})], "max_duration": "6ba"}
+    algorithms = [*map(counting, events), pl.Algorithm("stop", {"batch_end": stop})]
+    settings = {"algorithms": algorithms, "max_duration": "6ba"}
     state = trained(model=pl.ensemble(mlp, seeds=[0, 1], fallback=fallback), **settings)
-    alone = [trained(model=mlp(), seed=seed, **settings).algorithm_state["own"] for seed in (0, 1)]
-    assert [member.algorithm_state["own"] for member in state.members] == alone
+    alone = [trained(model=mlp(), seed=seed, **settings) for seed in (0, 1)]
+    for event in events:
+        counts = [[member.algorithm_state[event] for member in states] for states in (state.members, alone)]
+        assert counts[0] == counts[1], event
 
 
 def test_stacked_members_are_computed_by_the_loop_where_asked() -> None:

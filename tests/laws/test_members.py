@@ -7,6 +7,8 @@ Such layers have no bias here.
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,22 +198,29 @@ def of_kind(kind: str) -> Sweep:
 WATCHED = {Event.BATCH_END, Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.EVAL_END, Event.FIT_END}
 
 
-@KINDS
-def test_an_ensemble_resumes_from_each_boundary_bitwise(kind: str, tmp_path: Path) -> None:
-    """From a State that was kept, and, alternating, from one that was saved and loaded."""
-    sweep = attrs.evolve(of_kind(kind), more={"watch": WATCHED})
-    pairs = list(together(sweep))
-    places = [place for place, (event, _) in enumerate(pairs) if event in BOUNDARIES]
-    for number, place in enumerate(places):
-        event, state = pairs[place]
-        path = tmp_path / f"{number}.safetensors"
-        pl.save(state, path)
-        loaded = pl.load(path, model=sweep.make())
-        assert differences(loaded, state, without=OF_A_BATCH) == [], event
-        again, wanted = list(together(sweep, loaded if number % 2 else state)), pairs[place + 1 :]
-        assert [event for event, _ in again[-len(wanted) :]] == [event for event, _ in wanted]
-        for (event_again, value), (_, wanted_state) in zip(again[-len(wanted) :], wanted, strict=False):
-            assert differences(value, wanted_state, without=BATCHES) == [], (event, event_again)
+@functools.cache
+def watched(kind: str) -> list[tuple[Event, pl.State]]:
+    return list(together(of_kind(kind), watch=WATCHED))
+
+
+@examples(6, 200)
+@given(st.sampled_from(["shared", "own", "loop"]), st.data(), st.booleans())
+def test_an_ensemble_resumes_from_a_boundary_bitwise(kind: str, data: st.DataObject, in_file: bool) -> None:
+    """From a State that was kept, or from one that was saved and loaded."""
+    sweep, pairs = of_kind(kind), watched(kind)
+    place = data.draw(st.sampled_from([place for place, (event, _) in enumerate(pairs) if event in BOUNDARIES]))
+    _, state = pairs[place]
+    if in_file:
+        with tempfile.TemporaryDirectory() as folder:
+            pl.save(state, path := Path(folder) / "members.safetensors")
+            loaded = pl.load(path, model=sweep.make())
+        assert differences(loaded, state, without=OF_A_BATCH) == []
+        state = loaded
+    wanted = pairs[place + 1 :]
+    resumed = list(together(sweep, state, watch=WATCHED))[-len(wanted) :]
+    assert [event for event, _ in resumed] == [event for event, _ in wanted]
+    for (event, value), (_, wanted_state) in zip(resumed, wanted, strict=True):
+        assert differences(value, wanted_state, without=BATCHES) == [], event
 
 
 @KINDS

@@ -34,7 +34,7 @@ class Sweep:
         settings: arguments of ``fit``, given what picks among the values of members.
         seeds: of the members.
         ensemble: further arguments of ``pl.ensemble``.
-        compare: further arguments of ``fit`` for the ensemble alone.
+        more: further arguments of ``fit`` for the ensemble alone.
     """
 
     make: Callable[[], nn.Module]
