@@ -41,6 +41,7 @@ _INSIDE = frozenset({*_BEGINNING, *_OF_MICROBATCHES, Event.AFTER_TRAIN_BATCH})
 _OF_THE_BATCH = ("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm")
 # What an event inside a batch may show that is another one than before it.
 _SHOWN = ("buffers", "algorithm_state", "lr_scale", *_OF_THE_BATCH)
+_BY_THE_LOOP = "batch without compile", 'batch with fallback="loop"'
 
 
 @attrs.frozen
@@ -151,7 +152,7 @@ class MemberSteps(Compiler):
     def nonfinite(self, state: State, report: int, batch: Batch) -> NonFiniteError:
         code, number = reported(report)
         error = super().nonfinite(state, code, batch)
-        error.args = (f"member {number}: {_by_the_loop(error.args[0])}",)
+        error.args = (f"member {number}: {error.args[0].replace(*_BY_THE_LOOP)}",)
         return error
 
     def goes_on(self, fit: Fit) -> bool:
@@ -265,15 +266,10 @@ def _present(fields: dict[str, PyTree], env: Env, count: int) -> dict[str, PyTre
 
 def for_members(error: Untraceable) -> CompileError:
     """An error of a trace, in the words of what the user asked for."""
-    (text,) = error.args
-    text = _by_the_loop(text.replace(WHERE_POSSIBLE, LOOP_INSTEAD))
+    text = error.args[0].replace(WHERE_POSSIBLE, LOOP_INSTEAD).replace(*_BY_THE_LOOP)
     for words in ("can't be compiled", "is not compiled"):
         text = text.replace(words, "can't be mapped over members")
     result = CompileError(text if LOOP_INSTEAD in text else f"{text} {LOOP_INSTEAD}")
     for note in getattr(error, "__notes__", ()):
         result.add_note(note.replace("was compiled", "was mapped over members"))
     return result
-
-
-def _by_the_loop(text: str) -> str:
-    return text.replace("batch without compile", 'batch with fallback="loop"')

@@ -24,7 +24,7 @@ from pure_loop.compile.draws import Draw, SeedContext, draw_all
 from pure_loop.compile.guards import Env, Evaluate, Guard
 from pure_loop.compile.next_state import KEPT, NUMBER, NextState
 from pure_loop.compile.operations import decompositions, taken_apart
-from pure_loop.compile.refusals import FORWARD, Untraceable
+from pure_loop.compile.refusals import FORWARD, OR_WRONG, Untraceable
 from pure_loop.compile.trees import is_number, rebuild, tensors_of
 from pure_loop.members import turns
 from pure_loop.membership import MemberValues, PerMember
@@ -253,7 +253,8 @@ def mapped(raw: GraphModule, mapping: MemberMapping, kinds: Sequence[int | None]
         try:
             result = _torch.make_fx(of_all, decomposition_table={**table, **decompositions(), **taken_apart()})(*wide)
         except (RuntimeError, ValueError, TypeError) as error:  # a NotImplementedError is a RuntimeError
-            raise Untraceable(f"torch can't map a step over members: {error}. {LOOP_INSTEAD}") from error
+            # Or the user's: a matrix product of two dtypes is traced for one member, and refused here.
+            raise Untraceable(f"torch can't map a step over members: {error}. {OR_WRONG} {LOOP_INSTEAD}") from error
     result.meta[_torch.OF_MEMBERS] = True
     return result
 

@@ -33,6 +33,7 @@ from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 
 WHERE_POSSIBLE = 'compile="where possible" runs it eagerly between graphs.'
+OR_WRONG = "The same batch without compile tells whether the code itself is wrong; if not,"
 _DRAW = (
     'Draw from pl.random.generator(seed, "name", state.timestamp.batch, device=...), or inside pl.random.seeded(...); '
     + WHERE_POSSIBLE
@@ -168,8 +169,7 @@ def _reason(error: BaseException) -> str:
         return f"it seeds a generator of its own with a number that is another one in each step ({text}). {_DRAW}"
     message = text.strip().splitlines()[0] if text.strip() else "no message"
     # It may be the tracer's, or a mistake that eager steps would meet, too.
-    advice = "The same batch without compile tells whether the code itself is wrong"
-    return f"{kind}: {message}. {advice}; if not, {WHERE_POSSIBLE}"
+    return f"{kind}: {message}. {OR_WRONG} {WHERE_POSSIBLE}"
 
 
 _TORCH = str(Path(torch.__file__).parent)

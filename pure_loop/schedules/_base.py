@@ -17,6 +17,7 @@ from functools import lru_cache, partial, reduce, wraps
 from typing import Annotated, Protocol, TypeAlias, TypeVar, cast
 
 import attrs
+from torch import Tensor
 
 from pure_loop._internal.arguments import name_of, refuse_no_schedule
 from pure_loop._internal.reprs import call, changed_fields
@@ -162,6 +163,9 @@ class product(Schedule):
 
 
 def as_schedule(value: Callable[[Timestamp], float] | float) -> Callable[[Timestamp], float]:
+    if isinstance(value, Tensor):
+        advice = "write schedule(state.timestamp) * tensor for the product with its number"  # type: ignore[unreachable]
+        raise ArgumentTypeError(f"a schedule is made of numbers, not of a tensor of {tuple(value.shape)}: {advice}")
     if not callable(value):
         return constant(value)
     refuse_no_schedule("a schedule", value)

@@ -250,6 +250,13 @@ MAPPED = [
         at_once=False,
     ),
     Refusal(
+        "tensors of two dtypes",
+        lambda: fit(loss=lambda outputs, targets: (outputs.double() @ torch.ones(3, 1)).sum()),
+        CompileError,
+        ("float64", "whether the code itself is wrong", "loop"),
+        at_once=False,
+    ),
+    Refusal(
         "too few values in an algorithm of one's own",
         lambda: fit(algorithms=[pl.Algorithm("own", {Event.AFTER_LOSS: scaled})]),
         A,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -219,6 +220,8 @@ REFUSED = [
         ("several times, such as ['5ba', ...]", TYPE, lambda: s.multistep("5ba")),
         ("the class linear; give a schedule: linear(...)", TYPE, lambda: S.warmup("1ba", S.linear)),
         ("called as <lambda>(timestamp)", TYPE, lambda: 0.5 * S.constant(1) * (lambda: 1.0)),
+        ("not of a tensor of (2,)", TYPE, lambda: torch.ones(2) * s.constant(1.0)),
+        ("write schedule(state.timestamp) * tensor", TYPE, lambda: S.constant(1.0) * torch.ones(2)),
         ("<lambda> gave None of type NoneType", TYPE, lambda: (s.constant(1.0) * NONE)(Timestamp())),
         ("schedule <lambda> gave None", TYPE, lambda: s.warmup("1ba", NONE)(Timestamp())),
         ("'0.5dur' needs timestamp.max_duration", ARG, lambda: s.linear(1, 0, "0.5dur")(Timestamp())),
