@@ -39,10 +39,10 @@ $(STAMP): $(DEMO_STAMP)
 demo: $(DEMO_STAMP)  ## train on real handwritten digits, replay half of the run, draw a picture
 	$(BIN)/python examples/digits.py
 
-test: $(STAMP)  ## the fast tier: five minutes on two cores
+test: $(STAMP)  ## the fast tier: eight minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not thorough"
 
-test-slow: $(STAMP)  ## the slow tier of CI: real processes, real compilers, the code of the docs; ten minutes
+test-slow: $(STAMP)  ## the slow tier of CI: real processes, real compilers, the code of the docs; fifteen minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not thorough"
 
 test-thorough: $(STAMP)  ## more examples and the slow laws
