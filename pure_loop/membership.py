@@ -30,7 +30,6 @@ BATCHES = frozenset({"batch", "microbatch"})
 # Of any class that a batch may have.
 OF_A_BATCH = BATCHES | {"outputs", "loss"}
 
-
 Fallback: TypeAlias = Literal["loop"] | None
 # Where a member has stopped: its timestamp, and the one before.
 Stop: TypeAlias = tuple[Timestamp, Timestamp]
@@ -108,15 +107,9 @@ class MemberCount(int, Generic[S]):
     def __call__(self, indices: Sequence[int] | Tensor = ()) -> S:
         return self._select(indices)
 
-    def __len__(self) -> int:
-        return int(self)
-
-    def __getitem__(self, number: int) -> S:
-        member: S = self._state.member(number)
-        return member
-
+    # No __len__ or __getitem__: torch.tensor and NumPy would take the number for a sequence of States.
     def __iter__(self) -> Iterator[S]:
-        return map(self.__getitem__, range(self))
+        return map(self._state.member, range(self))
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)

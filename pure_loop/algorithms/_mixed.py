@@ -259,7 +259,7 @@ def soft_targets(
                 f"{where}: {name} is {type(value).__name__}, not a tensor. Pick the tensor of class scores and "
                 f"that of their targets out of it in an algorithm of your own, which calls smooth_labels on them."
             )
-    is_zero = type(smoothing) in (float, int) and not smoothing  # a number of a step is one in all steps
+    is_zero = type(smoothing) in (float, int) and not smoothing  # not one that a graph traces
     if is_zero and targets.is_floating_point() and targets.shape == outputs.shape:
         return targets
     axis = 1 if outputs.ndim > 1 else 0

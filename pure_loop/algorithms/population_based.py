@@ -220,14 +220,14 @@ def _sources(
 
 def _exploited(state: State, sources: list[int], name: str) -> State:
     """The State whose members have what those of these numbers have learned; each keeps its seed and its metrics."""
-    taken = state.members(sources)
+    copies = state.members(sources)
     return state.replace(
-        params=taken.params,
-        buffers=taken.buffers,
-        opt_state=taken.opt_state,
-        loss_scale=taken.loss_scale,
-        lr_scale=taken.lr_scale,
-        algorithm_state={**taken.algorithm_state, name: state.algorithm_state[name]},
+        params=copies.params,
+        buffers=copies.buffers,
+        opt_state=copies.opt_state,
+        loss_scale=copies.loss_scale,
+        lr_scale=copies.lr_scale,
+        algorithm_state={**copies.algorithm_state, name: state.algorithm_state[name]},
     )
 
 

@@ -100,9 +100,7 @@ class Links:
     def __attrs_post_init__(self) -> None:
         for argument, name in (("latest", self.latest), ("best", self.best)):
             if name is not None and (not isinstance(name, str) or not is_name(name)):
-                raise ArgumentError(
-                    f'{argument}={name!r}: the name of a link in the folder, such as "{argument}", or None.'
-                )
+                raise ArgumentError(f'{argument}={name!r}: write the name of a link, such as "{argument}", or None.')
             ending = next((ending for ending in (SUFFIX, SHARDED) if (name or "").endswith(ending)), None)
             if ending is not None:
                 raise ArgumentError(f"{argument}={name!r}: names that end with {ending!r} are those of checkpoints.")

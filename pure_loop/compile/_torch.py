@@ -241,6 +241,17 @@ def unmapped(targets: Iterable[object], wrongly: Collection[object] = ()) -> Dec
 
 
 @contextmanager
+def errors_not_logged() -> Iterator[None]:
+    """Inside, an operation on fake tensors that fails is raised, and torch doesn't log its traceback besides."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
 def mapping_in_silence() -> Iterator[None]:
     """Inside, operations that ``torch.vmap`` maps by a loop are mapped so without a warning."""
     set_warning: Function = _find("torch._C._functorch:_set_vmap_fallback_warning_enabled") or (lambda enabled: None)

@@ -72,6 +72,9 @@ class Leaf:
 
 # The name of a field of the State, or a leaf of it.
 Source: TypeAlias = "str | Leaf"
+# What is left out of a graph where it can't be traced: "forward", "update", or the handlers of an event.
+Part: TypeAlias = tuple[str, Event | None]
+FORWARD: Part = ("forward", None)
 
 
 @attrs.frozen
@@ -83,14 +86,14 @@ class Guard:
         value: what it was while tracing.
         sources: what it depends on: the names of fields, and the positions of leaves.
         where: the code that asked for it; where the loop did, the owner of the number.
-        part: what is left out where it can't be traced (:data:`pure_loop.compile.refusals.Part`), of a handler.
+        part: that of the code.
     """
 
     evaluate: Evaluate
     value: object
     sources: frozenset[Source]
     where: str
-    part: tuple[str, Event | None] | None = None
+    part: Part = FORWARD
 
     def holds(self, env: Env) -> bool:
         result = named(self.where, self.evaluate)(env)
@@ -112,7 +115,7 @@ class TraceContext:
         self.lift = lift
         self.guards: list[Guard] = []
         self.where = "the loop"
-        self.part: tuple[str, Event | None] | None = None
+        self.part = FORWARD
         self.recording = False
 
     def guard(self, guard: Guard) -> None:
@@ -121,7 +124,7 @@ class TraceContext:
             self.guards.append(attrs.evolve(guard, where=self.where, part=self.part) if self.recording else guard)
 
     @contextmanager
-    def on_behalf_of(self, where: str, part: tuple[str, Event | None] | None = None) -> Iterator[None]:
+    def on_behalf_of(self, where: str, part: Part = FORWARD) -> Iterator[None]:
         """User code runs, of this part."""
         before = self.where, self.part, self.recording
         self.where, self.part, self.recording = where, part, True

@@ -163,7 +163,7 @@ def _compile(
         outputs, places, connection = function(list(value))
         return outputs
 
-    with _torch.python_dispatcher(), tracing.mode:
+    with _torch.python_dispatcher(), _torch.errors_not_logged(), tracing.mode:
         generators = traced_generators(tracing.context, tracing.drawing)
         with refusing_recurrent_layers(), refusing_global_state(), Constructors(), DrawnApart(), generators:
             raw = make_fx(body, decomposition_table=declared())(*fakes)

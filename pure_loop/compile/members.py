@@ -24,7 +24,7 @@ from pure_loop.compile.draws import Draw, SeedContext, draw_all
 from pure_loop.compile.guards import Env, Evaluate, Guard
 from pure_loop.compile.next_state import KEPT, NUMBER, NextState
 from pure_loop.compile.operations import decompositions, taken_apart
-from pure_loop.compile.refusals import FORWARD, OR_WRONG, Untraceable
+from pure_loop.compile.refusals import OR_WRONG, Untraceable
 from pure_loop.compile.trees import is_number, rebuild, tensors_of
 from pure_loop.members import turns
 from pure_loop.membership import MemberValues, PerMember
@@ -148,7 +148,7 @@ def _of_all(guard: Guard, count: int) -> Evaluate:
             raise Untraceable(
                 f"{guard.where} decides by a number that is not equal for all members: it is {error}. One graph serves "
                 f"all members: compute with tensors instead, torch.where(condition, a, b). {LOOP_INSTEAD}",
-                FORWARD if guard.part is None else guard.part,
+                guard.part,
             ) from None
 
     return evaluate

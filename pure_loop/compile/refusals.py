@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
 
 import optree
 import torch
@@ -25,10 +24,9 @@ from torch.overrides import TorchFunctionMode
 from pure_loop._internal.pytree import NAMESPACE, PyTree
 from pure_loop.compile._torch import Function, Options, fake_tensor_class
 from pure_loop.compile.draws import DrawnFromDataError, StrayGeneratorError, TracedGenerator, written
-from pure_loop.compile.guards import DefaultDtypeError, GuardedCallError
+from pure_loop.compile.guards import FORWARD, DefaultDtypeError, GuardedCallError, Part
 from pure_loop.compile.tracing import Tracing
 from pure_loop.errors import CompileError, PureLoopError
-from pure_loop.event import Event
 from pure_loop.model.model import ModelDef
 from pure_loop.model.structure import found_from
 
@@ -39,11 +37,6 @@ _DRAW = (
     + WHERE_POSSIBLE
 )
 _NUMERIC = "Compute with tensors instead: torch.where(condition, a, b) for a branch; " + WHERE_POSSIBLE
-
-
-# What is left out where a part can't be traced: "forward", "update", or the handlers of an event.
-Part: TypeAlias = tuple[str, Event | None]
-FORWARD: Part = ("forward", None)
 
 
 class Untraceable(CompileError):  # noqa: N818 - users see a CompileError

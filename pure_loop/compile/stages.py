@@ -16,12 +16,11 @@ from torch import Tensor
 
 from pure_loop.compile._torch import Function
 from pure_loop.compile.draws import Group
+from pure_loop.compile.guards import FORWARD, Part
 from pure_loop.compile.kernels import NONFINITE
 from pure_loop.compile.numbers import traced_timestamp
 from pure_loop.compile.refusals import (
-    FORWARD,
     WHERE_POSSIBLE,
-    Part,
     Undifferentiated,
     Untraceable,
     naming,

@@ -16,10 +16,10 @@ from pure_loop.callback import CallbackLike, Logger, Run
 from pure_loop.data.source import Source
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.entry import member_data, members
+from pure_loop.entry.algorithm_states import refuse_other_algorithm_states
 from pure_loop.entry.compiling import evaluating
 from pure_loop.entry.deterministic import refuse_cublas, stream_of
 from pure_loop.entry.member_callbacks import MemberRecorder, member_callbacks, member_count
-from pure_loop.entry.memories import refuse_memories_of_others
 from pure_loop.entry.parallel import announced
 from pure_loop.entry.settings import ModelSettings
 from pure_loop.entry.start import any_state
@@ -175,7 +175,7 @@ def _stages(settings: ModelSettings, state: State, task: Task, evaluators: Seque
     members.refuse_shared_settings(settings, state)
     # One that compares members has nothing to do where there is one model.
     algorithms = [item for item in settings.algorithms if state.members or not item.across_members]
-    refuse_memories_of_others(state, algorithms)
+    refuse_other_algorithm_states(state, algorithms)
     engine, handlers = settings.parallel.engine(state), bind(algorithms)
     if state.ensemble is not None:
         own = members.stages_of_members(handlers)

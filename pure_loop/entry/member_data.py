@@ -68,7 +68,7 @@ class MemberSource(Source):
                 if any(ended):
                     raise DataError(
                         f'data="own": the data of member {ended.index(True)} has ended, and that of member '
-                        f"{ended.index(False)} has not: each member's epoch has as many batches."
+                        f"{ended.index(False)} has not: the epochs of all members need one number of batches."
                     )
                 with noting(lambda: 'with data="own" the batches of all members in one step are of one size'):
                     stacked = stacked_batches("batch", batches)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pure_loop.algorithm import Algorithm
 from pure_loop.cadence import Cadence
+from pure_loop.entry.algorithm_states import refuse_tensors_without_members
 from pure_loop.entry.compiling import evaluating, member_steps
 from pure_loop.entry.member_data import MemberEngine, of_members
-from pure_loop.entry.memories import refuse_alien_tensors
 from pure_loop.errors import ArgumentError
 from pure_loop.evaluator import BoundEvaluator
 from pure_loop.event import Event, events_between
@@ -103,18 +103,18 @@ def refuse_settings(settings: Settings, state: State) -> None:
     """
     refuse_each(settings.optimizer, settings.algorithms, state)
     refuse_shared_settings(settings, state)
+    comparing = [item for item in settings.algorithms if item.across_members]
     if state.ensemble is None:
-        across = next((item for item in settings.algorithms if item.across_members), None)
-        if across is not None:
+        if comparing:
             raise ArgumentError(
-                f"algorithm {across.name!r} compares members, and there is one model: give "
+                f"algorithm {comparing[0].name!r} compares members, and there is one model: give "
                 "pl.ensemble(make_model, seeds=...) in its place."
             )
         return
-    alone = next((item for item in settings.algorithms if item.across_members and item.factory), None)
-    if alone is not None and len(state.ensemble) == 1:
+    method = next((item for item in comparing if item.factory), None)
+    if method is not None and len(state.ensemble) == 1:
         raise ArgumentError(
-            f"algorithm {alone.name!r} compares members, and the ensemble has one: give pl.ensemble(make_model, "
+            f"algorithm {method.name!r} compares members, and the ensemble has one: give pl.ensemble(make_model, "
             "seeds=...) several seeds, or leave it out."
         )
     refused = {'microbatch_size="auto"': settings.microbatch_size == "auto", "verify=": settings.verify is not None}
@@ -233,14 +233,15 @@ class MemberHandlers:
 
 
 def compared(handler: Handler, state: State, event: Event, *stages: object) -> State:
-    """The State of an algorithm that compares members; the tensors that it remembers are of each.
+    """The State of an algorithm that compares members.
 
     Raises:
-        AlgorithmStructureError: one of them has no leading dimension of members.
+        AlgorithmStructureError: a tensor in its algorithm state has no leading dimension of members.
     """
     result: State = handler.function(state, *stages)
-    memory = None if result is state else getattr(result, "algorithm_state", {}).get(handler.algorithm)
-    refuse_alien_tensors(f"algorithm {handler.algorithm!r} at {event.name}", memory, state)
+    if result is not state and isinstance(result, State):
+        name, value = handler.algorithm, result.algorithm_state.get(handler.algorithm)
+        refuse_tensors_without_members(f"algorithm {name!r} at {event.name}", name, value, state.members)
     return result
 
 

@@ -161,13 +161,13 @@ def loading(
             return result.weights_into(state)
         loaded = result.into(state)
         refuse_loaded(loaded)
-        return finish(outside_batch(of_call(loaded, state, path)))
+        return finish(outside_batch(computed_as(loaded, state, path)))
 
     return load
 
 
-def of_call(loaded: State, state: State, path: object) -> State:
-    """The State that was loaded, whose members are computed as those of the State that fit began with.
+def computed_as(loaded: State, state: State, path: object) -> State:
+    """The State that was loaded; its members are computed as the call says, mapped or one after the other.
 
     Raises:
         ResumeError: one of them has no members, or others, or other data.
@@ -175,22 +175,20 @@ def of_call(loaded: State, state: State, path: object) -> State:
     saved, members = loaded.ensemble, state.ensemble
     if saved is None and members is None:
         return loaded
-    if saved is None or members is None or saved.seeds != members.seeds or not _same_data(loaded, state):
-        described = [
-            "one model"
-            if item is None
-            else f"an ensemble of {item}; {'own' if one.data_seed is None else 'shared'} data"
-            for item, one in ((saved, loaded), (members, state))
-        ]
+    if saved is None or members is None or saved.seeds != members.seeds or _data(loaded) != _data(state):
         raise ResumeError(
-            f"{path} has {described[0]}, and fit was given {described[1]}: give the ensemble as it was, or take "
-            "members of its State: fit(pl.load(path, model=make_model()).members([...]), ...)."
+            f"{path} has {_described(loaded)}, and fit was given {_described(state)}: give the ensemble as it was, or "
+            "take members of its State: fit(pl.load(path, model=make_model()).members([...]), ...)."
         )
     return loaded.replace(ensemble=attrs.evolve(saved, fallback=members.fallback))
 
 
-def _same_data(a: State, b: State) -> bool:
-    return (a.data_seed is None) is (b.data_seed is None)
+def _described(state: State) -> str:
+    return "one model" if state.ensemble is None else f"an ensemble of {state.ensemble}; {_data(state)} data"
+
+
+def _data(state: State) -> str:
+    return "shared" if state.data_seed is not None else "own"
 
 
 def saving(autoresume: Path, callbacks: Iterable[CallbackLike]) -> Iterable[CallbackLike]:

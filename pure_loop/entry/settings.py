@@ -39,7 +39,7 @@ from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.evaluator import EvaluatorsLike
 from pure_loop.event import Event, as_event
 from pure_loop.frozendict import FrozenDict
-from pure_loop.members.each import EACH_CLIPPED, Each, read_seed
+from pure_loop.members.each import Each, read_seed
 from pure_loop.members.ensemble import Ensemble
 from pure_loop.metrics._base import Metric, as_metrics
 from pure_loop.optim import Optimizer
@@ -152,7 +152,8 @@ def read_watch(value: object) -> frozenset[Event] | None:
 
 def read_clip(clip_grad: object) -> float | ClipGrad | None:
     if isinstance(clip_grad, Each):
-        raise refusal("clip_grad", clip_grad, EACH_CLIPPED, verb="write")
+        wanted = 'algorithms=[pl.algorithms.gradient_clipping("norm", pl.each([...]))] in its place'
+        raise refusal("clip_grad", clip_grad, wanted, verb="write")
     if clip_grad is None:
         return None
     if callable(clip_grad):

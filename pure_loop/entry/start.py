@@ -1,6 +1,6 @@
 """Where a call starts: the State that it begins or resumes from, and what it must not be.
 
-A State may come from a file of another run, so the memory in it is compared with what the algorithms make.
+A State may come from a file of another run, so its algorithm states are compared with what ``init`` makes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
 from pure_loop.data.source import Source
-from pure_loop.entry.memories import map_tensors, refuse_alien_tensors, refuse_memories_of_others
+from pure_loop.entry.algorithm_states import (
+    map_tensors,
+    refuse_other_algorithm_states,
+    refuse_tensors_without_members,
+)
 from pure_loop.entry.parallel import Together
 from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
@@ -172,7 +176,7 @@ class Start:
             return  # which begins when there are numbers, and is compared then
         one = self._completed(one)
         refuse_other_optimizer(one, self.optimizer)
-        refuse_memories_of_others(state, self.algorithms)
+        refuse_other_algorithm_states(state, self.algorithms)
 
     def fitted(self, state: State) -> State:
         """The State with the duration and the length of this call's data, once it is sure to fit."""
@@ -190,7 +194,7 @@ class Start:
             timestamp=t.replace(**fields).replace(batch_in_epoch=start),
             previous_timestamp=state.previous_timestamp.replace(**fields),
         )
-        refuse_memories_of_others(state, self.algorithms)
+        refuse_other_algorithm_states(state, self.algorithms)
         return state
 
     def _completed(self, state: State) -> State:
@@ -230,11 +234,12 @@ class Start:
             if meet is not None:
                 state = meet(state)
             prepared: State = over_members(complete, stopped=True)(state)
-            across = [algorithm for algorithm in self.algorithms if algorithm.across_members]
-            prepared = with_first_memories(prepared, across)
-            for algorithm in across:
-                memory = prepared.algorithm_state.get(algorithm.name)
-                refuse_alien_tensors(f"algorithm {algorithm.name!r}, init", memory, prepared)
+            comparing = [algorithm for algorithm in self.algorithms if algorithm.across_members]
+            prepared = with_first_memories(prepared, comparing)
+            for algorithm in comparing:
+                value = prepared.algorithm_state.get(algorithm.name)
+                where = f"algorithm {algorithm.name!r}, init"
+                refuse_tensors_without_members(where, algorithm.name, value, prepared.members)
             return prepared
 
         def complete(state: State) -> State:

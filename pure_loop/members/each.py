@@ -15,8 +15,6 @@ from pure_loop.members import turns
 from pure_loop.schedules._base import End, Schedule, warmup_in
 from pure_loop.time import Time, Timestamp
 
-# What stands in its place where no number is taken from a schedule.
-EACH_CLIPPED = 'algorithms=[pl.algorithms.gradient_clipping("norm", pl.each([...]))] in its place'
 T = TypeVar("T")
 EachValue: TypeAlias = float | Callable[[Timestamp], float]
 
@@ -47,10 +45,7 @@ class Each(Schedule):
     def of(self, number: int) -> EachValue:
         """The value of one member."""
         if number >= len(self.values):
-            raise ArgumentError(
-                f"pl.each has {len(self.values)} values, and was asked for that of member {number}: write one value a "
-                "member."
-            )
+            raise ArgumentError(f"pl.{self!r} has no value of member {number}: write one value a member.")
         return self.values[number]
 
     def endless_warmup(self, end: End) -> Time | None:

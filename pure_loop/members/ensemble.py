@@ -149,9 +149,9 @@ def ensemble(
         raise ArgumentTypeError(f"pl.ensemble: seeds={seeds!r:.60}: write one int a member, seeds=range(8).")
     wanted = "whole numbers, one a member"
     listed = tuple(check_integer("seeds", seed, where="pl.ensemble", wanted=wanted) for seed in seeds)
-    beyond = next((seed for seed in listed if not -(2**63) <= seed < 2**63), None)
-    if beyond is not None:
-        raise ArgumentError(f"pl.ensemble: the seed {beyond} has more than 64 bits: write one below 2**63.")
+    large_seed = next((seed for seed in listed if not -(2**63) <= seed < 2**63), None)
+    if large_seed is not None:
+        raise ArgumentError(f"pl.ensemble: the seed {large_seed} has more than 64 bits: write one below 2**63.")
     if not listed:
         raise ArgumentError("pl.ensemble: there are no seeds; write one int a member, seeds=range(8).")
     return Ensemble(

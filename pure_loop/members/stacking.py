@@ -152,9 +152,9 @@ def _difference(one: ModelDef, other: ModelDef) -> str | None:
             return f"{_shown(path, module)}, and another one {_shown(path, twin)}"
         attributes = {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
         for key, value in attributes.items():
-            theirs = vars(twin).get(key)
-            if not _alike(value, theirs):
-                return f"{path or 'a model'}.{key}={value!r:.60}, and another one {theirs!r:.60}"
+            other_value = vars(twin).get(key)
+            if not _alike(value, other_value):
+                return f"{path or 'a model'}.{key}={value!r:.60}, and another one {other_value!r:.60}"
     return None if one == other else f"the model {one!r}, and another one {other!r}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -271,3 +272,18 @@ def test_an_error_is_that_of_eager_steps(name: str) -> None:
     if name == "large":  # torch's own class is another one there
         errors = [notes for _, notes in errors]
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("model", [problem.mlp, lambda: pl.ensemble(problem.mlp, seeds=[0, 1])], ids=["one", "members"])
+def test_what_fails_on_the_way_to_a_graph_is_raised_and_not_logged_by_torch(
+    model: Callable[[], Any], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = logging.getLogger("torch")
+    log.addHandler(caplog.handler)
+    try:
+        with pytest.raises(CompileError, match="same reduction dim"):
+            fit(**PLAIN | {"model": model, "data": [(torch.ones(4, 5), torch.ones(4).long())], "compile": True})
+    finally:
+        log.removeHandler(caplog.handler)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert capfd.readouterr().err == ""

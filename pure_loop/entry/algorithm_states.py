@@ -22,22 +22,10 @@ from pure_loop.state import State
 Path = tuple[Any, ...]
 
 
-def refuse_memories_of_others(state: State, algorithms: Iterable[Algorithm]) -> None:
-    """Of a State with members: those of algorithms that compare members, and of the others those of the first member.
-
-    Raises:
-        ResumeError: as :func:`refuse_other_memories`.
-    """
-    listed = list(algorithms)
-    one = state if state.ensemble is None else state.member(0)
-    refuse_other_memories(one, [item for item in listed if not item.across_members])
-    if state.ensemble is not None:
-        refuse_other_memories(state, [item for item in listed if item.across_members])
-
-
-def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None:
+def refuse_other_algorithm_states(state: State, algorithms: Iterable[Algorithm]) -> None:
     """Refuse a State with an algorithm state of another structure than the algorithms' ``init`` returns for it.
 
+    Of a State with members it is that of all for an algorithm that compares them, and that of the first for others.
     Tensors at the same place of both are compared. Numbers may differ; a tree may have further entries; a dtype may be
     wider, of the same kind; a dimension of size 0 in the result of ``init``, by which an algorithm declares that it
     grows, may have any size; so may values for a buffer of a shape that changes. If ``init`` makes a tensor under the
@@ -51,6 +39,14 @@ def refuse_other_memories(state: State, algorithms: Iterable[Algorithm]) -> None
     Raises:
         ResumeError: names the leaf, its value, and that of ``init``.
     """
+    listed = list(algorithms)
+    one = state if state.ensemble is None else state.member(0)
+    _refuse_others(one, [item for item in listed if not item.across_members])
+    if state.ensemble is not None:
+        _refuse_others(state, [item for item in listed if item.across_members])
+
+
+def _refuse_others(state: State, algorithms: Iterable[Algorithm]) -> None:
     requested = [item for item in algorithms if item.init is not None and item.name in state.algorithm_state]
     if not requested:
         return
@@ -84,7 +80,7 @@ _MISSING = object()
 
 @attrs.frozen
 class _Comparison:
-    """Compares a memory in a State with what ``init`` makes.
+    """Compares the algorithm state in a State with what ``init`` makes.
 
     Attributes:
         whole: all of it has to be there, and not only tensors under names of parameters.
@@ -134,10 +130,10 @@ def _refuse(path: Path, what: str) -> NoReturn:
     from pure_loop.checkpoint.validation import shortened  # only on the way to an error
 
     raise ResumeError(
-        f"algorithm_state{''.join(f'[{shortened(key)}]' for key in path)} is {what}: the memory is of another model or "
+        f"algorithm_state{''.join(f'[{shortened(key)}]' for key in path)} is {what}: it is of another model or "
         "algorithm, or was altered. Give the State that was trained with this one, or let it begin anew: pl.load(path, "
         f"model=model, exclude=[{f'algorithm_state/{path[0]}'!r}]), or state.replace(algorithm_state={{...}}) without "
-        f"{path[0]!r}. (A memory that grows begins with a dimension of size 0.)"
+        f"{path[0]!r}. (A tensor that grows begins with a dimension of size 0.)"
     )
 
 
@@ -166,14 +162,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     return result
 
 
-def refuse_alien_tensors(where: str, memory: PyTree, state: State) -> None:
+def refuse_tensors_without_members(where: str, algorithm: str, value: PyTree, members: int) -> None:
     """
     Raises:
-        AlgorithmStructureError: what an algorithm across members remembers has a tensor that is not of each member.
+        AlgorithmStructureError: a tensor in the value, an algorithm's state, has no leading dimension of members.
     """
-    for path, leaf in leaves(memory, "memory"):
-        if isinstance(leaf, Tensor) and leaf.shape[:1] != (state.members,):
+    for path, leaf in leaves(value, f"algorithm_state[{algorithm!r}]"):
+        if isinstance(leaf, Tensor) and leaf.shape[:1] != (members,):
             raise AlgorithmStructureError(
                 f"{where}: {path} is a tensor of shape {tuple(leaf.shape)}, and each tensor of a State with members "
-                f"has a leading dimension of members, here {state.members}: expand it, or keep a number of Python's."
+                f"has a leading dimension of members, here {members}: expand it, or keep a number of Python's."
             )
