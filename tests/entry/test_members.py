@@ -219,18 +219,7 @@ SETTINGS = [
     Refusal("a size to find", lambda: fit(microbatch_size="auto"), A, ('microbatch_size="auto"', "write a number")),
     Refusal("verification", lambda: fit(verify="1ba"), A, ("verify=", "Leave it out")),
     Refusal("float8", lambda: fit(precision="amp_fp8"), A, ("amp_fp8", "amp_bf16")),
-    Refusal(
-        "an iterator for each",
-        lambda: pl.fit(
-            pl.ensemble(mlp, seeds=[0, 1], data="own"),
-            iter(points(2)),
-            loss=problem.cross_entropy,
-            optimizer=SGD,
-            max_duration="2ba",
-        ),
-        A,
-        ("iterator", "shared"),
-    ),
+    Refusal("an iterator for each", lambda: own_data(iter(points(2))), A, ("iterator", "shared")),
     Refusal("one model to compare", lambda: fit(mlp(), algorithms=[comparing]), A, ("comparing", "one model")),
 ]
 
