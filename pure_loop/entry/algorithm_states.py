@@ -162,7 +162,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], state: State) -> State:
     return result
 
 
-def refuse_tensors_without_members(where: str, algorithm: str, value: PyTree, members: int) -> None:
+def refuse_tensors_without_members(algorithm: str, place: str, value: PyTree, members: int) -> None:
     """
     Raises:
         AlgorithmStructureError: a tensor in the value, an algorithm's state, has no leading dimension of members.
@@ -170,6 +170,7 @@ def refuse_tensors_without_members(where: str, algorithm: str, value: PyTree, me
     for path, leaf in leaves(value, f"algorithm_state[{algorithm!r}]"):
         if isinstance(leaf, Tensor) and leaf.shape[:1] != (members,):
             raise AlgorithmStructureError(
-                f"{where}: {path} is a tensor of shape {tuple(leaf.shape)}, and each tensor of a State with members "
-                f"has a leading dimension of members, here {members}: expand it, or keep a number of Python's."
+                f"algorithm {algorithm!r} {place}: {path} is a tensor of shape {tuple(leaf.shape)}, and each tensor of "
+                f"a State with members has a leading dimension of members, here {members}: expand it, "
+                "or keep a number of Python's."
             )

@@ -66,12 +66,12 @@ def refuse_each(optimizer: Optimizer, algorithms: Iterable[Algorithm], state: St
         for item in _each_in(value):
             if state.ensemble is None:
                 raise ArgumentError(
-                    f"{where} has pl.each of {len(item.values)} values, and one model is trained: give fit "
+                    f"{where} has pl.each of length {len(item.values)}, and one model is trained: give fit "
                     "pl.ensemble(make_model, seeds=...), or write the number."
                 )
             if len(item.values) != len(state.ensemble):
                 raise ArgumentError(
-                    f"{where} has pl.each of {len(item.values)} values, and there are {len(state.ensemble)} members: "
+                    f"{where} has pl.each of length {len(item.values)}, and there are {len(state.ensemble)} members: "
                     "write one value a member."
                 )
 
@@ -241,7 +241,7 @@ def compared(handler: Handler, state: State, event: Event, *stages: object) -> S
     result: State = handler.function(state, *stages)
     if result is not state and isinstance(result, State):
         name, value = handler.algorithm, result.algorithm_state.get(handler.algorithm)
-        refuse_tensors_without_members(f"algorithm {name!r} at {event.name}", name, value, state.members)
+        refuse_tensors_without_members(name, f"at {event.name}", value, state.members)
     return result
 
 

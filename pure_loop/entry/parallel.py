@@ -70,7 +70,7 @@ def algorithm_described(algorithm: Algorithm) -> str:
     """
     options: dict[str, object] = {}
     for function in (function for listed in algorithm.handlers.values() for function in listed):
-        if isinstance(function, FunctionType) and function.__module__.startswith("pure_loop."):
+        if isinstance(function, FunctionType) and (function.__module__ or "").startswith("pure_loop."):
             options |= inspect.getclosurevars(function).nonlocals
     when = "" if algorithm.when is None else f", when={algorithm.when}"
     simple = {name: value for name, value in options.items() if isinstance(value, int | float | str | None)}

@@ -238,8 +238,7 @@ class Start:
             prepared = with_first_memories(prepared, comparing)
             for algorithm in comparing:
                 value = prepared.algorithm_state.get(algorithm.name)
-                where = f"algorithm {algorithm.name!r}, init"
-                refuse_tensors_without_members(where, algorithm.name, value, prepared.members)
+                refuse_tensors_without_members(algorithm.name, "in init", value, prepared.members)
             return prepared
 
         def complete(state: State) -> State:

@@ -78,7 +78,7 @@ class Ensemble:
         of_training = self.seeds if seeds is None else tuple(seeds)
         if len(of_training) != len(self.seeds):
             raise ArgumentError(
-                f"seed=pl.each(...) has {len(of_training)} values, and the ensemble {len(self.seeds)} members: write "
+                f"seed=pl.each(...) has length {len(of_training)}, and the ensemble {len(self.seeds)} members: write "
                 "one value a member."
             )
         data_seed = seed if self.data == "shared" else None
@@ -138,7 +138,8 @@ def ensemble(
     """
     checked: Any = make_model
     if isinstance(checked, nn.Module) or not callable(checked) or not (accepts(checked, 0) or accepts(checked, 1)):
-        what = f"the module {type(checked).__name__}" if isinstance(checked, nn.Module) else f"{checked!r:.60}"
+        kind = "the module" if isinstance(checked, nn.Module) else "a function of other arguments than the seed,"
+        what = f"{kind} {name_of(checked)}" if callable(checked) else f"{checked!r:.60}"
         raise ArgumentTypeError(
             f"pl.ensemble: make_model is {what}: write a function that makes the module of one member, "
             "pl.ensemble(lambda: torch.nn.Linear(2, 1), seeds=range(8))."

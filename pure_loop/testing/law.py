@@ -161,7 +161,7 @@ class Law:
 
     def _code(self) -> str:
         """The law as code: custom laws are not in this package."""
-        is_built_in = self.check.__module__.startswith("pure_loop.testing.laws.")
+        is_built_in = (self.check.__module__ or "").startswith("pure_loop.testing.laws.")
         return f"{self.of.laws}.{self.name}" if is_built_in else self.name
 
     def __repr__(self) -> str:

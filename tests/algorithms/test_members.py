@@ -374,7 +374,7 @@ REFUSALS = [
     refused(lambda: A.population_based(lr_scale=pl.each([1.0, 0.0])), ARG, "lr_scale has 0.0: each factor is a number"),
     refused(
         lambda: stream([A.population_based(lr_scale=pl.each([1.0, 2.0]))]),
-        *(ARG, "the lr_scale of algorithm 'population_based' has pl.each of 2 values, and there are 4 members"),
+        *(ARG, "the lr_scale of algorithm 'population_based' has pl.each of length 2, and there are 4 members"),
     ),
     refused(lambda: stream([BASED], optimizer=OWN), ARG, "optimizer 'own' does not take state.lr_scale"),
     refused(

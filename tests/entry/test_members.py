@@ -146,7 +146,7 @@ MEMBERS = [
     ),
     Refusal("none is returned", of_seed(lambda seed: None), T, ("NoneType", "returns the module")),  # type: ignore[arg-type,return-value]
     Refusal("a module", lambda: pl.ensemble(nn.Linear(2, 1), seeds=[0]), T, ("the module Linear", "a function")),
-    Refusal("two arguments", lambda: pl.ensemble(lambda a, b: a, seeds=[0]), T, ("make_model",)),
+    Refusal("two arguments", lambda: pl.ensemble(lambda a, b: a, seeds=[0]), T, ("other arguments", "<lambda>")),
     Refusal("no seeds", lambda: pl.ensemble(mlp, seeds=[]), A, ("no seeds", "range(8)")),
     Refusal("a number of seeds", lambda: pl.ensemble(mlp, seeds=3), T, ("seeds=3", "range(8)")),  # type: ignore[arg-type]
     Refusal("a text in seeds", lambda: pl.ensemble(mlp, seeds=[0, "1"]), T, ("seeds", "'1'")),  # type: ignore[list-item]
@@ -157,35 +157,35 @@ MEMBERS = [
 ]
 
 EACH = [
-    Refusal("rates", lambda: fit(optimizer=pl.optim.sgd(lr=pl.each([0.1] * 3))), A, ("sgd", "3 values", "2 members")),
+    Refusal("rates", lambda: fit(optimizer=pl.optim.sgd(lr=pl.each([0.1] * 3))), A, ("sgd", "length 3", "2 members")),
     Refusal(
-        "momentum", lambda: fit(optimizer=pl.optim.sgd(lr=0.1, momentum=pl.each([0.1]))), A, ("1 values", "2 members")
+        "momentum", lambda: fit(optimizer=pl.optim.sgd(lr=0.1, momentum=pl.each([0.1]))), A, ("length 1", "2 members")
     ),
     Refusal(
         "betas",
         lambda: fit(optimizer=pl.optim.adam(betas=(pl.each([0.9] * 3), 0.99))),
         A,
-        ("adam", "3 values", "2 members"),
+        ("adam", "length 3", "2 members"),
     ),
     Refusal(
         "in a schedule",
         lambda: fit(optimizer=pl.optim.sgd(lr=pl.schedules.product([pl.each([0.1] * 3), pl.schedules.constant(1.0)]))),
         A,
-        ("3 values", "2 members"),
+        ("length 3", "2 members"),
     ),
     Refusal(
         "of a part",
         lambda: fit(optimizer=pl.optim.partition({"a": pl.optim.sgd(lr=pl.each([0.1] * 3))}, lambda name, p: "a")),
         A,
-        ("3 values", "2 members"),
+        ("length 3", "2 members"),
     ),
     Refusal(
         "an algorithm",
         lambda: fit(algorithms=[pl.algorithms.gradient_clipping("norm", pl.each([0.1] * 3))]),
         A,
-        ("gradient_clipping", "threshold", "3 values", "2 members"),
+        ("gradient_clipping", "threshold", "length 3", "2 members"),
     ),
-    Refusal("seeds", lambda: fit(seed=pl.each([1, 2, 3])), A, ("seed", "3 values", "2 members")),
+    Refusal("seeds", lambda: fit(seed=pl.each([1, 2, 3])), A, ("seed", "length 3", "2 members")),
     Refusal("one model, rates", lambda: fit(mlp(), optimizer=pl.optim.sgd(lr=pl.each([0.1, 0.2]))), A, ("one model",)),
     Refusal(
         "one model, an algorithm",
