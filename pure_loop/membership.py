@@ -143,7 +143,7 @@ class MemberValues:
 _OF_ALL = frozenset(
     {
         *("model", "timestamp", "previous_timestamp", "seed", "data_seed", "ensemble", "stop", "frozen", "event"),
-        *("position", "notes", "evaluator"),
+        *("data", "position", "notes", "evaluator"),
     }
 )
 

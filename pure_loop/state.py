@@ -91,6 +91,7 @@ class StateFields(TypedDict, total=False):
     nonfinite: Tensor | None
     notes: tuple[Note, ...]
     data_seed: int | None
+    data: PyTree
     ensemble: Members | None
     evaluator: str | None
     batch: Batch
@@ -164,6 +165,9 @@ class State(Record):
             was loaded from a file, in order (:class:`pure_loop.model.names.Note`); ``print(*state.notes, sep="\\n")``.
         data_seed: the seed of the order of the data, where that is not ``seed``: that of an ensemble whose members see
             the same batches, and of a member that was taken out of it; None: ``seed``.
+        data: where the data stands after the last batch (:class:`pure_loop.data.position.Position`), where its source
+            has a state of its own: a stream. None: the timestamp says it, as of data with indices, or the epoch is read
+            again when training resumes.
         ensemble: the seeds of the members and which of them have stopped (:class:`pure_loop.membership.Members`);
             None: it is one model. Tensors of a State with members have a leading dimension of members.
 
@@ -214,6 +218,7 @@ class State(Record):
     nonfinite: Tensor | None = None
     notes: tuple[Note, ...] = ()
     data_seed: int | None = None
+    data: PyTree = None
     ensemble: Members | None = None
     evaluator: str | None = None
     batch: Batch = None  # as the dataloader and the module give them: no type is known
@@ -310,6 +315,7 @@ class State(Record):
             nonfinite: Tensor | None = ...,
             notes: tuple[Note, ...] = ...,
             data_seed: int | None = ...,
+            data: PyTree = ...,
             ensemble: Members | None = ...,
             evaluator: str | None = ...,
             batch: Batch = ...,
@@ -600,6 +606,7 @@ class State(Record):
             ("opt_state", ", ".join(map(str, memory)) if type(memory) is FrozenDict else cell(memory)),
             ("algorithm_state", ", ".join(self.algorithm_state)),
             ("lr_scale", self._cell(self.lr_scale)),
+            ("data", "" if self.data is None else str(self.data)),
             ("stop", "True" if self.stop else ""),
             ("skipped", f"{skipped:,} steps" if isinstance(skipped, int) and skipped else ""),
             ("nonfinite", "" if nonfinite is None else f"first at batch {nonfinite[0]}{nonfinite[1]}"),

@@ -22,6 +22,7 @@ from pure_loop._internal.registry import named, register, register_subclasses, r
 from pure_loop._internal.tree_ops import is_sharded, local_tensor, reshaped_shard
 from pure_loop.checkpoint.container import CODES, are_counts, raw
 from pure_loop.checkpoint.validation import MOST_DIGITS, Json, decoded, refuse_collisions, shortened
+from pure_loop.data.position import Position
 from pure_loop.errors import ArgumentTypeError, CheckpointError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -400,6 +401,6 @@ _READERS: dict[str, Callable[[Reader, dict[str, Json]], PyTree]] = {
 }
 
 
-for _cls in (State, Note, Timestamp, Time, TimeUnit, Event, LossScale, Members, MemberValues):
+for _cls in (State, Note, Timestamp, Time, TimeUnit, Event, LossScale, Members, MemberValues, Position):
     register(_cls, name=f"pure_loop.{_cls.__name__}")
 register_subclasses(State)

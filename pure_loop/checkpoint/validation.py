@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.reprs import shape_and_dtype
+from pure_loop.data.position import Position
 from pure_loop.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -256,6 +257,9 @@ def _refuse_no_stop(values: Mapping[str, PyTree], path: object) -> None:
     frozen = values.get("frozen", frozenset())
     if not isinstance(frozen, frozenset) or not all(isinstance(name, str) for name in frozen):
         raise CheckpointError(f"{path} can't be read: its frozen is a {type(frozen).__name__}, and no set of names.")
+    data = values.get("data")
+    if data is not None and not (isinstance(data, Position) and data.is_valid):
+        raise CheckpointError(f"{path} can't be read: its data is {shortened(data)}, and no position.")
     if type(values.get("stop", False)) is not bool:
         raise CheckpointError(f"{path} can't be read: its stop is a {type(values['stop']).__name__}.")
 

@@ -28,7 +28,7 @@ from pure_loop.state import State
 
 _OF_THE_STEP = frozenset(
     {
-        *("model", "timestamp", "previous_timestamp", "seed", "data_seed", "ensemble", "event"),
+        *("model", "timestamp", "previous_timestamp", "seed", "data_seed", "data", "ensemble", "event"),
         *("position", "evaluator"),
         *("batch", "microbatch", "outputs", "loss", "_grads", "grad_norm"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -12,7 +13,7 @@ from itertools import accumulate, chain, islice
 from itertools import count as numbers
 from typing import Any, Literal, TypeAlias, TypeGuard
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.pytree import Batch
@@ -71,9 +72,30 @@ def source(
         raise ArgumentError(
             f"batches_per_epoch={batches_per_epoch!r}: give a number of batches, 1 or more, or None for all of them"
         )
+    dataloader = _as_torchs(dataloader)
     result = _kind(dataloader)(dataloader, seed, stream, batches_per_epoch, share, batches_per_step)
     result.uneven = uneven
     return result
+
+
+def _as_torchs(loader: object) -> object:
+    """A StatefulDataLoader over a dataset with indices as a DataLoader, which resumes by index; others as they are."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    if module is None or not isinstance(loader, DataLoader) or type(loader) is not module.StatefulDataLoader:
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return loader
+    sampler: Any = loader.sampler
+    batch_sampler: Any = loader.batch_sampler
+    if type(sampler).__module__.startswith("torchdata."):
+        sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
+    options: dict[str, Any] = {"batch_sampler": batch_sampler}
+    if batch_sampler is None or type(batch_sampler).__module__.startswith("torchdata."):
+        options = {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": loader.drop_last}
+    for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"):
+        options[name] = getattr(loader, name)
+    options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}
+    return DataLoader[object](loader.dataset, **options)
 
 
 def is_one_shot(loader: object) -> TypeGuard[Iterator[Any]]:

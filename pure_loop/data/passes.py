@@ -15,6 +15,7 @@ import attrs
 from pure_loop._internal.torch_private import end_workers
 from pure_loop.data.copies import Private
 from pure_loop.data.group import END, steps
+from pure_loop.data.position import Counts, Position
 from pure_loop.errors import DataError
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ class _Walk(Generic[T]):
         copy: what they are made on.
         passes: how many have ended.
         items: the pass that the next epoch continues.
+        gone: how many items of it that pass was given before.
         taken: the items taken, of all passes.
         cut_short: what ``taken`` was when a pass ended with a step of fewer items.
     """
@@ -35,6 +37,7 @@ class _Walk(Generic[T]):
     copy: Private[Any]
     passes: int = 0
     items: Iterator[T] | None = None
+    gone: int = 0
     taken: int = 0
     cut_short: int = -1
 
@@ -78,16 +81,43 @@ class Passes(Generic[T]):
         self._independent = independent
         self._stream = stream
         self._per_step = per_step
-        # The walk that no epoch is using; and whether there was another before it.
+        # The walk that no epoch is using; the last one; and whether there was another before it.
         self._idle: _Walk[T] | None = None
+        self._walk: _Walk[T] | None = None
         self._began = False
 
     def epoch(self, epoch: int, start: int, seen: int) -> Generator[T, None, None]:
         """The items of an epoch from ``start`` on, after ``seen`` in all the run."""
         return self._continued(start, seen) if self.continues else self._whole(epoch, start)
 
+    def counts(self) -> Counts:
+        """What a position says of all passes."""
+        walk = self._walk
+        assert walk is not None
+        return {"passes": walk.passes, "items": walk.taken, "ending": walk.cut_short}
+
+    def go_to(self, at: Position, run: Callable[[Private[Any]], Iterator[T]], *, ended: bool) -> None:
+        """Stand where a run stood after the batch of a position; the next epoch goes on from there.
+
+        Args:
+            at: the position.
+            run: ``copy -> items`` of the pass in which that batch was, after it.
+            ended: whether it was the last one of an epoch.
+        """
+        walk = _Walk[T](self._fresh(), at.passes, taken=at.items, cut_short=at.ending, gone=at.item + 1)
+        walk.items = run(walk.copy)
+        if (at.passes > at.number) if self.continues else ended:
+            # What the loader was asked for after the last step: mostly the end of the pass.
+            limit = None if self.continues or self._limit is None else self._limit - walk.gone
+            for _ in islice(walk.items, limit):
+                pass
+            walk.close()
+            walk.passes = at.number + 1
+        self._idle = walk
+
     def close(self) -> None:
         """End a pass that is in progress."""
+        self._walk = None
         if self._idle is not None:
             self._idle.close()
             self._idle = None
@@ -96,10 +126,11 @@ class Passes(Generic[T]):
         walk = self._taken_over()
         if walk is None or walk.passes != epoch:
             walk = self._at(epoch)
-        items = walk.items or self._run(walk.copy, epoch)
-        walk.items = None
+        items, gone = (self._run(walk.copy, epoch), 0) if walk.items is None else (walk.items, walk.gone)
+        walk.items, walk.gone = None, 0
+        self._walk = walk
         try:
-            yield from islice(items, start, self._limit)
+            yield from islice(items, start - gone, None if self._limit is None else self._limit - gone)
         finally:
             shut(items)
         walk.passes = epoch + 1
@@ -115,6 +146,7 @@ class Passes(Generic[T]):
             ends = 0
             while walk.taken < seen and ends < 2:  # two ends in a row: nothing comes
                 ends = ends + 1 if self._next(walk) is END else 0
+        self._walk = walk
         # The end of the pass was met while its last step was loaded, and is that of the epoch.
         ended = start > 0 and walk.taken == walk.cut_short
         try:

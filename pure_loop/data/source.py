@@ -16,20 +16,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, islice
 from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.frames import callers, variable
-from pure_loop._internal.pytree import Batch
+from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.torch_private import default_collate_functions
 from pure_loop.data.batch import are_alike
 from pure_loop.data.changes import has_epochs
 from pure_loop.data.copies import Private
 from pure_loop.data.group import END, Share, grouped, joined, steps
 from pure_loop.data.passes import Passes, iterator_made, shut
+from pure_loop.data.position import REPLAY, Counts, Position, digest_of, settled
+from pure_loop.data.tokens import name_of, tokens_of
 from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.authors import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
@@ -47,6 +49,8 @@ class Source(ABC):
     uneven: Literal["stop", "pad"] | None = None
     # What a rank keeps company with, when its own data has ended and that of others has not.
     last_batch: Batch = END
+    # ``(epoch, batch) -> position`` of the batch that was given last; None: the numbers of the timestamp are enough.
+    position: Callable[[int, int], Position] | None = None
 
     def __init__(
         self, loader: Any, seed: int, stream: str, limit: int | None, share: Share | None, per_step: int = 1
@@ -150,6 +154,21 @@ class Source(ABC):
             if is_empty:
                 raise DataError(f"the {self._stream} dataloader gave no batch in epoch {epoch}: {self._empty}")
 
+    def goes_on(self, at: Position, epoch: int, start: int, seen: int) -> bool:
+        """Whether the next epoch that is opened reads on from a position, and no batch again but that one.
+
+        Args:
+            at: what the State of the run has.
+            epoch, start, seen: as of :meth:`epoch`.
+
+        Raises:
+            ResumeError: the position is another source's.
+        """
+        raise ResumeError(
+            f"state.data is a position of {at.source}, and the {self._stream} dataloader is a "
+            f"{type(self._loader).__name__}: give the data of the run. {REPLAY}"
+        )
+
     def resume(self, epoch: int, start: int, samples: int, count: Callable[[Batch], int], *, changed: bool) -> int:
         """How many steps of an epoch are left out when training resumes, perhaps with batches of another size.
 
@@ -229,6 +248,52 @@ class _Unindexed(Source):
 
     # What was made of an epoch when training resumes, to compare it with what is dropped.
     _made: tuple[tuple[int, int], int, Callable[[Batch], int]] | None = None
+    # The epoch and the batch from which it resumes by a position.
+    _at: tuple[tuple[int, int], Position] | None = None
+    # The pass and the number of the last batch, the token before it, and its digest.
+    _last: tuple[int, int, PyTree, int]
+
+    @cached_property
+    def _name(self) -> str:
+        return name_of(self._loader)
+
+    def goes_on(self, at: Position, epoch: int, start: int, seen: int) -> bool:
+        if at.source != self._name:
+            raise ResumeError(
+                f"state.data is a position of {at.source}, and the {self._stream} dataloader is that of {self._name}: "
+                f"a token is read by the class and the version that wrote it. {REPLAY}"
+            )
+        if tokens_of(self._loader) is None or at.seed != self._seed or not at.is_of(epoch, start, seen):
+            return False
+        self._at = (epoch, start * self._per_step), at
+        return True
+
+    def _take_position(self, epoch: int, start: int) -> Position | None:
+        at, self._at = self._at, None
+        return at[1] if at is not None and at[0] == (epoch, start) else None
+
+    def _note(self, number: int, item: int, token: PyTree, batch: Batch) -> None:
+        """Remember where a batch stands that is about to be given."""
+        self._last = number, item, settled(token, self._name), digest_of(batch)
+        self.position = self._position
+
+    def _position(self, epoch: int, batch: int) -> Position:
+        number, item, token, digest = self._last
+        return Position(
+            epoch=epoch,
+            batch=batch,
+            source=self._name,
+            token=token,
+            digest=digest,
+            seed=self._seed,
+            number=number,
+            item=item,
+            **self._counts(),
+        )
+
+    def _counts(self) -> Counts:
+        """What a position says of all passes."""
+        return {}
 
     def resume(self, epoch: int, start: int, samples: int, count: Callable[[Batch], int], *, changed: bool) -> int:
         if not self.uneven and self._per_step == 1:
@@ -248,8 +313,10 @@ class Iterated(_Unindexed):
     _in_workers = False
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        resumed = self._take_made(epoch, start)
-        if resumed is None:
+        resumed, at = self._take_made(epoch, start), self._take_position(epoch, start)
+        if at is not None:
+            self._passes.go_to(at, partial(self._pass, number=at.number, at=at), ended=start == 0)
+        if resumed is None or at is not None:
             yield from self._passes.epoch(epoch, start, seen)
             return
         samples, count = resumed
@@ -285,26 +352,48 @@ class Iterated(_Unindexed):
     def _run(self, copy: Private[Any], number: int) -> Batches:
         return self._pass(self._copy() if number and self._selects else copy, number)
 
-    def _pass(self, copy: Private[Any], number: int, seed_pass: int | None = None) -> Batches:
-        """The batches of a pass; ``seed_pass`` is the pass whose seeds it has, if another."""
+    def _pass(
+        self, copy: Private[Any], number: int, seed_pass: int | None = None, at: Position | None = None
+    ) -> Batches:
+        """The batches of a pass.
+
+        Args:
+            copy: what is iterated over.
+            number: of the pass.
+            seed_pass: the pass whose seeds it has, if another.
+            at: begin after the batch of this position; None: at the first batch.
+        """
         seed_pass = number if seed_pass is None else seed_pass
         batches: Iterator[Batch] | None = None
         try:
             with seeded_all(derive(self._seed, seed_pass, "iter")):
-                batches = iter(self._for_pass(copy, number, seed_pass))
+                loader = self._for_pass(copy, number, seed_pass)
+                tokens = tokens_of(loader)
+                batches = iter(loader) if tokens is None else tokens.begin(at and at.token, at=at is not None)
+            if tokens is not None and not tokens.tells:
+                tokens = None
             iterator_made(batches)
             guard = nullcontext if self._in_workers else self._guard_of([batches])
-            for position in count():
-                with guard(derive(self._seed, seed_pass, position)):
+            for item in count(0 if at is None else at.item):
+                token = None if tokens is None else tokens.token()
+                with guard(derive(self._seed, seed_pass, item)):
                     batch = next(batches, END)
+                if at is not None and item == at.item:
+                    at.compare(None if batch is END else batch, self._stream)
+                    continue
                 if batch is END:
                     return
+                if tokens is not None:
+                    self._note(number, item, token, batch)
                 yield batch
                 del batch
         finally:
             with seeded_all(derive(self._seed, seed_pass, "close")):
                 if not copy.keeps(batches):
                     shut(batches)
+
+    def _counts(self) -> Counts:
+        return self._passes.counts()
 
     def _copy(self) -> Private[Any]:
         return Private(self._loader, seeds=False)
@@ -363,7 +452,16 @@ class OneShot(_Unindexed):
     def _count(self) -> int:
         raise TypeError
 
+    def _counts(self) -> Counts:
+        return {"items": self._taken}
+
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        at, tokens = self._take_position(epoch, start), tokens_of(self._loader)
+        if tokens is not None:
+            tokens.begin(at and at.token, at=at is not None)
+            tokens = tokens if tokens.tells else None
+        if at is not None:
+            self._made, self._taken = None, at.items - 1
         if self._taken > seen:
             raise DataError(
                 f"the {self._stream} iterator has already yielded {self._taken} batches and can't go back to batch "
@@ -378,12 +476,19 @@ class OneShot(_Unindexed):
                     why = "An iterator has no indices by which samples could be skipped."
                     raise self._refuse_other_sizes(epoch, start, resumed[0], samples, why)
                 resumed = None
+            token = None if tokens is None else tokens.token()
             with guard(derive(self._seed, "item", self._taken)):
                 batch = next(self._loader, END)
+            if at is not None:
+                at.compare(None if batch is END else batch, self._stream)
+                at, self._taken = None, self._taken + 1
+                continue
             if batch is END:
                 break
             self._taken += 1
             if self._taken > seen:
+                if tokens is not None:
+                    self._note(0, self._taken - 1, token, batch)
                 yield batch
             elif resumed is not None and self._taken > seen - start:
                 samples += resumed[1](batch)

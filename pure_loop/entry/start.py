@@ -185,8 +185,9 @@ class Start:
         state = over_members(self._completed, stopped=True)(state)
         # Both timestamps, because the learning rate of a batch is asked for at the one before it.
         t = state.timestamp
-        start = t.batch_in_epoch
-        if start:
+        start, at = t.batch_in_epoch, state.data
+        goes_on = at is not None and self.source.goes_on(at, t.epoch, start, t.batch)
+        if start and not goes_on:
             changed = len({t.batches_per_epoch, self.source.length} - {None}) > 1
             start = self.source.resume(t.epoch, start, t.sample_in_epoch, self.task.samples, changed=changed)
         fields: TimestampFields = {"max_duration": self.max_duration, "batches_per_epoch": self.source.length}

@@ -261,7 +261,11 @@ def _load(state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> tuple[
     fit.boundary.state = None
     fit.boundary.evaluated.clear()
     batch, samples, tokens = ready
-    return _loaded[type(state)](state, batch), samples, tokens
+    position = fit.source.position
+    if position is None:
+        return _loaded[type(state)](state, batch), samples, tokens
+    t = state.timestamp
+    return _placed[type(state)](state, batch, position(t.epoch, t.batch)), samples, tokens
 
 
-_loaded = setter("batch")
+_loaded, _placed = setter("batch"), setter("batch", "data")
