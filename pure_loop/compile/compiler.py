@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from pure_loop._internal.pytree import Batch
+from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop.cadence import Cadence
 from pure_loop.compile.evaluation import CompiledEvaluation
 from pure_loop.compile.graph import Ended, PerBatch, Traced, at
@@ -227,13 +227,14 @@ class Compiler(Segments):
         assert end is not None
         count = self.steps if fit.source.batches_stay and end.unit is not TimeUnit.SECOND else 1
         while segment.repeats(state):
-            previous, timestamp = state.previous_timestamp, state.timestamp
+            previous, timestamp, data = state.previous_timestamp, state.timestamp, state.data
             calls: list[Call] = []
             call: Call | None = None
             failed: Exception | None = None
             while len(calls) < count:
                 try:
                     loaded = next(batches, END)
+                    position = fit.source.position and fit.source.position(timestamp.epoch, timestamp.batch)
                     ready = train_batch(state, fit, loaded, stopwatch.lap, timestamp.batch)
                 except Exception as error:
                     failed = error  # its turn comes after the steps before it
@@ -254,15 +255,15 @@ class Compiler(Segments):
                     stopwatch.last -= seconds  # the next lap has them, too
                     break
                 calls.append(call)
-                previous, timestamp = timestamp, after
+                previous, timestamp, data = timestamp, after, position or data
             state, stopped = segment.again(state, calls)
             if stopped is not None:
                 number, report = stopped
                 previous, timestamp, _ = calls[number].env.timestamps
-                raise self.nonfinite(_timed(state, timestamp, previous), report, calls[number].per_batch[0])
+                raise self.nonfinite(_timed(state, timestamp, previous, data), report, calls[number].per_batch[0])
             if failed is not None:
                 raise failed
-            state = _timed(state, timestamp, previous)
+            state = _timed(state, timestamp, previous, data)
             if len(calls) < count:
                 break
         return state
@@ -321,8 +322,8 @@ def _loop_is_due(before: Timestamp, after: Timestamp, end: Time, fit: Fit) -> bo
     )
 
 
-def _timed(state: State, timestamp: Timestamp, previous: Timestamp) -> State:
-    """The State with these timestamps."""
+def _timed(state: State, timestamp: Timestamp, previous: Timestamp, data: PyTree) -> State:
+    """The State with these timestamps, and this position of its data."""
     if state.timestamp is timestamp:
         return state
-    return with_fields(state, timestamp=timestamp, previous_timestamp=previous)
+    return with_fields(state, timestamp=timestamp, previous_timestamp=previous, data=data)

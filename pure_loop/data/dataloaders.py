@@ -24,7 +24,8 @@ from pure_loop.data.copies import Private
 from pure_loop.data.group import END, Part, Share
 from pure_loop.data.passes import Passes, iterator_made, shut
 from pure_loop.data.samples import num_samples
-from pure_loop.data.source import Batches, Iterated, Listed, OneShot, Source
+from pure_loop.data.source import Batches, Listed, Source
+from pure_loop.data.streams import Iterated, OneShot
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.random import derive
 

@@ -41,7 +41,8 @@ class Position:
         epoch, batch: the epoch, and the number in the run, of the last batch that was handed over.
         source: the class that has the token, and the version of its package: ``"StatefulDataLoader 0.11.0"``.
         token: what the source gave before it read that batch: numbers, texts, bytes, tensors, and containers of them.
-        digest: a checksum of that batch (:func:`digest_of`).
+            Of the first batch of a pass after it, because some say only then that another pass has begun.
+        digest: a checksum of that batch (:func:`digest_of`); None where the token is that after it.
         seed: the seed of the source, from which the random numbers of each batch come.
         number, item: the pass over the source in which that batch was, and its number in the pass.
         passes, items, ending: the passes that had ended after it, the batches read in all of them, and how many these
@@ -55,7 +56,7 @@ class Position:
     batch: int
     source: str
     token: PyTree = attrs.field(eq=False, repr=False)
-    digest: int = attrs.field(eq=False, repr=False)
+    digest: int | None = attrs.field(eq=False, repr=False)
     seed: int = attrs.field(eq=False, repr=False)
     number: int = attrs.field(eq=False, repr=False)
     item: int = attrs.field(eq=False, repr=False)
@@ -66,8 +67,14 @@ class Position:
     @property
     def is_valid(self) -> bool:
         """Whether its fields are of the types that they have; one that was read from a file may have others."""
-        names = ("epoch", "batch", "digest", "seed", "number", "item", "passes", "items", "ending")
-        return type(self.source) is str and all(type(getattr(self, name)) is int for name in names)
+        names = ("epoch", "batch", "seed", "number", "item", "passes", "items", "ending")
+        of_texts = type(self.source) is str and (self.digest is None or type(self.digest) is int)
+        return of_texts and all(type(getattr(self, name)) is int for name in names)
+
+    @property
+    def next_item(self) -> int:
+        """The number in the pass of the batch to which the token leads."""
+        return self.item + (self.digest is None)
 
     def is_of(self, epoch: int, in_epoch: int, batch: int) -> bool:
         """Whether its batch is the last one of a run with so many finished epochs, batches in this one, and batches."""

@@ -31,6 +31,7 @@ from pure_loop.testing.law import Law, law
 from pure_loop.testing.laws.composition import Commutation, CommutationMatrix, commutation, commutation_matrix
 from pure_loop.testing.laws.of_scripts import Scripted, Seed
 from pure_loop.testing.parametrize import parametrize_with_checks
+from pure_loop.testing.positions import check_positions
 from pure_loop.testing.problems import PROBLEMS, Problem
 from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report
 from pure_loop.testing.strategies import (
@@ -66,6 +67,7 @@ __all__ = [
     "check_algorithm",
     "check_callback",
     "check_loop",
+    "check_positions",
     "check_script",
     "commutation",
     "commutation_matrix",

@@ -17,7 +17,8 @@ from pure_loop import Event
 from pure_loop.algorithms import ema
 from pure_loop.compile.segment import Segment
 from pure_loop.data.dataloaders import source
-from pure_loop.data.source import Iterated, Listed
+from pure_loop.data.source import Listed
+from pure_loop.data.streams import Iterated
 from tests.support import problem
 from tests.support.compiling import assert_close, every_third, fit, mlp
 

@@ -227,7 +227,7 @@ class LacksReplay(Private[Any]):
     ],
 )
 def test_a_wrong_source_breaks_the_law(wrong: Any, make: Make, message: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("pure_loop.data.source.Private", wrong)
+    monkeypatch.setattr("pure_loop.data.streams.Private", wrong)
     with pytest.raises(AssertionError, match=message):
         check(lambda: surrounded(make, ["wrapper"]))
 

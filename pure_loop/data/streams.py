@@ -1,0 +1,289 @@
+"""Data without indices: what can be iterated over again and again, and iterators.
+
+A run that resumes goes on from the state that such data has of its own (:mod:`pure_loop.data.tokens`). Where it has
+none, what was seen is drawn again and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import cached_property, partial
+from itertools import count, islice
+from typing import Any
+
+from pure_loop._internal.closing import closing
+from pure_loop._internal.pytree import Batch, PyTree
+from pure_loop.data.batch import are_alike
+from pure_loop.data.changes import has_epochs
+from pure_loop.data.copies import Private
+from pure_loop.data.group import END, steps
+from pure_loop.data.passes import Passes, iterator_made, shut
+from pure_loop.data.position import REPLAY, Counts, Position, digest_of, settled
+from pure_loop.data.source import Batches, Source
+from pure_loop.data.tokens import Tokens, name_of, tokens_of
+from pure_loop.errors import DataError, ResumeError
+from pure_loop.random.seeds import derive, seeded_all
+
+
+class _Unindexed(Source):
+    """Batches without indices: what was seen is drawn and dropped."""
+
+    # What was made of an epoch when training resumes, to compare it with what is dropped.
+    _made: tuple[tuple[int, int], int, Callable[[Batch], int]] | None = None
+    # The epoch and the batch from which it resumes by a position.
+    _at: tuple[tuple[int, int], Position] | None = None
+    # The pass and the number of the last batch, and the token before it with the digest of the batch.
+    _last: tuple[int, int, Callable[[], tuple[PyTree, int | None]]]
+
+    @property
+    def replays(self) -> bool:
+        return self.position is None
+
+    @cached_property
+    def _name(self) -> str:
+        return name_of(self._loader)
+
+    def goes_on(self, at: Position, epoch: int, start: int, seen: int) -> bool:
+        if at.source != self._name:
+            raise ResumeError(
+                f"state.data is a position of {at.source}, and the {self._stream} dataloader is that of {self._name}: "
+                f"a token is read by the class and the version that wrote it. {REPLAY}"
+            )
+        if tokens_of(self._loader) is None or at.seed != self._seed or not at.is_of(epoch, start, seen):
+            return False
+        self._at = (epoch, start * self._per_step), at
+        return True
+
+    def _take_position(self, epoch: int, start: int) -> Position | None:
+        at, self._at = self._at, None
+        return at[1] if at is not None and at[0] == (epoch, start) else None
+
+    def _note(self, number: int, item: int, tokens: Tokens, token: PyTree, batch: Batch) -> None:
+        """Remember where a batch stands that is about to be given."""
+        before = settled(token, self._name), digest_of(batch)
+        self._last = number, item, (lambda: before) if item else (lambda: (settled(tokens.token(), self._name), None))
+        self.position = self._position
+
+    def _position(self, epoch: int, batch: int) -> Position:
+        number, item, told = self._last
+        token, digest = told()
+        return Position(
+            epoch=epoch,
+            batch=batch,
+            source=self._name,
+            token=token,
+            digest=digest,
+            seed=self._seed,
+            number=number,
+            item=item,
+            **self._counts(),
+        )
+
+    def _counts(self) -> Counts:
+        """What a position says of all passes."""
+        return {}
+
+    def resume(self, epoch: int, start: int, samples: int, count: Callable[[Batch], int], *, changed: bool) -> int:
+        if not self.uneven and self._per_step == 1:
+            self._made = (epoch, start), samples, count
+        return start
+
+    def _take_made(self, epoch: int, start: int) -> tuple[int, Callable[[Batch], int]] | None:
+        """How many samples were made of an epoch, and what counts them; None where training begins."""
+        resumed, self._made = self._made, None
+        return None if resumed is None or resumed[0] != (epoch, start) else resumed[1:]
+
+
+class Iterated(_Unindexed):
+    """Anything that can be iterated over again and again."""
+
+    _loader: Iterable[Batch]
+    _in_workers = False
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        resumed, at = self._take_made(epoch, start), self._take_position(epoch, start)
+        if at is not None:
+            self._passes.go_to(at, partial(self._pass, number=at.number, at=at), ended=start == 0)
+        if resumed is None or at is not None:
+            yield from self._passes.epoch(epoch, start, seen)
+            return
+        samples, count = resumed
+        with closing(self._passes.epoch(epoch, 0, seen - start)) as batches:
+            total = sum(map(count, islice(batches, start)))
+            if total != samples:
+                why = "The loader has no indices by which samples could be skipped."
+                raise self._refuse_other_sizes(epoch, start, samples, total, why)
+            yield from batches
+
+    def close(self) -> None:
+        self._passes.close()
+
+    @property
+    def reads_once(self) -> bool:
+        # An iterator in an attribute is shared with every copy.
+        owners = (self._loader, getattr(self._loader, "dataset", None))
+        values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+        return any(type(value) is not count and isinstance(value, Iterator) for value in values)
+
+    @cached_property
+    def _passes(self) -> Passes[Batch]:
+        return Passes(
+            self._copy,
+            self._run,
+            limit=self._limit,
+            continues=self._limit is not None and self.loader_length is None,
+            independent=self._independent,
+            stream=self._stream,
+            per_step=self._per_step,
+        )
+
+    def _run(self, copy: Private[Any], number: int) -> Batches:
+        return self._pass(self._copy() if number and self._selects else copy, number)
+
+    def _pass(
+        self, copy: Private[Any], number: int, seed_pass: int | None = None, at: Position | None = None
+    ) -> Batches:
+        """The batches of a pass.
+
+        Args:
+            copy: what is iterated over.
+            number: of the pass.
+            seed_pass: the pass whose seeds it has, if another.
+            at: begin after the batch of this position; None: at the first batch.
+        """
+        seed_pass = number if seed_pass is None else seed_pass
+        batches: Iterator[Batch] | None = None
+        try:
+            with seeded_all(derive(self._seed, seed_pass, "iter")):
+                loader = self._for_pass(copy, number, seed_pass)
+                tokens = tokens_of(loader)
+                batches = iter(loader) if tokens is None else tokens.begin(at and at.token, at=at is not None)
+            if tokens is not None and not tokens.tells:
+                tokens = None
+            iterator_made(batches)
+            guard = nullcontext if self._in_workers else self._guard_of([batches])
+            for item in count(0 if at is None else at.next_item):
+                token = None if tokens is None else tokens.token()
+                with guard(derive(self._seed, seed_pass, item)):
+                    batch = next(batches, END)
+                if at is not None and item == at.item:
+                    at.compare(None if batch is END else batch, self._stream)
+                    continue
+                if batch is END:
+                    return
+                if tokens is not None:
+                    self._note(number, item, tokens, token, batch)
+                yield batch
+                del batch
+        finally:
+            with seeded_all(derive(self._seed, seed_pass, "close")):
+                if not copy.keeps(batches):
+                    shut(batches)
+
+    def _counts(self) -> Counts:
+        return self._passes.counts()
+
+    def _copy(self) -> Private[Any]:
+        return Private(self._loader, seeds=False)
+
+    def _for_pass(self, copy: Private[Iterable[Batch]], number: int, seed_pass: int) -> Iterable[Batch]:
+        """What to iterate over in a pass, with the seeds of the pass ``seed_pass``."""
+        return copy.begin(derive(self._seed, seed_pass, "order"), number)
+
+    def _independent(self, copy: Private[Any]) -> bool | None:
+        return True if self._selects else copy.independent
+
+    @property
+    def _has_epochs(self) -> bool:
+        return has_epochs(self._loader)
+
+    @cached_property
+    def _selects(self) -> bool:
+        """Whether ``set_epoch`` says what a pass is, whatever passes were made before: each is made on a new copy.
+
+        What a pass leaves behind is mostly bookkeeping. It counts where new copies begin passes 0 and 1 alike, and a
+        copy on which pass 0 was made begins pass 1 otherwise.
+        """
+        if not self._has_epochs:
+            return False
+        copy = self._copy()
+        if copy.counts_without_epochs:
+            return False
+        copy.watch()
+        first = self._first(copy, 0)
+        if not copy.changed():
+            return True
+        second = self._first(self._copy(), 1)
+        return not are_alike(first, second) or are_alike(second, self._first(copy, 1))
+
+    def _first(self, copy: Private[Any], number: int) -> Batch:
+        """The first batch of a pass, with the random numbers of pass 0: noise in it is the same in each."""
+        with closing(self._pass(copy, number, seed_pass=0)) as batches:
+            return next(batches, END)
+
+
+class OneShot(_Unindexed):
+    """An iterator: an epoch is what it gives next, and only what the run has not seen."""
+
+    _empty = (
+        "its iterator is exhausted; give a list or a DataLoader, which can be gone through again, or set "
+        "batches_per_epoch to divide what an iterator gives into epochs"
+    )
+
+    _loader: Iterator[Batch]
+    _taken = 0
+
+    @property
+    def reads_once(self) -> bool:
+        return True
+
+    def _count(self) -> int:
+        raise TypeError
+
+    def _counts(self) -> Counts:
+        return {"items": self._taken}
+
+    def _batches(self, epoch: int, start: int, seen: int) -> Batches:
+        at, tokens = self._take_position(epoch, start), tokens_of(self._loader)
+        if tokens is not None:
+            tokens.begin(at and at.token, at=at is not None)
+            tokens = tokens if tokens.tells else None
+        if at is not None:
+            self._made, self._taken = None, at.items - 1 + (at.digest is None)
+            at = None if at.digest is None else at
+        if self._taken > seen:
+            raise DataError(
+                f"the {self._stream} iterator has already yielded {self._taken} batches and can't go back to batch "
+                f"{seen}; pass a new iterator that starts at the first batch, or a list or a DataLoader"
+            )
+        guard = self._guard_of([self._loader])
+        resumed = self._take_made(epoch, start)
+        samples = 0
+        while True:
+            if resumed is not None and self._taken == seen:
+                if samples != resumed[0]:
+                    why = "An iterator has no indices by which samples could be skipped."
+                    raise self._refuse_other_sizes(epoch, start, resumed[0], samples, why)
+                resumed = None
+            token = None if tokens is None else tokens.token()
+            with guard(derive(self._seed, "item", self._taken)):
+                batch = next(self._loader, END)
+            if at is not None:
+                at.compare(None if batch is END else batch, self._stream)
+                at, self._taken = None, self._taken + 1
+                continue
+            if batch is END:
+                break
+            self._taken += 1
+            if self._taken > seen:
+                if tokens is not None:
+                    self._note(0, self._taken - 1, tokens, token, batch)
+                yield batch
+            elif resumed is not None and self._taken > seen - start:
+                samples += resumed[1](batch)
+        if steps(self._taken, self._per_step) * self._per_step < seen:  # the last step may have had fewer batches
+            raise DataError(
+                f"the {self._stream} iterator gave {self._taken} batches, but {seen} were seen before this point; "
+                "resuming needs a new iterator that starts at the first batch, because those that were seen are dropped"
+            )
