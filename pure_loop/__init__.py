@@ -17,7 +17,7 @@ from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING
 
-from pure_loop import errors, gradients, metrics, optim, random, stages
+from pure_loop import data, errors, gradients, metrics, optim, random, stages
 from pure_loop._internal.lazy import lazily as _lazily
 from pure_loop._internal.version import __version__ as __version__
 from pure_loop.algorithm import Algorithm, algorithm, compose, one_of
@@ -97,6 +97,7 @@ __all__ = [
     "callbacks",
     "checkpoint",
     "compose",
+    "data",
     "diff",
     "distributed",
     "drive",

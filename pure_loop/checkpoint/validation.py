@@ -237,6 +237,10 @@ def _shape_of_scalars(values: Mapping[str, PyTree], path: object) -> tuple[int, 
     return shape
 
 
+def _of_ranks(data: object) -> Iterable[object]:
+    return data if type(data) is tuple else (data,)
+
+
 def refuse_other_kinds(values: Mapping[str, PyTree], names: Iterable[str], path: object) -> None:
     """
     Raises:
@@ -258,7 +262,7 @@ def _refuse_no_stop(values: Mapping[str, PyTree], path: object) -> None:
     if not isinstance(frozen, frozenset) or not all(isinstance(name, str) for name in frozen):
         raise CheckpointError(f"{path} can't be read: its frozen is a {type(frozen).__name__}, and no set of names.")
     data = values.get("data")
-    if data is not None and not (isinstance(data, Position) and data.is_valid):
+    if not all(item is None or (isinstance(item, Position) and item.is_valid) for item in _of_ranks(data)):
         raise CheckpointError(f"{path} can't be read: its data is {shortened(data)}, and no position.")
     if type(values.get("stop", False)) is not bool:
         raise CheckpointError(f"{path} can't be read: its stop is a {type(values['stop']).__name__}.")

@@ -4,3 +4,8 @@ May import: ``errors``, ``_internal``, ``random``. Begin with ``source.py``: a `
 from any position. ``dataloaders.py`` makes one of any dataloader, ``batch.py`` opens and moves a batch, and
 ``samples.py`` counts and splits it.
 """
+
+from pure_loop.data.position import Position
+from pure_loop.data.tokens import register_position
+
+__all__ = ["Position", "register_position"]

@@ -16,6 +16,7 @@ from pure_loop._internal.tree_ops import are_sharded, full_tensor
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data.batch import map_tensors, to_device
 from pure_loop.data.group import END, Part
+from pure_loop.data.position import Position
 from pure_loop.data.source import Source
 from pure_loop.distributed._rendezvous import named
 from pure_loop.distributed.agreement import (
@@ -106,6 +107,8 @@ class MultiRankEngine(Engine):
         self._whole = (0, 0)
         self._seen = [0, 0]
         self._agreed_buffers = Buffers(ranks)
+        # Whether data of the ranks' own may have positions.
+        self._positions = True
 
     exchanges = True
 
@@ -252,6 +255,14 @@ class MultiRankEngine(Engine):
         if source.uneven == "pad":
             source.last_batch = batch
         return batch
+
+    def position(self, position: Position | None, source: Source) -> PyTree:
+        if source.uneven is None or not self._positions:
+            return position
+        by_rank = tuple(self.talk.gather(position))
+        # Data with indices has none in any batch.
+        self._positions = any(by_rank)
+        return by_rank if self._positions else None
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         lengths = [item for item in self.talk.gather(length) if item is not None]

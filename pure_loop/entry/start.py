@@ -14,9 +14,11 @@ from torch import nn
 
 from pure_loop._internal.devices import read_device
 from pure_loop._internal.hints import SEED_OF_MEMBERS
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
+from pure_loop.data.position import Position
 from pure_loop.data.source import Source
 from pure_loop.entry.algorithm_states import (
     map_tensors,
@@ -149,6 +151,9 @@ def refuse_other_optimizer(state: State, optimizer: Optimizer) -> None:
         refuse_other_memory(served, state.opt_state, trained)
 
 
+_log = get_logger("pure_loop.fit")
+
+
 @attrs.frozen
 class Start:
     """What a State has to fit to be trained by a call, the first one and one that is loaded, and what it lacks.
@@ -185,18 +190,31 @@ class Start:
         state = over_members(self._completed, stopped=True)(state)
         # Both timestamps, because the learning rate of a batch is asked for at the one before it.
         t = state.timestamp
-        start, at = t.batch_in_epoch, state.data
+        start, at = t.batch_in_epoch, self._own_position(state.data)
         goes_on = at is not None and self.source.goes_on(at, t.epoch, start, t.batch)
         if start and not goes_on:
             changed = len({t.batches_per_epoch, self.source.length} - {None}) > 1
             start = self.source.resume(t.epoch, start, t.sample_in_epoch, self.task.samples, changed=changed)
         fields: TimestampFields = {"max_duration": self.max_duration, "batches_per_epoch": self.source.length}
         state = state.replace(
+            data=state.data if goes_on else None,
             timestamp=t.replace(**fields).replace(batch_in_epoch=start),
             previous_timestamp=state.previous_timestamp.replace(**fields),
         )
         refuse_other_algorithm_states(state, self.algorithms)
         return state
+
+    def _own_position(self, data: PyTree) -> Position | None:
+        """The position of this rank's data."""
+        by_rank, own = type(data) is tuple, self.source.uneven is not None
+        if data is None or not (by_rank or own):
+            return data  # type: ignore[no-any-return]
+        if by_rank and own and len(data) == self.engine.ranks:
+            return data[self.engine.rank]  # type: ignore[no-any-return]
+        saved = f"{len(data)} ranks with data of their own" if by_rank else "data that all ranks share"
+        now = "have data of their own" if own else "share their data"
+        _log.warning("state.data is of %s, and %d ranks %s: streams are read again", saved, self.engine.ranks, now)
+        return None
 
     def _completed(self, state: State) -> State:
         """The State with the optimizer state of what a migration excluded; algorithms that lack it begin anew."""

@@ -261,11 +261,11 @@ def _load(state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> tuple[
     fit.boundary.state = None
     fit.boundary.evaluated.clear()
     batch, samples, tokens = ready
-    position = fit.source.position
-    if position is None:
+    source, t = fit.source, state.timestamp
+    if source.position is None and source.uneven is None:
         return _loaded[type(state)](state, batch), samples, tokens
-    t = state.timestamp
-    return _placed[type(state)](state, batch, position(t.epoch, t.batch)), samples, tokens
+    position = None if source.position is None else source.position(t.epoch, t.batch)
+    return _placed[type(state)](state, batch, fit.stages.engine.position(position, source)), samples, tokens
 
 
 _loaded, _placed = setter("batch"), setter("batch", "data")

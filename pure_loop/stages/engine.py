@@ -26,6 +26,7 @@ from pure_loop.stages.references import LARGE, are_unaliased
 from pure_loop.state import Loss, State, raw_opt_state, raw_params
 
 if TYPE_CHECKING:
+    from pure_loop.data.position import Position
     from pure_loop.data.source import Source
     from pure_loop.metrics import Metric
     from pure_loop.model.model import ModelDef
@@ -79,6 +80,10 @@ class Engine:
         batch = to_device(loaded, device, stays=source.keeps_pinned)
         # Where it comes from: on the device a count of numbers would wait for the batches before.
         return batch, task.samples(loaded), task.tokens(loaded)
+
+    def position(self, position: Position | None, source: Source) -> PyTree:
+        """Where the data stands after a batch, on all ranks: that of one rank, or of each that has data of its own."""
+        return position
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         """The number of batches of an epoch on all ranks, where this rank's data has ``length``."""
