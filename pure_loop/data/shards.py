@@ -14,14 +14,20 @@ from typing import Any
 
 import attrs
 
+# Stages that give the order of shards: the same in each pass, or by the number of the pass that they count.
+_ORDERING = frozenset(
+    {"SimpleShardList", "single_node_only", "split_by_node", "split_by_worker", "_shuffle", "detshuffle"}
+)
 # Stages that open shards, and that make samples of them; the last of the first, and the first of the second, is both.
 _OPENING = frozenset({"StreamingOpen", "FileCache", "tarfile_samples", "url_opener"})
 _SAMPLING = frozenset({"tarfile_samples", "group_by_keys"})
-# Stages that make one sample of each, or none, or collect as many as they give at once.
+# Stages that make one sample of each, or none; and the one that collects batches, which asks for one sample more before
+# it gives a batch, and keeps that.
+_BATCHED = "_batched"
 _KEEPING_NOTHING = frozenset(
     {
         *("_info", "_select", "_log_keys", "_decode", "_map", "_rename", "_associate", "_map_dict", "_to_tuple"),
-        *("_map_tuple", "_batched", "_unlisted", "_extract_keys", "_rename_keys", "check_empty"),
+        *("_map_tuple", _BATCHED, "_extract_keys", "_rename_keys", "check_empty"),
     }
 )
 
@@ -55,11 +61,13 @@ class Pipeline:
     Attributes:
         dataset: a ``DataPipeline``, such as a ``WebDataset``.
         shard, offset: the number of the shard at hand, and how many samples it has given.
+        kept: these two before the sample that is kept for the next batch; None: none is.
     """
 
     dataset: Any
     shard: int = 0
     offset: int = 0
+    kept: tuple[int, int] | None = None
 
     @property
     def stages(self) -> list[Any]:
@@ -71,14 +79,20 @@ class Pipeline:
         """Why it has no position, in words; None: it has one."""
         names = list(map(_name, self.stages))
         sampling = [i for i, name in enumerate(names) if name in _SAMPLING]
-        if not sampling or not _OPENING.intersection(names):
-            return "the pipeline of webdataset reads no tar files"
+        opening = [i for i, name in enumerate(names) if name in _OPENING]
+        if not sampling or not opening:
+            return "the pipeline of webdataset reads no tar files in this process"
+        drawing = [name for name in names[: opening[0]] if name not in _ORDERING]
+        if drawing:
+            return f"{drawing[0]} of the webdataset pipeline may draw other shards in each pass"
         if self.dataset.repetitions != 1:
             return (
                 "the pipeline of webdataset repeats its shards: leave out repeat and with_epoch, and write "
                 "fit(batches_per_epoch=...)"
             )
         unknown = [name for name in names[sampling[0] + 1 :] if name not in _KEEPING_NOTHING]
+        if names.count(_BATCHED) > 1:
+            return "the pipeline of webdataset has more than one stage 'batched', each of which keeps samples"
         if unknown:
             return (
                 f"the stage {unknown[0].strip('_')!r} of the webdataset pipeline may keep samples, which would be "
@@ -86,24 +100,43 @@ class Pipeline:
             )
         return None
 
-    def begin(self, token: Mapping[str, int]) -> None:
-        """Let the next pass go to a token, and count from there."""
+    def begin(self, token: Mapping[str, Any] | None) -> None:
+        """Let the next pass go to a token, or begin, and count from there."""
         stages = self.stages
         names = list(map(_name, stages))
         opening = next(i for i, name in enumerate(names) if name in _OPENING)
         sampling = next(i for i, name in enumerate(names) if name in _SAMPLING)
-        self.shard, self.offset = token["shard"] - 1, 0
+        batching = names.index(_BATCHED) if _BATCHED in names else len(names)
+        first, skipped = (0, 0) if token is None else (token["shard"], token["offset"])
+        for stage, epoch in zip(self._counting(), [] if token is None else token["epochs"], strict=False):
+            stage.epoch = epoch - 1  # it counts the pass when that begins
+        self.shard, self.offset, self.kept = first - 1, 0, None
         self.dataset.pipeline = [
             *stages[:opening],
-            _Stage(partial(self._shards, token["shard"])),
+            _Stage(partial(self._shards, first)),
             *stages[opening : sampling + 1],
-            _Stage(partial(self._samples, token["offset"])),
-            *stages[sampling + 1 :],
+            _Stage(partial(self._samples, skipped)),
+            *stages[sampling + 1 : batching],
+            *([_Stage(self._keeping)] if batching < len(names) else []),
+            *stages[batching:],
         ]
 
-    def token(self) -> dict[str, int]:
+    def _counting(self) -> list[Any]:
+        """The stages that order shards by the number of the pass."""
+        return [stage for stage in self.stages if type(getattr(stage, "epoch", None)) is int]
+
+    def token(self) -> dict[str, Any]:
         """Where the pass stands."""
-        return {"shard": max(self.shard, 0), "offset": self.offset}
+        shard, offset = (self.shard, self.offset) if self.kept is None else self.kept
+        epochs = [stage.epoch for stage in self._counting()]
+        return {"shard": max(shard, 0), "offset": offset, "epochs": epochs}
+
+    def _keeping(self, samples: Iterable[Any]) -> Iterator[Any]:
+        before = None
+        for sample in samples:
+            self.kept, before = before, (self.shard, self.offset)
+            yield sample
+        self.kept = None
 
     def _shards(self, first: int, shards: Iterable[Any]) -> Iterator[Any]:
         for shard in islice(shards, first, None):

@@ -81,7 +81,7 @@ class Tokens:
         loader: what is iterated over.
         owner: what has the token: the loader, its dataset, or None: its iterator.
         get, put: how.
-        first: the token of the beginning of a pass, where a pass has to be told to begin there; else None.
+        begins: whether ``put`` is called with None where a pass begins.
         iterator: of the pass, once it has begun.
     """
 
@@ -89,13 +89,13 @@ class Tokens:
     owner: Any
     get: Get
     put: Put
-    first: PyTree = None
+    begins: bool = False
     iterator: Any = None
 
     def begin(self, token: PyTree, *, at: bool) -> Iterator[Any]:
         """Begin the pass: from its beginning, or ``at`` a token."""
-        if self.owner is not None and (at or self.first is not None):
-            result = self.put(self.owner, token if at else self.first)
+        if self.owner is not None and (at or self.begins):
+            result = self.put(self.owner, token if at else None)
             if result is not None and self.owner is self.loader:
                 self.iterator = result
                 return result  # type: ignore[no-any-return]
@@ -155,7 +155,7 @@ def tokens_of(loader: Any) -> Tokens | None:
     pipeline = pipeline_of(owner)
     if pipeline is not None:
         get, put = lambda _: pipeline.token(), lambda _, token: pipeline.begin(token)
-        return Tokens(loader, owner, get, put, first={"shard": 0, "offset": 0})
+        return Tokens(loader, owner, get, put, begins=True)
     methods = methods_of(owner)
     if methods is not None:
         return Tokens(loader, owner, *methods)
@@ -210,7 +210,7 @@ def why_not(loader: Any) -> str | None:
         return (
             "the state of a Hugging Face dataset does not hold its shuffle buffer, so that the samples in it would be "
             "lost: shuffle once and save (Dataset.shuffle().to_iterable_dataset(num_shards=...)), or shuffle the order "
-            "of shards alone"
+            "of shards alone, shuffle(buffer_size=1)"
         )
     if isinstance(owner, DataLoader) and isinstance(dataset, IterableDataset):
         generator = inspect.isgeneratorfunction(type(dataset).__iter__)
@@ -228,7 +228,7 @@ def _buffers(dataset: Any) -> bool:
     pending: list[Any] = [getattr(dataset, "_ex_iterable", None)]
     while pending:
         item = pending.pop()
-        if type(item).__name__ == "BufferShuffledExamplesIterable":
+        if type(item).__name__ == "BufferShuffledExamplesIterable" and item.buffer_size > 1:
             return True
         pending += [value for name, value in getattr(item, "__dict__", {}).items() if name.startswith("ex_iterable")]
         pending = [part for value in pending for part in (value if isinstance(value, list) else [value])]

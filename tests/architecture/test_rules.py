@@ -108,6 +108,7 @@ MUTABLE = {
     ("_internal/processes.py", "_forgetting"): "who is told of a fork",
     ("_internal/owned_files.py", "_held"): "the locks that this process holds",
     ("_internal/owned_files.py", "_turn"): "the lock of its threads, a new one in a fork",
+    ("data/tokens.py", "_registered"): "classes of streams that were registered with their way to resume",
     ("data/passes.py", "_iterators"): "iterators whose workers are of this process",
     ("data/passes.py", "_inherited"): "iterators whose workers are of its parent",
     ("loop/stream.py", "_open"): "streams that have not ended",

@@ -68,17 +68,15 @@ def linear() -> nn.Module:
 
 
 @pytest.mark.parametrize("options", [{}, {"batches_per_epoch": 7, "epochs": 3}, {"batches_per_step": 4}], ids=str)
-@pytest.mark.parametrize(
-    "name", [*(EVERY if THOROUGH else EVERY.keys() - {*IN_WORKERS, "torchdata, indices in workers"})]
-)
+@pytest.mark.parametrize("name", [name for name in EVERY if THOROUGH or "workers" not in name])
 def test_resuming_from_any_batch_gives_what_followed(name: str, options: dict[str, int]) -> None:
     if name == "iterator" and "epochs" not in options:
         options = {**options, "epochs": 1}
     assert check_positions(EVERY[name], max_examples=STOPS, **options).ok
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*IN_WORKERS, "torchdata, indices in workers"])
+@pytest.mark.slow  # two processes for each stop
+@pytest.mark.parametrize("name", [name for name in EVERY if "workers" in name])
 def test_workers_change_nothing(name: str) -> None:
     assert check_positions(EVERY[name], max_examples=STOPS).ok
 
@@ -112,6 +110,7 @@ def test_a_run_that_resumes_from_a_file_reads_what_is_needed(
     assert READ[0] <= needed + BATCH + looked_at
 
 
+# The slow one waits for a compiler.
 @pytest.mark.parametrize("options", [{"microbatch_size": 2}, pytest.param({"compile": True}, marks=pytest.mark.slow)])
 def test_steps_that_load_ahead_keep_the_position_of_the_last_batch(options: dict[str, Any]) -> None:
     seen, kept, last = training(linear(), SOURCES["stateful"](), **options)
@@ -183,6 +182,10 @@ WRONG = {
     "workers": (
         lambda: DataLoader(Stateful(), BATCH, collate_fn=collate, num_workers=1, multiprocessing_context="fork"),
         *("has_position", "use torchdata's StatefulDataLoader"),
+    ),
+    "noise in workers": (
+        lambda: sources.torchdata(sources.Noisy, num_workers=1, multiprocessing_context="fork"),
+        *("resumption", "does not give what followed"),
     ),
     "hugging face": (lambda: sources.hugging_face(20), "has_position", "does not hold its shuffle buffer"),
     "webdataset": (lambda: sources.web_dataset(20), "has_position", "the stage 'shuffle' of the webdataset pipeline"),

@@ -69,19 +69,21 @@ class Noisy(Stateful):
         return (value + torch.rand(()).item() for value in super().__iter__())
 
 
-def _torchdata(dataset: Any = Stateful, **options: Any) -> Any:
+def torchdata(dataset: Any = Stateful, **options: Any) -> Any:
     module = pytest.importorskip("torchdata.stateful_dataloader")
     return module.StatefulDataLoader(dataset(), batch_size=BATCH, collate_fn=collate, **options)
 
 
-def hugging_face(buffer: int = 0) -> DataLoader[Any]:
+def _rows(shards: int = 3) -> Any:
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    table = datasets.Dataset.from_dict({"x": list(range(SAMPLES))})
-    dataset = table.to_iterable_dataset(num_shards=3).map(read)
-    dataset = dataset.shuffle(seed=0, buffer_size=buffer) if buffer else dataset
-    return DataLoader(dataset, batch_size=BATCH, collate_fn=collate)
+    return datasets.Dataset.from_dict({"x": list(range(SAMPLES))}).to_iterable_dataset(num_shards=shards).map(read)
+
+
+def hugging_face(buffer: int = 0) -> DataLoader[Any]:
+    rows = _rows()
+    return DataLoader(rows.shuffle(seed=0, buffer_size=buffer) if buffer else rows, BATCH, collate_fn=collate)
 
 
 def _grain(*, streamed: bool) -> Any:
@@ -109,6 +111,14 @@ def _decoded(row: Any) -> Any:
     return read(row["json"])
 
 
+def _grain_loader() -> Any:
+    grain = pytest.importorskip("grain")
+    rows = grain.sources.RangeDataSource(0, SAMPLES, 1)
+    sharding = grain.sharding.NoSharding()
+    sampler = grain.samplers.IndexSampler(SAMPLES, shard_options=sharding, shuffle=True, num_epochs=1, seed=0)
+    return grain.DataLoader(data_source=rows, sampler=sampler, operations=[grain.transforms.Batch(BATCH)])
+
+
 def web_dataset(buffer: int = 0) -> DataLoader[Any]:
     webdataset = pytest.importorskip("webdataset")
     dataset = webdataset.WebDataset(_shards(), shardshuffle=False)
@@ -116,13 +126,19 @@ def web_dataset(buffer: int = 0) -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=BATCH, collate_fn=collate)
 
 
+def _web_batches() -> Any:
+    webdataset = pytest.importorskip("webdataset")
+    dataset = webdataset.WebDataset(_shards(), shardshuffle=3, detshuffle=True, seed=4)
+    return dataset.decode().map(_decoded).batched(BATCH, collation_fn=collate)
+
+
 _WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 SOURCES: dict[str, Callable[[], Any]] = {
     "indices": lambda: DataLoader(Table(), BATCH, shuffle=True, collate_fn=collate),
     "stateful": lambda: DataLoader(Stateful(), BATCH, collate_fn=collate),
-    "torchdata": _torchdata,
-    "torchdata, workers": partial(_torchdata, **_WORKERS),
+    "torchdata": torchdata,
+    "torchdata, workers": partial(torchdata, **_WORKERS),
     "hugging face": hugging_face,
     "webdataset": web_dataset,
     "grain, map": partial(_grain, streamed=False),
@@ -133,7 +149,11 @@ READ_AHEAD = frozenset({"grain, map"})
 IN_WORKERS = frozenset({"torchdata, workers"})
 
 MORE: dict[str, Callable[[], Any]] = {
-    "torchdata, indices": partial(_torchdata, Table, shuffle=True),
-    "torchdata, indices in workers": partial(_torchdata, Table, shuffle=True, **_WORKERS),
+    "torchdata, indices": partial(torchdata, Table, shuffle=True),
+    "torchdata, indices in workers": partial(torchdata, Table, shuffle=True, **_WORKERS),
+    "torchdata, hugging face in workers": partial(torchdata, _rows, **_WORKERS),
+    "hugging face, shards in another order": partial(hugging_face, 1),
+    "webdataset, batches of shards in another order": _web_batches,
+    "grain, loader": _grain_loader,
     "iterator": lambda: iter(SOURCES["grain, iter"]()),
 }
