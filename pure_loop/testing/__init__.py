@@ -23,7 +23,7 @@ if importlib.util.find_spec("hypothesis") is None:
         "pure_loop.testing draws its examples with Hypothesis, which is not installed: pip install 'pure_loop[testing]'"
     )
 
-from pure_loop.testing import laws, ranks, wrong_algorithms, wrong_loops
+from pure_loop.testing import laws, ranks, wrong_algorithms, wrong_loops, wrong_services
 from pure_loop.testing.case import Case
 from pure_loop.testing.check import check_algorithm, check_callback, check_loop, check_script
 from pure_loop.testing.comparison import Difference, differences
@@ -33,6 +33,8 @@ from pure_loop.testing.laws.of_scripts import Scripted, Seed
 from pure_loop.testing.parametrize import parametrize_with_checks
 from pure_loop.testing.problems import PROBLEMS, Problem
 from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report
+from pure_loop.testing.service import Calls, Served, Service, Session
+from pure_loop.testing.services import check_service
 from pure_loop.testing.strategies import (
     algorithms,
     batches,
@@ -48,6 +50,7 @@ from pure_loop.testing.strategies import (
 
 __all__ = [
     "PROBLEMS",
+    "Calls",
     "Case",
     "CheckFailed",
     "Commutation",
@@ -60,6 +63,9 @@ __all__ = [
     "Report",
     "Scripted",
     "Seed",
+    "Served",
+    "Service",
+    "Session",
     "algorithms",
     "batches",
     "cases",
@@ -67,6 +73,7 @@ __all__ = [
     "check_callback",
     "check_loop",
     "check_script",
+    "check_service",
     "commutation",
     "commutation_matrix",
     "differences",
@@ -84,6 +91,7 @@ __all__ = [
     "timestamps",
     "wrong_algorithms",
     "wrong_loops",
+    "wrong_services",
 ]
 
 

@@ -1,0 +1,389 @@
+"""Laws of training services: a client sends ``forward_backward`` and ``optim_step``, and the server trains.
+
+A law compares what a session gives with what other calls give. Where they differ, the calls that known faults amount to
+are sent, too: a batch that is applied twice gives what two batches give. So a failure names the fault.
+
+>>> from pure_loop.testing import laws, wrong_services
+>>> laws.of_services.resumption(wrong_services.ReferenceService(), max_examples=2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+from unittest import SkipTest
+
+import attrs
+import torch
+from torch import Tensor
+
+from pure_loop.testing.case import Fit
+from pure_loop.testing.comparison import Difference
+from pure_loop.testing.law import law
+from pure_loop.testing.report import LawViolation
+from pure_loop.testing.service import Calls, Sent, Sequel, Served, Session
+
+__all__ = [
+    "accumulation",
+    "determinism",
+    "empty_step",
+    "isolation",
+    "microbatches",
+    "observation",
+    "resumption",
+    "resumption_between",
+    "retries",
+]
+
+
+def _refused(finding: str, case: Calls, weights: Tensor, wanted: Tensor, advice: str = "") -> LawViolation:
+    difference = Difference("session.evaluate(), as one vector", weights, wanted)
+    return LawViolation(
+        f"{finding} The calls: {case.said}.",
+        difference=None if torch.equal(weights, wanted) else difference,
+        advice=advice,
+    )
+
+
+@law("equal calls give equal numbers in two sessions with one seed", of=Served)
+def determinism(subject: Served, case: Calls, fit: Fit) -> None:
+    """Sends all calls twice."""
+    calls = case.before + case.after
+    wanted, again = subject.fresh(case.seed, calls), subject.send(subject.service.create(case.seed), calls)
+    if not subject.same(case, again, wanted):
+        moved = (wanted.weights - subject.fresh(case.seed, ()).weights).norm()
+        noise = (again.weights - wanted.weights).norm() / moved
+        raise _refused(
+            f"sent twice, they gave weights that are {noise:.1e} of the way of training apart.",
+            *(case, again.weights, wanted.weights),
+            advice="If that is the rounding of kernels that add in no fixed order, pass a greater tolerance=, or let "
+            "the adapter train at a higher rate. If not, the service draws from a generator without the seed.",
+        )
+
+
+@law("forward_backward alone changes no weights, and optim_step changes them", rests_on=("determinism",), of=Served)
+def accumulation(subject: Served, case: Calls, fit: Fit) -> None:
+    """Looks at the weights around the first ``optim_step``."""
+    update = _updates(case.before)[0][0]
+    start, added, stepped = (subject.fresh(case.seed, calls).weights for calls in ((), update[:-1], update))
+    if not subject.near(case, added, start):
+        raise _refused(
+            "forward_backward changed the weights before any optim_step.",
+            *(case, added, start),
+            advice="Add to the gradients in forward_backward, and leave the optimizer to optim_step.",
+        )
+    if torch.equal(stepped, start):
+        raise _refused(
+            "optim_step changed nothing that evaluate() shows.",
+            *(case, stepped, start),
+            advice="Let evaluate() show what is trained, and optim_step wait until the update is applied.",
+        )
+
+
+@law(
+    "optim_step without a forward_backward changes nothing, or is refused: a step clears the gradients",
+    rests_on=("determinism", "accumulation"),
+    of=Served,
+)
+def empty_step(subject: Served, case: Calls, fit: Fit) -> None:
+    """Sends three steps more."""
+    session = subject.service.create(case.seed)
+    path = [subject.send(session, case.before).weights]
+    for _ in range(3):
+        with suppress(Exception):  # what a service refuses with is its own; that it changed nothing is looked at
+            session.optim_step(1.0)
+        path.append(subject.shown(session))
+    if subject.near(case, path[-1], path[0]):
+        return
+    # Momentum alone gets shorter in each step; a gradient that stays does not.
+    stays = (path[3] - path[2]).norm() > 0.9 * (path[1] - path[0]).norm()
+    fault = "the gradients of the batch before are kept" if stays else "the step ran on gradients of zero, by momentum"
+    raise _refused(
+        f"after these, optim_step without a forward_backward changed the weights: {fault}.",
+        *(attrs.evolve(case, after=()), path[-1], path[0]),
+        advice="Set the gradients to None after a step, optimizer.zero_grad(set_to_none=True), and refuse a step "
+        "without them.",
+    )
+
+
+@law(
+    "a batch that is sent in several forward_backward calls gives the update of the batch in one",
+    rests_on=("determinism", "accumulation", "empty_step"),
+    of=Served,
+)
+def microbatches(subject: Served, case: Calls, fit: Fit) -> None:
+    """Sends the first sample of each batch by itself; skipped where training draws random numbers, as dropout does."""
+    first, again = subject.fresh(case.seed, ((0,), (0,))).losses
+    if abs(first - again) > subject.tolerance * abs(first):
+        raise SkipTest("training draws random numbers, other ones for each call: give a service without dropout")
+
+    def sent(split: Callable[[tuple[int, ...]], Sequel]) -> Tensor:
+        parts = (split(call) if isinstance(call, tuple) and len(call) > 1 else (call,) for call in case.before)
+        return subject.fresh(case.seed, tuple(call for part in parts for call in part)).weights
+
+    wanted = sent(lambda batch: (batch,))
+    pieces = sent(lambda batch: (batch[:1], batch[1:]))
+    if subject.near(case, pieces, wanted):
+        return
+    faults = {
+        "only the last forward_backward before a step counts": lambda batch: (batch[1:],),
+        "only the first forward_backward before a step counts": lambda batch: (batch[:1],),
+        "each call weighs as much as any other, whatever its number of samples": _alike,
+        "each call adds the mean of its samples": lambda batch: 2 * _alike(batch),
+    }
+    fault = next((name for name, split in faults.items() if subject.near(case, pieces, sent(split))), "")
+    raise _refused(
+        f"with the first sample of each batch in a call of its own, the weights differ{fault and f': {fault}'}.",
+        *(attrs.evolve(case, after=()), pieces, wanted),
+        advice="Add the gradients of the samples, and divide by the number of samples, if at all, in optim_step.",
+    )
+
+
+def _alike(batch: tuple[int, ...]) -> Sequel:
+    """A batch whose mean is that of the means of the first sample and of the others."""
+    return ((batch[:1] * (len(batch) - 1) + batch[1:]),)
+
+
+@law("evaluate, save and load change nothing in a session", rests_on=("determinism",), of=Served)
+def observation(subject: Served, case: Calls, fit: Fit) -> None:
+    """Does all of them after each call; where the result differs, each by itself."""
+    calls = case.before + case.after
+    wanted = subject.fresh(case.seed, calls)
+    acts: dict[str, Callable[[Session], object]] = {
+        "evaluate": lambda session: session.evaluate(),
+        "save": lambda session: session.save(),
+        "load": lambda session: subject.service.load(session.save()),
+    }
+
+    def watched(*names: str) -> Sent:
+        session = subject.service.create(case.seed)
+        return subject.send(session, calls, lambda: [acts[name](session) for name in names])
+
+    if subject.same(case, watched(*acts), wanted):
+        return
+    name = next((name for name in acts if not subject.same(case, watched(name), wanted)), "evaluate, save and load")
+    raise _refused(
+        f"with {name} after each call, training differs.",
+        *(case, watched(*acts).weights, wanted.weights),
+        advice="They must neither clear gradients nor draw from the generator of training, and load begins a session "
+        "of its own.",
+    )
+
+
+@law("two sessions don't disturb each other", rests_on=("determinism", "observation"), of=Served)
+def isolation(subject: Served, case: Calls, fit: Fit) -> None:
+    """Sends the calls of two sessions in turn."""
+    wanted, beside = subject.fresh(case.seed, case.before), subject.fresh(case.seed, case.after)
+    one, two = subject.service.create(case.seed), subject.service.create(case.seed)
+    calls = iter(case.after)
+    weights: list[Tensor] = []
+
+    def turn() -> None:
+        weights.append(subject.shown(one))
+        subject.send(two, tuple(call for call in [next(calls, None)] if call is not None))
+        weights.append(subject.shown(one))
+
+    sent = subject.send(one, case.before, turn)
+    rest = subject.send(two, tuple(calls))
+    if subject.same(case, sent, wanted) and subject.near(case, rest.weights, beside.weights):
+        return
+    apart = all(map(subject.near, [case] * len(weights), weights[::2], weights[1::2]))
+    shared = "gradients, optimizer or generator" if apart else "weights"
+    raise _refused(
+        f"with another session's calls in between, a session gave other numbers: they share {shared}. The calls of "
+        "either:",
+        *(case, sent.weights, wanted.weights),
+        advice="Keep weights, gradients, optimizer and generator by session.",
+    )
+
+
+@law(
+    "a request that is sent again, as after a lost answer, is not carried out again",
+    rests_on=("determinism",),
+    of=Served,
+)
+def retries(subject: Served, case: Calls, fit: Fit) -> None:
+    """Calls ``session.retry()`` after each call; skipped where sessions have none."""
+    session: Any = subject.service.create(case.seed)
+    if not hasattr(session, "retry"):
+        raise SkipTest("its sessions have no method retry()")
+    calls = case.before + case.after
+    sent, wanted = subject.send(session, calls, session.retry), subject.fresh(case.seed, calls)
+    if not subject.same(case, sent, wanted):
+        raise _refused(
+            "with each request sent twice, training differs: a request is carried out again.",
+            *(case, sent.weights, wanted.weights),
+            advice="Keep the answer by the identifier of the request, and give it back to a second one.",
+        )
+
+
+def _updates(calls: Sequel) -> tuple[list[Sequel], Sequel]:
+    """The calls of each update, up to its ``optim_step``; and those after the last one."""
+    updates: list[Sequel] = []
+    pending: Sequel = ()
+    for call in calls:
+        pending += (call,)
+        if not isinstance(call, tuple):
+            updates.append(pending)
+            pending = ()
+    return updates, pending
+
+
+_TELLING = Calls(before=((0,), 1.0, (1, 2), 0.5), after=((3,), (4,), 1.0, (5,), 0.5))
+
+
+@attrs.define(eq=False)
+class _Resumed:
+    """A session that was saved and went on, and the one that was loaded then; and what known faults would give."""
+
+    subject: Served
+    case: Calls
+    token: Any = attrs.field(init=False)
+    saved: Tensor = attrs.field(init=False)
+    loaded: Tensor = attrs.field(init=False)
+    wanted: Sent = attrs.field(init=False)
+    sent: Sent = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        service, case = self.subject.service, self.case
+        session = service.create(case.seed)
+        self.saved = self.subject.send(session, case.before).weights
+        self.token = session.save()
+        self.wanted = self.subject.send(session, case.after)
+        session = service.load(self.token)
+        self.loaded = self.subject.shown(session)
+        self.sent = self.subject.send(session, case.after)
+
+    def check(self, telling: Calls) -> None:
+        """Refuse a session that doesn't go on as the other one did.
+
+        Args:
+            telling: calls on which no two faults give equal weights, as they may on few calls.
+
+        Raises:
+            LawViolation: names the fault.
+        """
+        if self.holds():
+            return
+        elsewhere = _Resumed(self.subject, telling)
+        known = None if elsewhere.holds() else [fault for fault, _ in elsewhere.found()]
+        fault, advice = next((fault, advice) for fault, advice in self.found() if known is None or fault in known)
+        at_load = self.near(self.loaded, self.saved)
+        pair = (self.sent.weights, self.wanted.weights) if at_load else (self.loaded, self.saved)
+        raise _refused(f"saved and loaded at |, a session does not go on as it did: {fault}.", self.case, *pair, advice)
+
+    def holds(self) -> bool:
+        return self.near(self.loaded, self.saved) and self.subject.same(self.case, self.sent, self.wanted)
+
+    def found(self) -> Iterator[tuple[str, str]]:
+        """The faults that it may be, each with what to do."""
+        for holds, fault, advice in self.faults():
+            with suppress(LawViolation):  # calls that the service refuses say nothing
+                if holds():
+                    yield fault, advice
+
+    def near(self, weights: Tensor, wanted: Tensor) -> bool:
+        return self.subject.near(self.case, weights, wanted)
+
+    def after(self, *parts: Sequel) -> Tensor:
+        """The weights after these calls, in a session of their own."""
+        return self.subject.fresh(self.case.seed, sum(parts, start=())).weights
+
+    def ends(self, *parts: Sequel) -> bool:
+        """Whether the loaded session ends where these calls and the rest lead to."""
+        return self.near(self.sent.weights, self.after(*parts, self.case.after))
+
+    def faults(self) -> Iterator[tuple[Callable[[], bool], str, str]]:
+        """For each known fault whether it is that, what it is, and what to do; the last is any other."""
+        before = self.case.before
+        updates, pending = _updates(before)
+        if pending:
+            whole = "Save the gradients, too, or refuse to save between a forward_backward and its optim_step."
+            yield lambda: self.ends(before[: -len(pending)]), "gradients that were accumulated are lost", whole
+            yield lambda: self.ends(before, pending), "gradients that were accumulated count twice", whole
+        else:
+            twice = (
+                "Record with the weights which request was the last one that they have, and begin with the next one."
+            )
+            yield lambda: self.ends(before, updates[-1]), "the last batch is applied twice", twice
+            older = "Let save wait for the requests that were sent before it."
+            yield lambda: self.begins(before[: -len(updates[-1])]), "the last batch is lost", older
+        yield lambda: self.begins(), "it begins with fresh weights: none were loaded", "Load what was saved."
+        live = "Copy the tensors in save; a token names what was saved then, and not the newest."
+        yield lambda: self.near(self.loaded, self.wanted.weights), "what was saved changes as the session goes on", live
+        yield (
+            self.is_rounded,
+            "the weights were rounded to 16 bits",
+            "Save them in the dtype in which they are trained.",
+        )
+        weights = "Compare what is saved with what is loaded, name by name."
+        yield lambda: not self.near(self.loaded, self.saved), "it begins with other weights than were saved", weights
+        yield self.draws_otherwise, "training draws other random numbers", "Save the state of the generator of dropout."
+        optimizer = "Save and load optimizer.state_dict(), too, or call what loads the optimizer as well."
+        yield self.is_cold, "weights only, the optimizer state is lost", optimizer
+        count = "Save the step of the optimizer and the position of the schedule."
+        yield self.is_of_other_length, "the number of steps, of Adam's bias correction or a schedule, is lost", count
+        yield (
+            lambda: True,
+            "a part of the state of training is lost",
+            "Save all that a step reads, and compare it by name.",
+        )
+
+    def begins(self, *parts: Sequel) -> bool:
+        return self.near(self.loaded, self.after(*parts))
+
+    def is_rounded(self) -> bool:
+        rounded = (self.saved.to(dtype).double() for dtype in (torch.bfloat16, torch.float16))
+        return any(torch.equal(self.loaded, weights) for weights in rounded)
+
+    def draws_otherwise(self) -> bool:
+        """Whether the first loss differs, which the optimizer has nothing to do with."""
+        losses = self.sent.losses[0], self.wanted.losses[0]
+        return abs(losses[0] - losses[1]) > self.subject.tolerance * max(map(abs, losses))
+
+    def is_cold(self) -> bool:
+        """Whether it is all one to a loaded session which gradients the saved one had stepped on at a rate of zero."""
+        histories: list[Sequel] = [((0,), 0.0), ((1,), 0.0)]
+        if not all(self.near(self.after(history), self.after()) for history in histories):
+            return False  # a service that takes no rate from its clients
+        warm = [self.after(history, self.case.after) for history in histories]
+        loaded = [_Resumed(self.subject, Calls(history, self.case.after, self.case.seed)) for history in histories]
+        return not self.near(*warm) and self.near(*(each.sent.weights for each in loaded))
+
+    def is_of_other_length(self) -> bool:
+        """Whether the first step after loading has the right direction, and another length."""
+        update = _updates(self.case.after)[0][0]
+        wanted = self.after(self.case.before, update) - self.saved
+        step = self.subject.send(self.subject.service.load(self.token), update).weights - self.loaded
+        return bool(torch.nn.functional.cosine_similarity(step, wanted, dim=0) > 0.99)
+
+
+@law(
+    "a session that is saved and loaded after an optim_step goes on as if it had not stopped",
+    rests_on=("determinism", "accumulation", "observation"),
+    of=Served,
+)
+def resumption(subject: Served, case: Calls, fit: Fit) -> None:
+    """Saves, lets the session go on, loads, and sends the loaded session the same calls."""
+    _Resumed(subject, case).check(attrs.evolve(_TELLING, seed=case.seed))
+
+
+@law(
+    "so does one that is saved between a forward_backward and its optim_step, or save is refused there",
+    rests_on=("resumption",),
+    of=Served,
+)
+def resumption_between(subject: Served, case: Calls, fit: Fit) -> None:
+    """Sends a batch before saving that the next step has to count, besides those that come after."""
+
+    def between(case: Calls) -> Calls:
+        return attrs.evolve(case, before=(*case.before, case.before[0]))
+
+    session = subject.service.create(case.seed)
+    subject.send(session, between(case).before)
+    try:
+        session.save()
+    except Exception:  # what a service refuses with is its own
+        return
+    _Resumed(subject, between(case)).check(between(attrs.evolve(_TELLING, seed=case.seed)))

@@ -1,0 +1,193 @@
+"""Services on trial: what an adapter of one has to offer, the calls that are drawn, and what they gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pure_loop._internal.arguments import check_number
+from pure_loop.errors import ArgumentTypeError
+from pure_loop.testing.case import Fit, Pairs, code
+from pure_loop.testing.report import LawViolation
+from pure_loop.testing.subject import Subject, imported
+
+Call: TypeAlias = tuple[int, ...] | float
+"""The numbers of the samples of a ``forward_backward``, or the ``lr_scale`` of an ``optim_step``."""
+
+Sequel: TypeAlias = tuple[Call, ...]
+
+
+class Session(Protocol):
+    """A training run on a service.
+
+    A session that can send its last request again, under the request's own identifier as after a lost answer, does so
+    in a method ``retry()``, and the law ``retries`` is tried.
+    """
+
+    def forward_backward(self, batch: Sequence[Any]) -> float:
+        """Add the gradient of these samples to what is accumulated; return the loss."""
+
+    def optim_step(self, lr_scale: float) -> None:
+        """Update the weights at ``lr_scale`` times the usual learning rate, 0.0 included."""
+
+    def evaluate(self) -> Mapping[str, Tensor]:
+        """What shows the weights: themselves or, where the service keeps them, log-probabilities of fixed inputs."""
+
+    def save(self) -> Any:
+        """Save weights and optimizer; return what :meth:`Service.load` takes: a path or a token."""
+
+
+class Service(Protocol):
+    """A service on trial, in the terms of the laws: an adapter of a few lines.
+
+    Each ``create`` gives a session of a new model with fresh weights, equal ones for equal seeds.
+
+    ``save`` and ``load`` may be those of your own client, which keeps more than the service does: the number of the
+    next batch, for example.
+    """
+
+    def create(self, seed: int) -> Session:
+        """Begin a training run."""
+
+    def load(self, token: Any) -> Session:
+        """Begin a training run that goes on from what was saved, with the optimizer."""
+
+    def sample(self, index: int) -> Any:
+        """A sample of training, another one for each index; equal in every call."""
+
+
+@attrs.frozen(repr=False)
+class Calls:
+    """Calls to a session: the case of the laws of services.
+
+    A tuple is a ``forward_backward`` of the samples of these numbers, a number an ``optim_step`` with this
+    ``lr_scale``.
+
+    Attributes:
+        before, after: the calls before and after the session is saved; of a law about two sessions, those of each.
+        seed: of the session.
+
+    >>> Calls(before=((0, 1), 1.0), after=((2,), 0.5)).said
+    'forward_backward(0, 1); optim_step(1.0) | forward_backward(2); optim_step(0.5)'
+    """
+
+    before: Sequel
+    after: Sequel
+    seed: int = 0
+
+    @property
+    def said(self) -> str:
+        """The calls as code."""
+        return " | ".join(map(_written, (self.before, self.after)))
+
+    def __repr__(self) -> str:
+        return code(self)
+
+
+def _written(calls: Sequel) -> str:
+    parts = (f"forward_backward{call}" if isinstance(call, tuple) else f"optim_step({call})" for call in calls)
+    return "; ".join(parts).replace(",)", ")")
+
+
+def drawn() -> st.SearchStrategy[Calls]:
+    batch = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True).map(tuple)
+    update = st.tuples(st.lists(batch, min_size=1, max_size=2).map(tuple), st.sampled_from([1.0, 0.5]))
+    updates = st.lists(update.map(lambda pair: (*pair[0], pair[1])), min_size=1, max_size=3)
+    sequel = updates.map(lambda listed: tuple(call for calls in listed for call in calls))
+    return st.builds(Calls, before=sequel, after=sequel, seed=st.integers(0, 3))
+
+
+@attrs.frozen(eq=False)
+class Sent:
+    """What a session gave: the losses of its calls, and what ``evaluate`` shows after them, as one float64 vector."""
+
+    losses: tuple[float, ...]
+    weights: Tensor
+
+
+class Served(Subject):
+    """A service on trial.
+
+    Args:
+        service: the adapter.
+        tolerance: how far results may be apart, as a part of how far training moves what ``evaluate`` shows, by norms;
+            of losses, as a part of the loss.
+
+    Raises:
+        ArgumentTypeError: ``service`` lacks a method.
+    """
+
+    kind = "service"
+    laws = "testing.laws.of_services"
+    tried_on = Calls
+
+    def __init__(self, service: Service, *, tolerance: float = 1e-3) -> None:
+        lacking = [name for name in ("create", "load", "sample") if not callable(getattr(service, name, None))]
+        if lacking:
+            raise ArgumentTypeError(
+                f"{service!r} of type {type(service).__name__} has no method {', '.join(lacking)}: give an adapter of "
+                "your service with the methods of pl.testing.Service."
+            )
+        self.service = service
+        self.tolerance = check_number("tolerance", tolerance, least=0.0)
+        self.called = "service" if tolerance == 1e-3 else f"testing.Served(service, tolerance={tolerance})"
+        self._known: dict[tuple[int, Sequel], Sent] = {}
+        super().__init__(type(service).__name__, (), lambda law: drawn(), "")
+
+    @classmethod
+    def made_of(cls, value: Any) -> Served:
+        return value if isinstance(value, cls) else cls(value)
+
+    def plain(self, case: Calls, fit: Fit) -> Pairs:
+        """A session yields no events; and how long a service takes is not known from this processor's time."""
+        raise NotImplementedError
+
+    def reproduction(self, law: str, case: object, *, standard: bool) -> str:
+        known = imported(type(self.service))
+        made = "service = ...  # the adapter that was checked" if known is None else f"service = {known[1]}()"
+        imports = "from pure_loop import testing" + ("" if known is None else f"\n{known[0]}")
+        return f"{imports}\n\n{made}\n{law}({self.called}, testing.{case!r})"
+
+    def shown(self, session: Session) -> Tensor:
+        """What ``evaluate`` gives, as one vector."""
+        tensors = session.evaluate()
+        return torch.cat([tensors[name].detach().cpu().double().flatten() for name in sorted(tensors)])
+
+    def send(self, session: Session, calls: Sequel, then: Callable[[], object] = lambda: None) -> Sent:
+        """Send the calls, each followed by ``then``."""
+        losses = []
+        for number, call in enumerate(calls):
+            try:
+                if isinstance(call, tuple):
+                    losses.append(float(session.forward_backward([self.service.sample(index) for index in call])))
+                else:
+                    session.optim_step(call)
+            except Exception as error:
+                sent = _written(calls[: number + 1])
+                raise LawViolation(
+                    f"the service refused the last of these calls, {sent}, with {type(error).__name__}: {error}"
+                ) from error
+            then()
+        return Sent(tuple(losses), self.shown(session))
+
+    def fresh(self, seed: int, calls: Sequel) -> Sent:
+        """What the calls give in a session of their own; they are sent once."""
+        if (seed, calls) not in self._known:
+            self._known[seed, calls] = self.send(self.service.create(seed), calls)
+        return self._known[seed, calls]
+
+    def near(self, case: Calls, weights: Tensor, wanted: Tensor) -> bool:
+        """Whether two results of ``evaluate`` are equal, up to a part of how far the case's calls move it."""
+        ends = [self.fresh(case.seed, calls).weights for calls in ((), case.before + case.after)]
+        return bool((weights - wanted).norm() <= self.tolerance * (ends[1] - ends[0]).norm())
+
+    def same(self, case: Calls, sent: Sent, wanted: Sent) -> bool:
+        """Whether the weights are, and the losses, as far back as both have them."""
+        losses = zip(sent.losses[::-1], wanted.losses[::-1], strict=False)
+        equal = all(abs(a - b) <= self.tolerance * max(abs(a), abs(b)) for a, b in losses)
+        return equal and self.near(case, sent.weights, wanted.weights)
