@@ -167,12 +167,14 @@ class Served(Subject):
                     losses.append(float(session.forward_backward([self.service.sample(index) for index in call])))
                 else:
                     session.optim_step(call)
+                then()
+            except LawViolation:
+                raise
             except Exception as error:
                 sent = _written(calls[: number + 1])
                 raise LawViolation(
                     f"the service refused the last of these calls, {sent}, with {type(error).__name__}: {error}"
                 ) from error
-            then()
         return Sent(tuple(losses), self.shown(session))
 
     def fresh(self, seed: int, calls: Sequel) -> Sent:

@@ -133,7 +133,7 @@ class ReferenceService:
 def begun(seed: int) -> Run:
     random = generator(seed, "weights")
     params = {"in": torch.randn(3, 4, generator=random), "out": torch.randn(4, 1, generator=random)}
-    return Run(FrozenDict(params), optimizer(1.0).init(params), random.get_state(), seed)
+    return Run(FrozenDict(params), optimizer(1.0).init(FrozenDict(params)), random.get_state(), seed)
 
 
 def replayed(run: Run, journal: Sequence[Any]) -> Run:

@@ -9,9 +9,10 @@ are sent, too: a batch that is applied twice gives what two batches give. So a f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import SkipTest
 
 import attrs
@@ -22,7 +23,9 @@ from pure_loop.testing.case import Fit
 from pure_loop.testing.comparison import Difference
 from pure_loop.testing.law import law
 from pure_loop.testing.report import LawViolation
-from pure_loop.testing.service import Calls, Sent, Sequel, Served, Session
+from pure_loop.testing.service import Calls, Sent, Sequel, Served
+
+Act: TypeAlias = Callable[[Any], object]
 
 __all__ = [
     "accumulation",
@@ -129,8 +132,8 @@ def microbatches(subject: Served, case: Calls, fit: Fit) -> None:
     faults = {
         "only the last forward_backward before a step counts": lambda batch: (batch[1:],),
         "only the first forward_backward before a step counts": lambda batch: (batch[:1],),
-        "each call weighs as much as any other, whatever its number of samples": _alike,
-        "each call adds the mean of its samples": lambda batch: 2 * _alike(batch),
+        "each call counts as the mean of its samples, however many": _alike,
+        "each call adds the mean of its samples, however many": lambda batch: 2 * _alike(batch),
     }
     fault = next((name for name, split in faults.items() if subject.near(case, pieces, sent(split))), "")
     raise _refused(
@@ -148,27 +151,36 @@ def _alike(batch: tuple[int, ...]) -> Sequel:
 @law("evaluate, save and load change nothing in a session", rests_on=("determinism",), of=Served)
 def observation(subject: Served, case: Calls, fit: Fit) -> None:
     """Does all of them after each call; where the result differs, each by itself."""
-    calls = case.before + case.after
-    wanted = subject.fresh(case.seed, calls)
-    acts: dict[str, Callable[[Session], object]] = {
+    acts: dict[str, Act] = {
         "evaluate": lambda session: session.evaluate(),
         "save": lambda session: session.save(),
         "load": lambda session: subject.service.load(session.save()),
     }
-
-    def watched(*names: str) -> Sent:
-        session = subject.service.create(case.seed)
-        return subject.send(session, calls, lambda: [acts[name](session) for name in names])
-
-    if subject.same(case, watched(*acts), wanted):
-        return
-    name = next((name for name in acts if not subject.same(case, watched(name), wanted)), "evaluate, save and load")
-    raise _refused(
-        f"with {name} after each call, training differs.",
-        *(case, watched(*acts).weights, wanted.weights),
-        advice="They must neither clear gradients nor draw from the generator of training, and load begins a session "
-        "of its own.",
+    wrong = _disturbed(
+        subject, case, "evaluate, save and load", lambda session: [act(session) for act in acts.values()]
     )
+    if wrong is not None:
+        raise next(filter(None, (_disturbed(subject, case, name, act) for name, act in acts.items())), wrong)
+
+
+def _disturbed(subject: Served, case: Calls, name: str, act: Act, count: int | None = None) -> LawViolation | None:
+    """The violation, if training differs with an act after each of the first ``count`` calls; None: after all."""
+    calls, acts = case.before + case.after, itertools.repeat(act, *(() if count is None else (count,)))
+    session = subject.service.create(case.seed)
+    try:
+        sent = subject.send(session, calls, lambda: next(acts, lambda session: None)(session))
+    except LawViolation as refusal:
+        return LawViolation(f"with {name} after each call, {refusal.finding}", advice=_APART)
+    wanted = subject.fresh(case.seed, calls)
+    if subject.same(case, sent, wanted):
+        return None
+    return _refused(f"with {name} after each call, training differs.", case, sent.weights, wanted.weights, _APART)
+
+
+_APART = (
+    "It must neither clear or add gradients, nor draw from the generator of training. Keep weights, gradients, "
+    "optimizer and generator by session, and answers by the identifier of the request."
+)
 
 
 @law("two sessions don't disturb each other", rests_on=("determinism", "observation"), of=Served)
@@ -184,18 +196,17 @@ def isolation(subject: Served, case: Calls, fit: Fit) -> None:
         subject.send(two, tuple(call for call in [next(calls, None)] if call is not None))
         weights.append(subject.shown(one))
 
-    sent = subject.send(one, case.before, turn)
-    rest = subject.send(two, tuple(calls))
+    try:
+        sent = subject.send(one, case.before, turn)
+        rest = subject.send(two, tuple(calls))
+    except LawViolation as refusal:
+        raise LawViolation(f"with another session's calls in between, {refusal.finding}", advice=_APART) from refusal
     if subject.same(case, sent, wanted) and subject.near(case, rest.weights, beside.weights):
         return
     apart = all(map(subject.near, [case] * len(weights), weights[::2], weights[1::2]))
     shared = "gradients, optimizer or generator" if apart else "weights"
-    raise _refused(
-        f"with another session's calls in between, a session gave other numbers: they share {shared}. The calls of "
-        "either:",
-        *(case, sent.weights, wanted.weights),
-        advice="Keep weights, gradients, optimizer and generator by session.",
-    )
+    finding = f"with another session's calls, those after |, in between, a session differs: they share {shared}."
+    raise _refused(finding, case, sent.weights, wanted.weights, _APART)
 
 
 @law(
@@ -204,18 +215,13 @@ def isolation(subject: Served, case: Calls, fit: Fit) -> None:
     of=Served,
 )
 def retries(subject: Served, case: Calls, fit: Fit) -> None:
-    """Calls ``session.retry()`` after each call; skipped where sessions have none."""
-    session: Any = subject.service.create(case.seed)
-    if not hasattr(session, "retry"):
+    """Calls ``session.retry()`` after each call of the first update; skipped where sessions have none."""
+    if not hasattr(subject.service.create(case.seed), "retry"):
         raise SkipTest("its sessions have no method retry()")
-    calls = case.before + case.after
-    sent, wanted = subject.send(session, calls, session.retry), subject.fresh(case.seed, calls)
-    if not subject.same(case, sent, wanted):
-        raise _refused(
-            "with each request sent twice, training differs: a request is carried out again.",
-            *(case, sent.weights, wanted.weights),
-            advice="Keep the answer by the identifier of the request, and give it back to a second one.",
-        )
+    # Of the first one alone: if all gradients were doubled, Adam would step as before.
+    wrong = _disturbed(subject, case, "a retry", lambda session: session.retry(), len(_updates(case.before)[0][0]))
+    if wrong is not None:
+        raise wrong
 
 
 def _updates(calls: Sequel) -> tuple[list[Sequel], Sequel]:
