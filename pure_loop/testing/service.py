@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import attrs
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_number
-from pure_loop.errors import ArgumentTypeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.testing.case import Fit, Pairs, code
 from pure_loop.testing.report import LawViolation
-from pure_loop.testing.subject import Subject, imported
+from pure_loop.testing.subject import Subject
 
 Call: TypeAlias = tuple[int, ...] | float
 """The numbers of the samples of a ``forward_backward``, or the ``lr_scale`` of an ``optim_step``."""
@@ -61,6 +62,13 @@ class Service(Protocol):
         """A sample of training, another one for each index; equal in every call."""
 
 
+def _has_an_update(calls: object, attribute: attrs.Attribute[Sequel], value: Sequel) -> None:
+    if not value or not isinstance(value[0], tuple) or all(isinstance(call, tuple) for call in value):
+        raise ArgumentError(
+            f"Calls: {attribute.name}={value!r}: begin with a batch, and let a step follow, ((0, 1), 1.0)."
+        )
+
+
 @attrs.frozen(repr=False)
 class Calls:
     """Calls to a session: the case of the laws of services.
@@ -72,12 +80,15 @@ class Calls:
         before, after: the calls before and after the session is saved; of a law about two sessions, those of each.
         seed: of the session.
 
+    Raises:
+        ArgumentError: no batch at the beginning, or no step.
+
     >>> Calls(before=((0, 1), 1.0), after=((2,), 0.5)).said
     'forward_backward(0, 1); optim_step(1.0) | forward_backward(2); optim_step(0.5)'
     """
 
-    before: Sequel
-    after: Sequel
+    before: Sequel = attrs.field(validator=_has_an_update)
+    after: Sequel = attrs.field(validator=_has_an_update)
     seed: int = 0
 
     @property
@@ -108,6 +119,17 @@ class Sent:
 
     losses: tuple[float, ...]
     weights: Tensor
+
+
+@contextmanager
+def answering(request: str) -> Iterator[None]:
+    """An error in the body is a violation: a service answers a request that the laws send."""
+    try:
+        yield
+    except LawViolation:
+        raise
+    except Exception as error:
+        raise LawViolation(f"the service refused {request}: {type(error).__name__}: {error}") from error
 
 
 class Served(Subject):
@@ -148,10 +170,8 @@ class Served(Subject):
         raise NotImplementedError
 
     def reproduction(self, law: str, case: object, *, standard: bool) -> str:
-        known = imported(type(self.service))
-        made = "service = ...  # the adapter that was checked" if known is None else f"service = {known[1]}()"
-        imports = "from pure_loop import testing" + ("" if known is None else f"\n{known[0]}")
-        return f"{imports}\n\n{made}\n{law}({self.called}, testing.{case!r})"
+        made = "service = ...  # the adapter that was checked"
+        return f"from pure_loop import testing\n\n{made}\n{law}({self.called}, testing.{case!r})"
 
     def shown(self, session: Session) -> Tensor:
         """What ``evaluate`` gives, as one vector."""
@@ -162,19 +182,12 @@ class Served(Subject):
         """Send the calls, each followed by ``then``."""
         losses = []
         for number, call in enumerate(calls):
-            try:
+            with answering(f"the last of {_written(calls[: number + 1])}"):
                 if isinstance(call, tuple):
                     losses.append(float(session.forward_backward([self.service.sample(index) for index in call])))
                 else:
                     session.optim_step(call)
                 then()
-            except LawViolation:
-                raise
-            except Exception as error:
-                sent = _written(calls[: number + 1])
-                raise LawViolation(
-                    f"the service refused the last of these calls, {sent}, with {type(error).__name__}: {error}"
-                ) from error
         return Sent(tuple(losses), self.shown(session))
 
     def fresh(self, seed: int, calls: Sequel) -> Sent:
