@@ -187,7 +187,7 @@ class Served(Subject):
                     losses.append(float(session.forward_backward([self.service.sample(index) for index in call])))
                 else:
                     session.optim_step(call)
-                then()
+            then()
         return Sent(tuple(losses), self.shown(session))
 
     def fresh(self, seed: int, calls: Sequel) -> Sent:

@@ -167,8 +167,13 @@ def _disturbed(subject: Served, case: Calls, name: str, act: Act, count: int | N
     """The violation, if training differs with an act after each of the first ``count`` calls; None: after all."""
     calls, acts = case.before + case.after, itertools.repeat(act, *(() if count is None else (count,)))
     session = subject.service.create(case.seed)
+
+    def then() -> None:
+        with answering(name):
+            next(acts, lambda session: None)(session)
+
     try:
-        sent = subject.send(session, calls, lambda: next(acts, lambda session: None)(session))
+        sent = subject.send(session, calls, then)
     except LawViolation as refusal:
         return LawViolation(f"with {name} after each call, {refusal.finding}", advice=_APART)
     wanted = subject.fresh(case.seed, calls)
