@@ -34,7 +34,7 @@ from pure_loop.testing.parametrize import parametrize_with_checks
 from pure_loop.testing.problems import PROBLEMS, Problem
 from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report
 from pure_loop.testing.service import Calls, Served, Service, Session
-from pure_loop.testing.services import check_service
+from pure_loop.testing.check_services import check_service
 from pure_loop.testing.strategies import (
     algorithms,
     batches,

@@ -152,7 +152,7 @@ class Served(Subject):
         lacking = [name for name in ("create", "load", "sample") if not callable(getattr(service, name, None))]
         if lacking:
             raise ArgumentTypeError(
-                f"{service!r} of type {type(service).__name__} has no method {', '.join(lacking)}: give an adapter of "
+                f"a {type(service).__name__} has no method {', '.join(lacking)}: give an adapter of "
                 "your service with the methods of pl.testing.Service."
             )
         self.service = service
@@ -178,8 +178,8 @@ class Served(Subject):
         tensors = session.evaluate()
         return torch.cat([tensors[name].detach().cpu().double().flatten() for name in sorted(tensors)])
 
-    def send(self, session: Session, calls: Sequel, then: Callable[[], object] = lambda: None) -> Sent:
-        """Send the calls, each followed by ``then``."""
+    def run(self, session: Session, calls: Sequel, then: Callable[[], object] = lambda: None) -> Sent:
+        """Send the calls to a session, each followed by ``then``."""
         losses = []
         for number, call in enumerate(calls):
             with answering(f"the last of {_written(calls[: number + 1])}"):
@@ -193,7 +193,7 @@ class Served(Subject):
     def fresh(self, seed: int, calls: Sequel) -> Sent:
         """What the calls give in a session of their own; they are sent once."""
         if (seed, calls) not in self._known:
-            self._known[seed, calls] = self.send(self.service.create(seed), calls)
+            self._known[seed, calls] = self.run(self.service.create(seed), calls)
         return self._known[seed, calls]
 
     def near(self, case: Calls, weights: Tensor, wanted: Tensor) -> bool:

@@ -1,9 +1,11 @@
 """A small training service in this process, and services that are wrong in one way, each with the law that it breaks.
 
->>> session = ReferenceService().create(seed=0)
->>> loss = session.forward_backward([ReferenceService().sample(0)])
->>> session.optim_step(1.0)
->>> session.forward_backward([ReferenceService().sample(0)]) < loss
+>>> service = ReferenceService()
+>>> session, batch, losses = service.create(seed=0), [service.sample(0), service.sample(1)], []
+>>> for _ in range(20):
+...     losses.append(session.forward_backward(batch))
+...     session.optim_step(1.0)
+>>> losses[-1] < losses[0] / 2
 True
 """
 

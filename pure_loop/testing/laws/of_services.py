@@ -53,7 +53,7 @@ def _refused(finding: str, case: Calls, weights: Tensor, wanted: Tensor, advice:
 def determinism(subject: Served, case: Calls, fit: Fit) -> None:
     """Sends all calls twice."""
     calls = case.before + case.after
-    wanted, again = subject.fresh(case.seed, calls), subject.send(subject.service.create(case.seed), calls)
+    wanted, again = subject.fresh(case.seed, calls), subject.run(subject.service.create(case.seed), calls)
     if not subject.same(case, again, wanted):
         moved = (wanted.weights - subject.fresh(case.seed, ()).weights).norm()
         noise = (again.weights - wanted.weights).norm() / moved
@@ -92,7 +92,7 @@ def accumulation(subject: Served, case: Calls, fit: Fit) -> None:
 def empty_step(subject: Served, case: Calls, fit: Fit) -> None:
     """Sends three steps more."""
     session = subject.service.create(case.seed)
-    path = [subject.send(session, case.before).weights]
+    path = [subject.run(session, case.before).weights]
     for _ in range(3):
         with suppress(Exception):  # what a service refuses with is its own; that it changed nothing is looked at
             session.optim_step(1.0)
@@ -173,7 +173,7 @@ def _disturbed(subject: Served, case: Calls, name: str, act: Act, count: int | N
             next(acts, lambda session: None)(session)
 
     try:
-        sent = subject.send(session, calls, then)
+        sent = subject.run(session, calls, then)
     except LawViolation as refusal:
         return LawViolation(f"with {name} after each call, {refusal.finding}", advice=_APART)
     wanted = subject.fresh(case.seed, calls)
@@ -198,12 +198,12 @@ def isolation(subject: Served, case: Calls, fit: Fit) -> None:
 
     def turn() -> None:
         weights.append(subject.shown(session))
-        subject.send(neighbour, tuple(call for call in [next(calls, None)] if call is not None))
+        subject.run(neighbour, tuple(call for call in [next(calls, None)] if call is not None))
         weights.append(subject.shown(session))
 
     try:
-        sent = subject.send(session, case.before, turn)
-        rest = subject.send(neighbour, tuple(calls))
+        sent = subject.run(session, case.before, turn)
+        rest = subject.run(neighbour, tuple(calls))
     except LawViolation as refusal:
         raise LawViolation(f"with another session's calls in between, {refusal.finding}", advice=_APART) from refusal
     if subject.same(case, sent, wanted) and subject.near(case, rest.weights, beside.weights):
@@ -278,14 +278,14 @@ class _Resumed:
     def __attrs_post_init__(self) -> None:
         service, case = self.subject.service, self.case
         session = service.create(case.seed)
-        self.saved = self.subject.send(session, case.before).weights
+        self.saved = self.subject.run(session, case.before).weights
         with answering("save"):
             self.token = session.save()
-        self.wanted = self.subject.send(session, case.after)
+        self.wanted = self.subject.run(session, case.after)
         with answering("load"):
             session = service.load(self.token)
             self.loaded = self.subject.shown(session)
-        self.sent = self.subject.send(session, case.after)
+        self.sent = self.subject.run(session, case.after)
 
     def check(self, telling: Calls) -> None:
         """Refuse a session that doesn't go on as the other one did.
@@ -371,7 +371,7 @@ class _Resumed:
         """Whether the first step after loading has the right direction, and another length."""
         update = _updates(self.case.after)[0][0]
         wanted = self.after(self.case.before, update) - self.saved
-        step = self.subject.send(self.subject.service.load(self.token), update).weights - self.loaded
+        step = self.subject.run(self.subject.service.load(self.token), update).weights - self.loaded
         cosine = float(torch.nn.functional.cosine_similarity(step, wanted, dim=0))
         return cosine > 0.99 and not self.near(step, wanted)
 
@@ -398,7 +398,7 @@ def resumption_between(subject: Served, case: Calls, fit: Fit) -> None:
         return attrs.evolve(case, before=(*case.before, case.before[0]))
 
     session = subject.service.create(case.seed)
-    subject.send(session, between(case).before)
+    subject.run(session, between(case).before)
     try:
         session.save()
     except Exception:  # what a service refuses with is its own
