@@ -26,6 +26,7 @@ if importlib.util.find_spec("hypothesis") is None:
 from pure_loop.testing import laws, ranks, wrong_algorithms, wrong_loops, wrong_services
 from pure_loop.testing.case import Case
 from pure_loop.testing.check import check_algorithm, check_callback, check_loop, check_script
+from pure_loop.testing.check_services import check_service
 from pure_loop.testing.comparison import Difference, differences
 from pure_loop.testing.law import Law, law
 from pure_loop.testing.laws.composition import Commutation, CommutationMatrix, commutation, commutation_matrix
@@ -34,7 +35,6 @@ from pure_loop.testing.parametrize import parametrize_with_checks
 from pure_loop.testing.problems import PROBLEMS, Problem
 from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report
 from pure_loop.testing.service import Calls, Served, Service, Session
-from pure_loop.testing.check_services import check_service
 from pure_loop.testing.strategies import (
     algorithms,
     batches,

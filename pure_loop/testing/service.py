@@ -105,7 +105,20 @@ def _written(calls: Sequel) -> str:
     return "; ".join(parts).replace(",)", ")")
 
 
+def updates_of(calls: Sequel) -> tuple[list[Sequel], Sequel]:
+    """The calls of each update, up to its ``optim_step``; and those after the last one."""
+    updates: list[Sequel] = []
+    pending: Sequel = ()
+    for call in calls:
+        pending += (call,)
+        if not isinstance(call, tuple):
+            updates.append(pending)
+            pending = ()
+    return updates, pending
+
+
 def drawn() -> st.SearchStrategy[Calls]:
+    """One to three updates of one or two batches on either side."""
     batch = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True).map(tuple)
     update = st.tuples(st.lists(batch, min_size=1, max_size=2).map(tuple), st.sampled_from([1.0, 0.5]))
     updates = st.lists(update.map(lambda pair: (*pair[0], pair[1])), min_size=1, max_size=3)

@@ -23,7 +23,7 @@ from pure_loop.testing.case import Fit
 from pure_loop.testing.comparison import Difference
 from pure_loop.testing.law import law
 from pure_loop.testing.report import LawViolation
-from pure_loop.testing.service import Calls, Sent, Sequel, Served, answering
+from pure_loop.testing.service import Calls, Sent, Sequel, Served, answering, updates_of
 
 Act: TypeAlias = Callable[[Any], object]
 
@@ -68,7 +68,7 @@ def determinism(subject: Served, case: Calls, fit: Fit) -> None:
 @law("forward_backward alone changes no weights, and optim_step changes them", rests_on=("determinism",), of=Served)
 def accumulation(subject: Served, case: Calls, fit: Fit) -> None:
     """Looks at the weights around the first ``optim_step``."""
-    update = _updates(case.before)[0][0]
+    update = updates_of(case.before)[0][0]
     start, added, stepped = (subject.fresh(case.seed, calls).weights for calls in ((), update[:-1], update))
     if not subject.near(case, added, start):
         raise _refused(
@@ -156,15 +156,16 @@ def observation(subject: Served, case: Calls, fit: Fit) -> None:
         "save": lambda session: session.save(),
         "load": lambda session: subject.service.load(session.save()),
     }
-    wrong = _disturbed(
-        subject, case, "evaluate, save and load", lambda session: [act(session) for act in acts.values()]
-    )
-    if wrong is not None:
-        raise next(filter(None, (_disturbed(subject, case, name, act) for name, act in acts.items())), wrong)
+    try:
+        _undisturbed(subject, case, "evaluate, save and load", lambda session: [act(session) for act in acts.values()])
+    except LawViolation:
+        for name, act in acts.items():
+            _undisturbed(subject, case, name, act)
+        raise
 
 
-def _disturbed(subject: Served, case: Calls, name: str, act: Act, count: int | None = None) -> LawViolation | None:
-    """The violation, if training differs with an act after each of the first ``count`` calls; None: after all."""
+def _undisturbed(subject: Served, case: Calls, name: str, act: Act, count: int | None = None) -> None:
+    """Refuse an act that changes training, after each of the first ``count`` calls; None: after all."""
     calls, acts = case.before + case.after, itertools.repeat(act, *(() if count is None else (count,)))
     session = subject.service.create(case.seed)
 
@@ -175,11 +176,10 @@ def _disturbed(subject: Served, case: Calls, name: str, act: Act, count: int | N
     try:
         sent = subject.run(session, calls, then)
     except LawViolation as refusal:
-        return LawViolation(f"with {name} after each call, {refusal.finding}", advice=_APART)
+        raise LawViolation(f"with {name} after each call, {refusal.finding}", advice=_APART) from refusal
     wanted = subject.fresh(case.seed, calls)
-    if subject.same(case, sent, wanted):
-        return None
-    return _refused(f"with {name} after each call, training differs.", case, sent.weights, wanted.weights, _APART)
+    if not subject.same(case, sent, wanted):
+        raise _refused(f"with {name} after each call, training differs.", case, sent.weights, wanted.weights, _APART)
 
 
 _APART = (
@@ -224,21 +224,8 @@ def retries(subject: Served, case: Calls, fit: Fit) -> None:
     if not hasattr(subject.service.create(case.seed), "retry"):
         raise SkipTest("its sessions have no method retry()")
     # Of the first one alone: if all gradients were doubled, Adam would step as before.
-    wrong = _disturbed(subject, case, "a retry", lambda session: session.retry(), len(_updates(case.before)[0][0]))
-    if wrong is not None:
-        raise wrong
-
-
-def _updates(calls: Sequel) -> tuple[list[Sequel], Sequel]:
-    """The calls of each update, up to its ``optim_step``; and those after the last one."""
-    updates: list[Sequel] = []
-    pending: Sequel = ()
-    for call in calls:
-        pending += (call,)
-        if not isinstance(call, tuple):
-            updates.append(pending)
-            pending = ()
-    return updates, pending
+    first = len(updates_of(case.before)[0][0])
+    _undisturbed(subject, case, "a retry", lambda session: session.retry(), first)
 
 
 _ADVICE = {
@@ -330,7 +317,7 @@ class _Resumed:
     def faults(self) -> Iterator[tuple[Callable[[], bool], str]]:
         """The known faults, each with what tells whether it is that; the last is any other."""
         before = self.case.before
-        updates, pending = _updates(before)
+        updates, pending = updates_of(before)
         if pending:
             yield lambda: self.ends(before[: -len(pending)]), "gradients that were accumulated are lost"
             yield lambda: self.ends(before, pending), "gradients that were accumulated count twice"
@@ -369,7 +356,7 @@ class _Resumed:
 
     def is_of_other_length(self) -> bool:
         """Whether the first step after loading has the right direction, and another length."""
-        update = _updates(self.case.after)[0][0]
+        update = updates_of(self.case.after)[0][0]
         wanted = self.after(self.case.before, update) - self.saved
         step = self.subject.run(self.subject.service.load(self.token), update).weights - self.loaded
         cosine = float(torch.nn.functional.cosine_similarity(step, wanted, dim=0))
