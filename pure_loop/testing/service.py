@@ -46,10 +46,11 @@ class Session(Protocol):
 class Service(Protocol):
     """A service on trial, in the terms of the laws: an adapter of a few lines.
 
-    Each ``create`` gives a session of a new model with fresh weights, equal ones for equal seeds.
+    Each ``create`` gives a session of a new model with fresh weights, equal ones for equal seeds; of a service that
+    takes no seed, ``create`` may load what was saved once, at the start of a session. Calls wait for their results.
 
     ``save`` and ``load`` may be those of your own client, which keeps more than the service does: the number of the
-    next batch, for example.
+    next batch, for example. :class:`pure_loop.testing.wrong_services.ReferenceService` is an example.
     """
 
     def create(self, seed: int) -> Session:
@@ -155,6 +156,10 @@ class Served(Subject):
 
     Raises:
         ArgumentTypeError: ``service`` lacks a method.
+
+    >>> from pure_loop.testing import laws, wrong_services
+    >>> served = Served(wrong_services.ReferenceService(), tolerance=1e-5)
+    >>> laws.of_services.microbatches(served, Calls(before=((0, 1, 2), 1.0), after=((3,), 1.0)))
     """
 
     kind = "service"
