@@ -23,9 +23,10 @@ if importlib.util.find_spec("hypothesis") is None:
         "pure_loop.testing draws its examples with Hypothesis, which is not installed: pip install 'pure_loop[testing]'"
     )
 
-from pure_loop.testing import laws, ranks, wrong_algorithms, wrong_loops
+from pure_loop.testing import laws, ranks, wrong_algorithms, wrong_loops, wrong_services
 from pure_loop.testing.case import Case
 from pure_loop.testing.check import check_algorithm, check_callback, check_loop, check_script
+from pure_loop.testing.check_services import check_service
 from pure_loop.testing.comparison import Difference, differences
 from pure_loop.testing.law import Law, law
 from pure_loop.testing.laws.composition import Commutation, CommutationMatrix, commutation, commutation_matrix
@@ -34,6 +35,7 @@ from pure_loop.testing.parametrize import parametrize_with_checks
 from pure_loop.testing.positions import check_positions
 from pure_loop.testing.problems import PROBLEMS, Problem
 from pure_loop.testing.report import CheckFailed, LawViolation, Outcome, Report
+from pure_loop.testing.service import Calls, Served, Service, Session
 from pure_loop.testing.strategies import (
     algorithms,
     batches,
@@ -49,6 +51,7 @@ from pure_loop.testing.strategies import (
 
 __all__ = [
     "PROBLEMS",
+    "Calls",
     "Case",
     "CheckFailed",
     "Commutation",
@@ -61,6 +64,9 @@ __all__ = [
     "Report",
     "Scripted",
     "Seed",
+    "Served",
+    "Service",
+    "Session",
     "algorithms",
     "batches",
     "cases",
@@ -69,6 +75,7 @@ __all__ = [
     "check_loop",
     "check_positions",
     "check_script",
+    "check_service",
     "commutation",
     "commutation_matrix",
     "differences",
@@ -86,6 +93,7 @@ __all__ = [
     "timestamps",
     "wrong_algorithms",
     "wrong_loops",
+    "wrong_services",
 ]
 
 

@@ -187,7 +187,7 @@ def _is_list(node: ast.stmt) -> bool:
 
 # Folders whose modules are public, and modules of others.
 _OPEN = ("algorithms/", "callbacks/", "loggers/", "metrics/", "optim/", "ranges/", "schedules/", "testing/laws/")
-_OPEN += ("testing/strategies.py", "testing/wrong_algorithms.py", "testing/wrong_loops.py")
+_OPEN += ("testing/strategies.py", "testing/wrong_algorithms.py", "testing/wrong_loops.py", "testing/wrong_services.py")
 
 
 def _is_users(name: str) -> bool:

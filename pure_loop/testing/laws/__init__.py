@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from pure_loop.testing.law import Law
-from pure_loop.testing.laws import of_callbacks, of_scripts
+from pure_loop.testing.laws import of_callbacks, of_scripts, of_services
 from pure_loop.testing.laws.calls import memory, purity, structure
 from pure_loop.testing.laws.composition import algorithm_order, composition
 from pure_loop.testing.laws.invariance import evaluation_invariance, microbatch_invariance, observer_invariance
@@ -31,6 +31,7 @@ __all__ = [
     "OF_CALLBACKS",
     "OF_LOOPS",
     "OF_SCRIPTS",
+    "OF_SERVICES",
     "UNAVAILABLE",
     "Law",
     "algorithm_order",
@@ -47,6 +48,7 @@ __all__ = [
     "observer_invariance",
     "of_callbacks",
     "of_scripts",
+    "of_services",
     "order",
     "purity",
     "rank_agreement",
@@ -90,6 +92,19 @@ OF_SCRIPTS: tuple[Law, ...] = (
     of_scripts.resumption,
 )
 """The laws of scripts."""
+
+OF_SERVICES: tuple[Law, ...] = (
+    of_services.determinism,
+    of_services.accumulation,
+    of_services.empty_step,
+    of_services.microbatches,
+    of_services.observation,
+    of_services.isolation,
+    of_services.retries,
+    of_services.resumption,
+    of_services.resumption_between,
+)
+"""The laws of training services."""
 
 UNAVAILABLE: dict[str, str] = {}
 """Laws that can't be tried yet, each with the feature that is missing."""
