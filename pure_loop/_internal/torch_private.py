@@ -529,7 +529,7 @@ class Operation(NamedTuple):
     outputs: tuple[int, ...]
 
 
-def _checksum(tensor: Tensor) -> int | None:
+def checksum(tensor: Tensor) -> int | None:
     """Of the bytes of a tensor; None of one without numbers."""
     if tensor.is_meta or tensor.layout is not torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
         return None
@@ -547,7 +547,7 @@ def record_operations(operations: list[Operation]) -> Iterator[None]:
         missing["torch.utils._debug_mode.DebugMode"] = "pl.diff(operations=True) names no operation"
         yield
         return
-    with DebugMode() as mode, DebugMode.log_tensor_hashes(hash_fn=_checksum, hash_inputs=True):
+    with DebugMode() as mode, DebugMode.log_tensor_hashes(hash_fn=checksum, hash_inputs=True):
         yield
     for call in mode.operators:
         log: Mapping[str, Any] = getattr(call, "log", None) or {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypedDict
 
 import attrs
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.pytree import Batch, PyTree
-from pure_loop.data.batch import INDIVISIBLE, describe, is_array, leaves
+from pure_loop._internal.torch_private import checksum
+from pure_loop.data.batch import INDIVISIBLE, describe, is_array, is_texts, leaves
 from pure_loop.errors import DataError, ResumeError
 
 
@@ -29,8 +30,8 @@ class Counts(TypedDict, total=False):
     ending: int
 
 
-# Bytes of a tensor that are all looked at, and numbers of a larger one that are.
-_SMALL, _SAMPLED = 1 << 14, 1 << 10
+# Bytes of a tensor of which all are looked at, and numbers of a larger one that are.
+_SMALL, _SAMPLED = 1 << 16, 1 << 10
 
 
 @attrs.frozen(kw_only=True)
@@ -112,25 +113,22 @@ def digest_of(batch: Batch) -> int:
     """
     result = 0
     for path, leaf in leaves(batch):
-        result = zlib.crc32(path.encode(), result)
         if isinstance(leaf, Tensor):
-            result = zlib.crc32(_bytes(leaf), zlib.crc32(describe(leaf).encode(), result))
+            text = f"{path} {leaf.dtype} {tuple(leaf.shape)} {checksum(_sample(leaf))}"
         elif is_array(leaf):
-            result = zlib.crc32(leaf.tobytes(), zlib.crc32(describe(leaf).encode(), result))
+            text = f"{path} {leaf.dtype} {leaf.shape} {zlib.crc32(leaf.tobytes())}"
         else:
-            # The repr of an object may have its address.
-            known = isinstance(leaf, INDIVISIBLE) or (isinstance(leaf, Sequence) and describe(leaf).endswith("texts"))
-            result = zlib.crc32(repr(leaf).encode() if known else describe(leaf).encode(), result)
+            # The repr of other objects may have their addresses.
+            text = f"{path} {leaf!r}" if isinstance(leaf, INDIVISIBLE) or is_texts(leaf) else f"{path} {type(leaf)}"
+        result = zlib.crc32(text.encode(), result)
     return result
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        return b""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.numel() * tensor.element_size() > _SMALL:
-        tensor = tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED)]
-    return bytes(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+def _sample(tensor: Tensor) -> Tensor:
+    """A tensor, or some numbers of a large one."""
+    if tensor.numel() * tensor.element_size() <= _SMALL or tensor.layout is not torch.strided:
+        return tensor
+    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLED)]
 
 
 _LEAVES = (type(None), bool, int, float, str, bytes)

@@ -56,8 +56,12 @@ class _Unindexed(Source):
         return True
 
     def _take_position(self, epoch: int, start: int) -> Position | None:
-        at, self._at = self._at, None
-        return at[1] if at is not None and at[0] == (epoch, start) else None
+        resumed, self._at = self._at, None
+        if resumed is None:
+            return None
+        place, at = resumed
+        # An epoch that had all its batches is not opened again; the next one is.
+        return at if place == (epoch, start) or (start == 0 and epoch == at.epoch + 1) else None
 
     def _note(self, number: int, item: int, tokens: Tokens, token: PyTree, batch: Batch) -> None:
         """Remember where a batch stands that is about to be given."""

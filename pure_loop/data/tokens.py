@@ -82,6 +82,7 @@ class Tokens:
         owner: what has the token: the loader, its dataset, or None: its iterator.
         get, put: how.
         begins: whether ``put`` is called with None where a pass begins.
+        by_iterator: whether ``get`` takes the iterator, too.
         iterator: of the pass, once it has begun.
     """
 
@@ -90,6 +91,7 @@ class Tokens:
     get: Get
     put: Put
     begins: bool = False
+    by_iterator: bool = False
     iterator: Any = None
 
     def begin(self, token: PyTree, *, at: bool) -> Iterator[Any]:
@@ -120,7 +122,7 @@ class Tokens:
     def token(self) -> PyTree:
         """Where it stands: after the last batch."""
         try:
-            return self.get(self.owner, self.iterator) if _takes(self.get, 2) else self.get(self.owner)
+            return self.get(self.owner, self.iterator) if self.by_iterator else self.get(self.owner)
         except Exception as error:
             error.add_note(
                 f"raised by the function that tells where {name_of(self.loader)} stands, from which fit resumes; "
@@ -151,7 +153,7 @@ def tokens_of(loader: Any) -> Tokens | None:
     for cls in type(owner).__mro__:
         if cls in _registered:
             functions = _registered[cls]
-            return None if functions is None else Tokens(loader, owner, *functions)
+            return None if functions is None else Tokens(loader, owner, *functions, by_iterator=_takes(functions[0], 2))
     pipeline = pipeline_of(owner)
     if pipeline is not None:
         get, put = lambda _: pipeline.token(), lambda _, token: pipeline.begin(token)

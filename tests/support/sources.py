@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-SAMPLES, BATCH = 90, 5
+from tests.conftest import THOROUGH
+
+# In the thorough tier a run is long enough to stop at a hundred batches of it.
+SAMPLES, BATCH = 330 if THOROUGH else 90, 5
 # How many samples were read in this process.
 READ = [0]
 
