@@ -7,7 +7,6 @@ alone, bit by bit. Skipped where the launcher is not installed.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.launched_runs import attempts, check_bitwise, order
+from tests.support.launched_runs import check_bitwise, order
 from tests.support.slurm import Slurm, missing
 
 pytestmark = pytest.mark.slow
@@ -31,6 +30,8 @@ RUN = (sys.executable, "-m", "tests.support.launched_runs")
 ENVIRON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
 FOREIGN = ("SLURM_", "OMPI_", "PMI", "MPI_", "MASTER_", "TORCHELASTIC_")
 KILLS = 20
+# Seconds in which a rank is named on a busy machine, with the imports.
+NAMED = 60.0
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'ray[train]'"
 )
@@ -119,7 +120,7 @@ def test_srun_starts_ranks(slurm, folder, left_alone):
 def test_slurm_requeues_what_is_killed_and_it_trains_on_bitwise(slurm, folder, left_alone, kind, kills):
     epochs = 2 if kills == 1 else 9
     order(folder, kills=kills, parallel=kind, epochs=epochs)
-    assert submit(slurm, folder, 60 + 25 * kills) == kills
+    assert submit(slurm, folder, 60 + 40 * kills) == kills
     check_bitwise(folder, left_alone(kind, epochs), starts=kills + 1)
 
 
@@ -151,5 +152,49 @@ def under_ray(folder, failures, timeout):
 def test_ray_train_starts_again_what_is_killed_and_it_trains_on_bitwise(folder, left_alone, kind, kills):
     epochs = 2 if kills == 1 else 9
     order(folder, kills=kills, parallel=kind, epochs=epochs)
-    under_ray(folder, kills, 60 + 25 * kills)
+    under_ray(folder, kills, 60 + 40 * kills)
     check_bitwise(folder, left_alone(kind, epochs), starts=kills + 1)
+
+
+# A rank whose machine is lost: it is stopped, or killed, in the midst of a batch.
+
+LOST = [(1, signal.SIGSTOP), (0, signal.SIGSTOP), (0, signal.SIGKILL)]
+
+
+def check_named(folder, lost):
+    """The other rank raised an error that names the lost one, in time."""
+    (error,) = (path.read_text() for path in folder.glob("error*"))
+    seconds, _, text = error.partition(" ")
+    assert re.search(rf"rank {1 - lost} of 2 waited .* rank {lost} did not come .* the timeout is 5 s", text), error
+    assert float(seconds) < NAMED
+
+
+@pytest.mark.parametrize(("lost", "sent"), LOST)
+def test_under_srun_a_rank_that_is_lost_is_named_and_the_step_ends(slurm, folder, lost, sent):
+    """Slurm kills what is stopped."""
+    order(folder, kills=1, who=lost, sent=sent, timeout=5)
+    keeps = () if sent == signal.SIGSTOP else ("--no-kill",)
+    started = time.monotonic()
+    slurm.run(
+        "srun",
+        "--ntasks=2",
+        *keeps,
+        f"--kill-on-bad-exit={int(sent == signal.SIGSTOP)}",
+        f"--chdir={ROOT}",
+        *RUN,
+        str(folder),
+        check=False,
+        **ENVIRON,
+    )
+    assert time.monotonic() - started < NAMED
+    check_named(folder, lost)
+
+
+@needs_ray
+@pytest.mark.parametrize(("lost", "sent"), LOST[:2])
+def test_under_ray_train_a_rank_that_is_lost_is_named_and_all_start_again(folder, left_alone, lost, sent):
+    """In the process group that Ray makes, whose own timeout is half an hour."""
+    order(folder, kills=1, who=lost, sent=sent, timeout=5)
+    under_ray(folder, 1, 100)
+    check_named(folder, lost)
+    check_bitwise(folder, left_alone("replicate"), starts=2)

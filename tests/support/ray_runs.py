@@ -1,4 +1,4 @@
-"""``python -m tests.support.ray_runs FOLDER FAILURES``: :mod:`tests.support.launched_runs` under Ray Train, two workers.
+"""``python -m tests.support.ray_runs FOLDER FAILURES``: :mod:`tests.support.launched_runs` in two workers of Ray Train.
 
 Ray listens on 127.0.0.1 alone, and keeps what it writes in the folder.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ def worker(config: dict[str, Any]) -> None:
     import pure_loop as pl
     from tests.support.launched_runs import train
 
-    folder = Path(config["folder"])
+    folder, started = Path(config["folder"]), time.monotonic()
     try:
         state = train(folder, device=ray.train.torch.get_device())
     except pl.errors.DistributedError as error:
-        (folder / f"error{pl.distributed.rank()}").write_text(str(error))
+        (folder / f"error{pl.distributed.rank()}").write_text(f"{time.monotonic() - started:.1f} {error}")
         raise
     ray.train.report({"batch": state.timestamp.batch, "ranks": pl.distributed.world_size()})
 
