@@ -19,6 +19,8 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # Seconds that a worker which is stopped is asked to leave its process group, before it is killed.
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
