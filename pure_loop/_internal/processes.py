@@ -214,7 +214,7 @@ def machines(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str
     if least.isdecimal() and int(least) > 1:
         yield (
             f"PET_NNODES={environ['PET_NNODES']} says that torchrun is to be started on {least} machines",
-            "Start the script with it, torchrun train.py, and leave what PET_NNODES and its like say to them",
+            "Start the script by torchrun train.py, which reads the variables PET_*",
         )
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import secrets
 import shutil
@@ -33,8 +34,8 @@ AuthInfo=socket={folder}/munge/socket,cred_expire=5
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SlurmUser=root
-SlurmdUser=root
+SlurmUser={user}
+SlurmdUser={user}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -57,16 +58,14 @@ PartitionName=p Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe
 def missing() -> str:
     """Why Slurm can't be started here; empty: it can."""
     absent = [program for program in PROGRAMS if shutil.which(program, path=_PATH) is None]
-    if absent:
-        return f"Slurm is not installed ({', '.join(absent)}): apt install slurm-wlm munge"
-    return "" if os.geteuid() == 0 else "Slurm's daemons are started by root"
+    return f"Slurm is not installed ({', '.join(absent)}): apt install slurm-wlm munge" if absent else ""
 
 
 class Slurm:
     """A controller and one node, as a context manager.
 
     Args:
-        folder: of everything that is written; for root alone, as munge asks.
+        folder: of everything that is written; no other user may write to it, as munge asks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +79,7 @@ class Slurm:
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
         conf = self.folder / "slurm.conf"
-        conf.write_text(_CONF.format(host=host, folder=self.folder, ports=free_ports(2)))
+        conf.write_text(_CONF.format(host=host, user=getpass.getuser(), folder=self.folder, ports=free_ports(2)))
         try:
             files = [f"--{name}-file={self.folder}/munge/{name}" for name in ("key", "log", "pid", "seed")]
             self._start("munged", "--foreground", "--force", f"--socket={self.folder}/munge/socket", *files)
@@ -95,8 +94,8 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         try:
             if len(self._daemons) == 3:
-                self.run("scancel", "--signal=KILL", "--full", "--user=root", check=False)
-                self.run("scancel", "--user=root", check=False)
+                self.run("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}", check=False)
+                self.run("scancel", f"--user={getpass.getuser()}", check=False)
                 self._await(lambda: not self.run("squeue", "-h", check=False), 60)
         finally:
             for daemon in reversed(self._daemons):
