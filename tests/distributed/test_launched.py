@@ -7,6 +7,7 @@ alone, bit by bit. Skipped where the launcher is not installed.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ import pytest
 
 from tests.support.launched_runs import check_bitwise, order
 from tests.support.slurm import Slurm, missing
+from tests.support.tiers import tiers
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +89,22 @@ def folder():
     """Of a short name: Ray's sockets are in it."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "run"
+
+
+def test_a_digest_that_differs_is_found(tmp_path):
+    """As are a run that began again, and a rank that did not come to its end."""
+    wanted, given = tmp_path / "wanted", tmp_path / "given"
+    whole = [f"{batch} {batch}{batch}" for batch in range(1, 7)] + ["ended 66"]
+    for folder, texts in ((wanted, [whole]), (given, [[*whole[:4], "killed BATCH_END"], whole[3:]])):
+        order(folder)
+        for rank, attempt in itertools.product(range(2), range(len(texts))):
+            lines = [line for line in texts[attempt] if rank == 0 or "killed" not in line]
+            (folder / f"{rank}.{attempt}").write_text("\n".join(lines))
+    assert check_bitwise(given, wanted, starts=2) == 2
+    for changed in (["4 45", *whole[4:]], whole, whole[3:-1], [*whole[3:], "killed INIT"]):
+        (given / "1.1").write_text("\n".join(changed))
+        with pytest.raises(AssertionError):
+            check_bitwise(given, wanted, starts=2)
 
 
 BATCH = """#!/bin/bash
@@ -158,7 +176,8 @@ def test_ray_train_starts_again_what_is_killed_and_it_trains_on_bitwise(folder, 
 
 # A rank whose machine is lost: it is stopped, or killed, in the midst of a batch.
 
-LOST = [(1, signal.SIGSTOP), (0, signal.SIGSTOP), (0, signal.SIGKILL)]
+STOPPED = [(1, signal.SIGSTOP), (0, signal.SIGSTOP)]
+LOST = tiers([*STOPPED, (0, signal.SIGKILL)], {(0, signal.SIGSTOP), (0, signal.SIGKILL)})
 
 
 def check_named(folder, lost):
@@ -182,7 +201,7 @@ def test_under_srun_a_rank_that_is_lost_is_named_and_the_step_ends(slurm, folder
 
 @needs_ray
 @pytest.mark.thorough
-@pytest.mark.parametrize(("lost", "sent"), LOST[:2])
+@pytest.mark.parametrize(("lost", "sent"), STOPPED)
 def test_under_ray_train_a_rank_that_is_lost_is_named_and_all_start_again(folder, left_alone, lost, sent):
     """In the process group that Ray makes, whose own timeout is half an hour."""
     order(folder, kills=1, who=lost, sent=sent, timeout=5)

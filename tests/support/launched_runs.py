@@ -137,6 +137,8 @@ def check_bitwise(given: Path, wanted: Path, *, ranks: int = 2, starts: int | No
                 assert batch == "killed" or state == reference[batch], f"rank {rank}, attempt {number}, batch {batch}"
         assert ["ended" in said for said in found] == [False] * (len(found) - 1) + [True]
         assert {batch for said in found for batch in said} - {"killed"} == set(reference)
+        begun = [next(map(int, filter(str.isdecimal, said)), 0) for said in found]
+        assert len(found) == 1 or begun[-1] > 1, "it began again, and did not resume"
     assert sorted(where) == list(range(len(found) - 1 if killed else 0))
     return len(found)
 
