@@ -136,6 +136,7 @@ def test_srun_starts_ranks(slurm, folder, left_alone):
     ("kind", "kills"), [("replicate", 1), pytest.param("shard", KILLS, marks=pytest.mark.thorough)]
 )
 def test_slurm_requeues_what_is_killed_and_it_trains_on_bitwise(slurm, folder, left_alone, kind, kills):
+    """The batch script asks for it; Slurm starts the job again a few seconds later."""
     epochs = 2 if kills == 1 else 9
     order(folder, kills=kills, parallel=kind, epochs=epochs)
     assert submit(slurm, folder, 60 + 40 * kills) == kills
@@ -168,6 +169,7 @@ def under_ray(folder, failures, timeout):
     ("kind", "kills"), [("shard", 1), pytest.param("replicate", KILLS, marks=pytest.mark.thorough)]
 )
 def test_ray_train_starts_again_what_is_killed_and_it_trains_on_bitwise(folder, left_alone, kind, kills):
+    """Ray ends all workers where one is killed, and starts as many new ones."""
     epochs = 2 if kills == 1 else 9
     order(folder, kills=kills, parallel=kind, epochs=epochs)
     under_ray(folder, kills, 60 + 40 * kills)
