@@ -45,7 +45,15 @@ _OF_MPI = {
         (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")),
         ("PMI_JOBID", "PMIX_NAMESPACE"),
     ),
+    "MVAPICH2": (
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        (("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),),
+        (),
+    ),
+    "horovodrun": (("HOROVOD_RANK", "HOROVOD_SIZE"), (("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),), ()),
 }
+# What launchers set beside the number of processes, and alone where that is not known.
+_NO_SIZE = ("PMIX_RANK", "PALS_RANKID")
 
 
 @attrs.frozen(kw_only=True)
@@ -96,10 +104,11 @@ def world(environ: Mapping[str, str] = os.environ) -> World:
     result = _named(environ, "RANK and WORLD_SIZE", ("RANK", "WORLD_SIZE"))
     if result is None:
         result = launched(environ)
-        if not result.launcher and environ.get("PMIX_RANK"):
+        alone = next((name for name in _NO_SIZE if environ.get(name)), None)
+        if not (result.launcher or alone is None or _is_of_ray(environ)):
             raise DistributedError(
-                f"PMIX_RANK={environ['PMIX_RANK']!r} says that a launcher started this process, and nothing says how "
-                "many: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start the ranks with torchrun."
+                f"{alone}={environ[alone]!r} says that a launcher started this process, and nothing says how many: set "
+                "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start the ranks with torchrun."
             )
         local = result.local_rank
     else:
@@ -161,6 +170,8 @@ def launched(environ: Mapping[str, str] = os.environ) -> World:
     Raises:
         DistributedError: the variables contradict each other, or one of them is missing.
     """
+    if _is_of_ray(environ):
+        return World()
     step = _step(environ)
     for launcher, (names, of_node, shared) in _OF_MPI.items():
         result = _named(environ, launcher, names)
@@ -180,6 +191,60 @@ def launched(environ: Mapping[str, str] = os.environ) -> World:
                 )
         return result
     return step or World()
+
+
+def _is_of_ray(environ: Mapping[str, str]) -> bool:
+    """Whether this is a worker of Ray: what Slurm or MPI have set is of what started Ray on this machine."""
+    return environ.get("RAY_RAYLET_PID") == str(os.getppid())
+
+
+def machines(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
+    """What says that others were started as this was, with ``torchrun`` or without: that, and what is to be done.
+
+    >>> [says for says, _ in machines({"PMI_RANK": "0", "PMI_SIZE": "2"})]
+    ['mpiexec started 2 processes']
+    """
+    launch = launched(environ)
+    if launch.size > 1:
+        yield (
+            f"{launch.launcher} started {launch.size} processes",
+            f"Unset RANK and WORLD_SIZE, and create no process group: ranks meet by what {launch.launcher} sets",
+        )
+    least = environ.get("PET_NNODES", "").partition(":")[0]  # of torchrun: a number, or from:to
+    if least.isdecimal() and int(least) > 1:
+        yield (
+            f"PET_NNODES={environ['PET_NNODES']} says that torchrun is to be started on {least} machines",
+            "Start the script by torchrun train.py, which reads the variables PET_*",
+        )
+
+
+def others(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
+    """What says that this process is one of several, and what is to be done where it believes to be alone.
+
+    >>> [says for says, _ in others({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "3"})]
+    ['LOCAL_RANK=3 says that there are more processes']
+    """
+    yield from machines(environ)
+    for name, most in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("GROUP_WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
+        if environ.get(name) and _number(environ, name) > most:
+            yield (
+                f"{name}={environ[name]} says that there are more processes",
+                "Leave RANK and WORLD_SIZE as the launcher sets them, and create no process group of one rank",
+            )
+    workers = _workers_of_ray()
+    if workers > 1:
+        yield (
+            f"Ray Train started {workers} workers",
+            "Start them with ray.train.torch.TorchTrainer, which makes a process group of them",
+        )
+
+
+def _workers_of_ray() -> int:
+    train = sys.modules.get("ray.train")
+    try:
+        return 1 if train is None else int(train.get_context().get_world_size())
+    except RuntimeError:
+        return 1  # no worker of a trainer: the script that starts them, a task, a trial
 
 
 def _step(environ: Mapping[str, str]) -> World | None:

@@ -168,7 +168,7 @@ class Rendezvous:
 
     def _absence(self, error: BaseException) -> str:
         head = f"rank {self.rank} of {self.size} could not meet the others within {self._patience:g} s: "
-        same = "Start all ranks with torchrun; each makes the same calls of fit, evaluate and predict, in one order."
+        same = "Start all ranks with one launcher; each makes the same calls of fit, evaluate and predict, in order."
         try:
             missing = within(min(self.seconds / 2, 2.0), self._missing)
         except _UNREACHABLE:

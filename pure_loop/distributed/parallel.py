@@ -11,7 +11,7 @@ import attrs
 from torch import nn
 
 from pure_loop._internal.arguments import as_float, check_callable, check_choice, check_number, is_number
-from pure_loop._internal.processes import launched, rank, torch_distributed, world, world_size
+from pure_loop._internal.processes import machines, others, rank, torch_distributed, world, world_size
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time, TimeUnit
 
@@ -30,7 +30,7 @@ def refuse_lone(parallel: Parallel | None) -> None:
             know of each other.
         DistributedError: what the launcher says can't be read, or not where rank 0 is.
     """
-    grouped, size, launch = torch_distributed() is not None, world_size(), launched()
+    grouped, size = torch_distributed() is not None, world_size()
     if size > 1 and parallel is None:
         source = "its process group" if grouped else world().launcher
         raise ArgumentError(
@@ -38,19 +38,18 @@ def refuse_lone(parallel: Parallel | None) -> None:
             f'work, apart from the others. Write parallel="replicate" or parallel="shard", and they do it together; '
             f"{_ON_PURPOSE}."
         )
-    one_agent = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("GROUP_WORLD_SIZE") == "1"
-    if launch.size > 1 and one_agent:
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        for says, _ in machines():
+            raise ArgumentError(
+                f"{says}, and torchrun started this one, and knows of no other torchrun: each would train a model of "
+                "its own. Give torchrun --nnodes, --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, and start one on "
+                f"each machine; or let the launcher start the ranks, without torchrun; {_ON_PURPOSE}."
+            )
+    for says, remedy in others() if size == 1 else ():
+        by = "by WORLD_SIZE=1" if os.environ.get("WORLD_SIZE") else "without RANK and WORLD_SIZE"
         raise ArgumentError(
-            f"{launch.launcher} started {launch.size} times torchrun, and none knows of the others: each would train a "
-            "model of its own. Give torchrun --nnodes, --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, and start "
-            f"one on each machine; or let {launch.launcher} start the ranks, without torchrun; {_ON_PURPOSE}."
-        )
-    if launch.size > 1 and size == 1:
-        source = "its process group" if grouped else "WORLD_SIZE=1"
-        raise ArgumentError(
-            f"{launch.launcher} started {launch.size} processes, and by {source} this one is alone: each would train a "
-            f"model of its own. Unset RANK and WORLD_SIZE, and create no process group: ranks meet by what "
-            f"{launch.launcher} sets; {_ON_PURPOSE}."
+            f"{says}, and {'by its process group' if grouped else by} this one is alone: each would train a model of "
+            f"its own. {remedy}; {_ON_PURPOSE}."
         )
     if size > 1 and not grouped:
         _ = world().address

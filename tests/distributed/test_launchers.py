@@ -7,6 +7,7 @@ The variables are those that Slurm 22.05, Open MPI 4.1 and MPICH 4.0 set, printe
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -55,6 +56,10 @@ def mpich(rank, size, local=0, local_size=None):
     )
 
 
+def named(prefix, rank, size):
+    return variables(f"{prefix}RANK={rank} {prefix}SIZE={size} {prefix}LOCAL_RANK={rank} {prefix}LOCAL_SIZE={size}")
+
+
 def of(launcher, rank, size, local=0, host=None, port=None):
     return World(launcher=launcher, rank=rank, size=size, local_rank=local, host=host, port=port)
 
@@ -64,6 +69,7 @@ BY_RANK = "RANK and WORLD_SIZE"
 OF_TORCHRUN = of(BY_RANK, 3, 4, 1, "head", 29500)
 OF_STEP = of("srun", 1, 2, 0, "node01", 20202)
 TWO = variables("RANK=1 WORLD_SIZE=2")
+OF_RAY = {"RAY_RAYLET_PID": str(os.getppid())}
 THERE = variables("MASTER_ADDR=10.0.0.1 MASTER_PORT=1234")
 HERE = "127.0.0.1"
 READ = [
@@ -79,6 +85,12 @@ READ = [
     (step(0, 2) | TORCHRUN, OF_TORCHRUN),
     (step(1, 2, local=1) | TWO | THERE, of(BY_RANK, 1, 2, 1, "10.0.0.1", 1234)),
     (mpich(2, 4, local=0, local_size=2), of("mpiexec", 2, 4)),
+    (named("MV2_COMM_WORLD_", 1, 4), of("MVAPICH2", 1, 4, 1)),
+    (named("HOROVOD_", 1, 4) | THERE, of("horovodrun", 1, 4, 1, "10.0.0.1", 1234)),
+    # A worker of Ray, which was started in a step: Ray says which it is, by RANK or not at all.
+    (step(1, 2) | named("HOROVOD_", 1, 2) | {"PMIX_RANK": "1"} | OF_RAY, World()),
+    (step(0, 1) | TORCHRUN | OF_RAY, OF_TORCHRUN),
+    (step(1, 2) | {"RAY_RAYLET_PID": str(os.getpid())}, OF_STEP),  # started by srun in such a worker
     # Open MPI and MPICH start one process of their own on each node through srun.
     (step(1, 2) | open_mpi(3, 4, local=1, local_size=2), of("mpirun", 3, 4, 1)),
     ({"WORLD_SIZE": "1"}, World()),  # of a template
@@ -100,9 +112,10 @@ def test_what_a_launcher_sets_is_read():
 
 def set_only(monkeypatch, environ):
     """Of what launchers read, these variables alone."""
-    ours = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "MASTER_", "TORCHELASTIC_", "GROUP_")
+    ours = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_", "MV2_", "HOROVOD_", "PALS_")
+    ours += ("MASTER_", "TORCHELASTIC_", "GROUP_", "PET_", "RAY_", "LOCAL_")
     for name in list(os.environ):
-        if name.startswith(ours) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if name.startswith(ours) or name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -121,6 +134,7 @@ UNREADABLE = [
     (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
     (step(0, 2) | {"SLURM_PROCID": ""}, "SLURM_PROCID is not"),
     (variables("PMIX_RANK=0 PMIX_NAMESPACE=prterun-1"), "PMIX_RANK='0' .* nothing says how many"),
+    ({"PALS_RANKID": "1"}, "PALS_RANKID='1' .* nothing says how many"),
     ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
     ({"PMI_SIZE": "2"}, "PMI_RANK is not"),
     (step(0, 2, nodelist="bgp[000x133]"), r"SLURM_STEP_NODELIST='bgp\[000x133\]' can't be read"),
@@ -138,7 +152,13 @@ def test_what_contradicts_itself_is_refused_wherever_it_is_read(monkeypatch):
 
 # Never n trainings where one was meant.
 
-SEVERAL = {"srun": step(1, 2), "mpirun": open_mpi(1, 2, local=1), "mpiexec": mpich(1, 2)}
+SEVERAL = {
+    "srun": step(1, 2),
+    "mpirun": open_mpi(1, 2, local=1),
+    "mpiexec": mpich(1, 2),
+    "MVAPICH2": named("MV2_COMM_WORLD_", 1, 2),
+    "horovodrun": named("HOROVOD_", 1, 2),
+}
 ONE = variables("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500")
 STANDALONE = variables("TORCHELASTIC_RUN_ID=none GROUP_RANK=0 GROUP_WORLD_SIZE=1")
 APART = r"parallel=None, and this process is rank \d of \d, by .*parallel=False"
@@ -174,7 +194,7 @@ def test_several_processes_that_believe_to_be_alone_are_refused(monkeypatch):
         assert pl.run(CALLS["fit"](False)).timestamp.batch == 1
         for size in ("1", "4"):
             set_only(monkeypatch, environ | ONE | STANDALONE | {"WORLD_SIZE": size})
-            refused(f"{launcher} started 2 times torchrun|parallel=None")
+            refused(f"{launcher} started 2 processes, and torchrun started this one, and knows of no|parallel=None")
         set_only(monkeypatch, environ)
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         try:
@@ -183,9 +203,83 @@ def test_several_processes_that_believe_to_be_alone_are_refused(monkeypatch):
             dist.destroy_process_group()
 
 
+# Of a process that believes to be alone: where it is one of several, what says so, and what to do.
+ALONE = [
+    # A script under torchrun whose RANK and WORLD_SIZE something has taken away, or set anew.
+    ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 says .* without RANK and WORLD_SIZE this one is alone"),
+    (ONE | {"LOCAL_RANK": "1"}, "LOCAL_RANK=1 says .* by WORLD_SIZE=1 this one is alone"),
+    ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 says .* Leave RANK and WORLD_SIZE as"),
+    (ONE | {"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 says"),
+    (ONE | STANDALONE | {"GROUP_WORLD_SIZE": "2"}, "GROUP_WORLD_SIZE=2 says"),
+    # A Pod of Kubeflow that starts the script without torchrun.
+    (
+        variables("PET_NNODES=2 PET_NODE_RANK=0 PET_MASTER_ADDR=head"),
+        "PET_NNODES=2 .* on 2 machines.* torchrun train",
+    ),
+    (variables("PET_NNODES=2:4 PET_RDZV_ENDPOINT=head"), "PET_NNODES=2:4 .* on 2 machines"),
+    # And one that starts it with a torchrun that is to know of no other Pod.
+    (ONE | STANDALONE | {"PET_NNODES": "2"}, "PET_NNODES=2 .* torchrun started this one, and knows of no other"),
+    (ONE | STANDALONE | {"PET_NNODES": "2", "WORLD_SIZE": "4"}, "PET_NNODES=2 .* torchrun started this|parallel=None"),
+]
+
+
+@pytest.mark.parametrize(("environ", "says"), ALONE)
+def test_what_says_that_there_are_others_is_believed(monkeypatch, environ, says):
+    set_only(monkeypatch, environ)
+    for call in CALLS.values():
+        for parallel in (None, "replicate", "shard"):
+            with pytest.raises(pl.errors.ArgumentError, match=says):
+                call(parallel)
+        pl.run(call(False))
+
+
+def test_a_process_group_of_one_on_each_rank_is_refused(monkeypatch):
+    """Under torchrun, too."""
+    for environ in (TORCHRUN, TWO, variables("PET_NNODES=2")):
+        set_only(monkeypatch, environ)
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            for parallel in (None, "replicate"):
+                with pytest.raises(pl.errors.ArgumentError, match=r"_SIZE|PET_NNODES.* by its process group this one"):
+                    CALLS["fit"](parallel)
+        finally:
+            dist.destroy_process_group()
+
+
+class Workers:
+    """ray.train, in one of several workers, or in what is none."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def get_context(self):
+        if not self.size:
+            raise RuntimeError("`get_context` cannot be used outside of a Ray Train training function.")
+        return self
+
+    def get_world_size(self):
+        return self.size
+
+
+def test_workers_of_ray_without_a_process_group_are_refused(monkeypatch):
+    """As those of a DataParallelTrainer are."""
+    set_only(monkeypatch, OF_RAY)
+    monkeypatch.setitem(sys.modules, "ray.train", Workers(2))
+    with pytest.raises(pl.errors.ArgumentError, match=r"Ray Train started 2 workers.*ray.train.torch.TorchTrainer"):
+        CALLS["fit"]("replicate")
+    for size in (0, 1):
+        monkeypatch.setitem(sys.modules, "ray.train", Workers(size))
+        assert pl.run(CALLS["fit"](None)).timestamp.batch == 1
+
+
 def test_one_process_is_one_process(monkeypatch):
     """A script without srun in an allocation of two tasks, too."""
-    for environ in ({}, BATCH, step(0, 1), open_mpi(0, 1), mpich(0, 1), ONE, BATCH | ONE | STANDALONE):
+    single = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    torchrun = ONE | STANDALONE | single
+    launchers = (step(0, 1), open_mpi(0, 1), mpich(0, 1), ONE, torchrun, BATCH | torchrun)
+    # One Pod, or as many as there are; and a worker of Ray in a step.
+    others = (single, {"PET_NNODES": "1"}, torchrun | {"PET_NNODES": "1:4"}, step(1, 2) | OF_RAY)
+    for environ in ({}, BATCH, *launchers, *others):
         set_only(monkeypatch, environ)
         assert (pl.distributed.rank(), pl.distributed.world_size()) == (0, 1)
         for parallel in (False, "replicate", "shard"):

@@ -200,16 +200,21 @@ say("done")
 
 def test_a_rank_that_stops_dies_or_never_starts_is_named(job, tmp_path):
     """Of three processes the two others name it, and of two the other."""
-    others = [Job(tmp_path / name) for name in ("killed", "alone", "halfway")]
+    others = [Job(tmp_path / name) for name in ("killed", "alone", "halfway", "own")]
     for each in others:
         each.folder.mkdir()
         each.processes = job.processes
-    killed, alone, halfway = others
+    killed, alone, halfway, own = others
     job.rank_by_rank(FAULTY.format(kind="replicate", event="BEFORE_FORWARD", sent="SIGSTOP", who=0), 2)
     job.check_named(1, words="rank 0 did not come to what follows .* hanging; .* the timeout is 6 s")
     # In the middle of a sharded batch the others wait for its parts of the parameters.
     halfway.rank_by_rank(FAULTY.format(kind="shard", event="BEFORE_LOSS", sent="SIGSTOP", who=0), 2)
     halfway.check_named(1, words="rank 0 did not come to what follows .* hanging; .* the timeout is 6 s")
+    # In a process group of the user's, whose own timeout is half an hour, and whose store is lost with rank 0.
+    whole = f'dist.init_process_group("gloo")\n{FAULTY}dist.destroy_process_group()\n'
+    own.rank_by_rank(whole.format(kind="replicate", event="AFTER_LOSS", sent="SIGSTOP", who=0), 2)
+    own.check_named(1, words="rank 0 did not come to what follows .* hanging; .* the timeout is 6 s")
+    assert own.processes[-1].wait(NAMED) == 0
     killed.rank_by_rank(FAULTY.format(kind="shard", event="BEFORE_FORWARD", sent="SIGKILL", who=1), 3)
     killed.check_named(0, 2, words="rank 1 did not come to what follows .*: killed")
     alone.rank_by_rank('say(told(lambda: fit("replicate")))\nsay("done")', 2, without=0)
