@@ -256,9 +256,9 @@ class MultiRankEngine(Engine):
             source.last_batch = batch
         return batch
 
-    def position(self, position: Position | None, source: Source) -> PyTree:
-        if source.uneven is None or not self._positions:
-            return position
+    def positions(self, position: Position | None) -> PyTree:
+        if not self._positions:
+            return None
         by_rank = tuple(self.talk.gather(position))
         # Data with indices has none in any batch.
         self._positions = any(by_rank)

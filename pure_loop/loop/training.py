@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.logs import get_logger
-from pure_loop._internal.pytree import Batch
+from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop.data.group import END
 from pure_loop.errors import DataError
 from pure_loop.event import Event
@@ -262,10 +262,10 @@ def _load(state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> tuple[
     fit.boundary.evaluated.clear()
     batch, samples, tokens = ready
     source, t = fit.source, state.timestamp
-    if source.position is None and source.uneven is None:
-        return _loaded[type(state)](state, batch), samples, tokens
-    position = None if source.position is None else source.position(t.epoch, t.batch)
-    return _placed[type(state)](state, batch, fit.stages.engine.position(position, source)), samples, tokens
+    data: PyTree = source.position and source.position(t.epoch, t.batch)
+    if source.uneven is not None:
+        data = fit.stages.engine.positions(data)
+    return _loaded[type(state)](state, batch, data), samples, tokens
 
 
-_loaded, _placed = setter("batch"), setter("batch", "data")
+_loaded = setter("batch", "data")

@@ -81,8 +81,8 @@ class Engine:
         # Where it comes from: on the device a count of numbers would wait for the batches before.
         return batch, task.samples(loaded), task.tokens(loaded)
 
-    def position(self, position: Position | None, source: Source) -> PyTree:
-        """Where the data stands after a batch, on all ranks: that of one rank, or of each that has data of its own."""
+    def positions(self, position: Position | None) -> PyTree:
+        """Where the data of each rank's own stands after a batch."""
         return position
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
