@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.tree_ops import are_sharded, full_tensor
@@ -29,8 +30,9 @@ from pure_loop.distributed.agreement import (
     untouched,
     versions,
 )
+from pure_loop.distributed.meshes import map_state, mesh_of, on_usable_mesh
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.distributed.ranks import Ranks, map_state, on_usable_mesh
+from pure_loop.distributed.ranks import Ranks
 from pure_loop.errors import DataError, DistributedError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -82,7 +84,8 @@ class MultiRankEngine(Engine):
     def __init__(self, parallel: Parallel, ranks: Ranks) -> None:
         self.parallel = parallel
         self.talk = ranks
-        self.rank, self.ranks = ranks.rank, ranks.size
+        self.rank, self.ranks = ranks.data_rank, ranks.data_ranks
+        self.global_rank, self.world_size = ranks.rank, ranks.size
         # How many batches an evaluation or prediction has had.
         self._given = 0
         # What this rank has to say of the last batch, which has to be the same on all.
@@ -124,8 +127,9 @@ class MultiRankEngine(Engine):
         self._meet(state, settings, fresh=fresh)
         if are_sharded(state.params):
             state = on_usable_mesh(state, self.talk)
-        if are_sharded(state.params) and self.parallel.kind == "replicate":
-            state = map_state(full_tensor, state)
+            mesh = mesh_of(state)
+            if mesh is not None and not self._keeps(mesh):
+                state = map_state(full_tensor, state)
         if fresh:
             # What INIT changed, such as layers that were put in, each rank may have initialised for itself.
             begun, self._begun = self._begun, None
@@ -133,6 +137,10 @@ class MultiRankEngine(Engine):
             return broadcast_state(self.talk, state) if any(row[0] for row in changed) else state
         self.refuse_others(state, "resumes from another State than rank 0")
         return state
+
+    def _keeps(self, mesh: DeviceMesh) -> bool:
+        """Whether a State in parts over this mesh is taken as it is; if not, its tensors are gathered."""
+        return False
 
     def _meet(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> None:
         """Connect, and refuse ranks that are about to do something else than the first."""
@@ -255,7 +263,7 @@ class MultiRankEngine(Engine):
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         lengths = [item for item in self.talk.gather(length) if item is not None]
-        if len(lengths) < self.ranks:
+        if len(lengths) < self.world_size:
             return None
         # Of data that is split they are equal.
         return max(lengths) if uneven == "pad" else min(lengths)
@@ -267,7 +275,7 @@ class MultiRankEngine(Engine):
         self, weights: Sequence[float | Tensor], state: State, *, split: bool, summed: bool
     ) -> tuple[Weights, int]:
         self._batch, self._summed = state.timestamp.batch, summed
-        what = f"a microbatch of batch {self._batch} on rank {self.rank}"
+        what = f"a microbatch of batch {self._batch} on rank {self.global_rank}"
         mine: list[float | Tensor] = (
             [0] * len(weights) if self.padding else [read_weight(weight, what) for weight in weights]
         )
@@ -308,11 +316,30 @@ class MultiRankEngine(Engine):
         by_rank, self._asked = self._asked(), None
         self._refuse_others([row[5] for row in by_rank])
         self._refuse_other_data([row[6:] for row in by_rank], f"in batch {self._batch}")
+        self._refuse_unequal(by_rank)
+        by_rank = self.talk.layout.first_of(by_rank)
         self._weights = [row[1] for row in by_rank]
         self._total = sum(self._weights) if self._on_device is None else self._on_device
         # Seconds are those of rank 0.
         self._counts = int(sum(row[2] for row in by_rank)), int(sum(row[3] for row in by_rank)), by_rank[0][4]
         return int(max(row[0] for row in by_rank))
+
+    def _refuse_unequal(self, by_rank: list[tuple[float, ...]]) -> None:
+        """Refuse ranks of one data rank that were given other data.
+
+        Raises:
+            DistributedError: names two of them.
+        """
+        for data_rank, ranks in enumerate(self.talk.layout.ranks):
+            first = by_rank[ranks[0]]
+            for rank in ranks[1:]:
+                row = by_rank[rank]
+                if (row[:4], row[7]) != (first[:4], first[7]):
+                    raise DistributedError(
+                        f"in batch {self._batch} rank {rank} was given other samples than rank {ranks[0]}: both are "
+                        f"data rank {data_rank}, and compute one model on one part of the batch, so they pass the same "
+                        "data, in the same order: that of pl.distributed.data_rank()."
+                    )
 
     def divisor(self, weights: Weights) -> float | Tensor:
         self._answered()
@@ -376,7 +403,7 @@ class MultiRankEngine(Engine):
         def to(device: torch.device | str) -> Callable[[Tensor], Tensor]:
             return lambda tensor: tensor.detach().to(device)
 
-        by_rank = self.talk.gather(map_tensors(to("cpu"), accumulated))
+        by_rank = self.talk.layout.first_of(self.talk.gather(map_tensors(to("cpu"), accumulated)))
         merged = {}
         for metric in metrics:
             parts = [row[metric.name] for row in by_rank if row]

@@ -73,7 +73,7 @@ def _bound(plan: Plan, boundary: LastBoundary) -> BoundRun:
         order=settings.order,
         max_duration=settings.max_duration,
         iteration_length=settings.iteration_length,
-        ranks=stages.engine.ranks,
+        ranks=stages.engine.world_size,
         task=stages.task,
         precision=settings.precision.name,
         microbatch_size=settings.fixed_size,

@@ -155,11 +155,13 @@ class Together:
         from pure_loop.distributed.engines import reads_its_own
 
         if not reads_its_own(parallel, dataloader, stream):
-            share = Share(self.rank, world_size(), task.samples, task.split)
+            layout = parallel.layout
+            share = Share(layout.place(self.rank)[0], len(layout.ranks), task.samples, task.split)
             return source(dataloader, seed=seed, stream=stream, share=share, **options)
         # In an evaluation every sample counts, so none is left out.
         uneven = parallel.uneven if stream == "train" else "pad"
-        own = derive(seed, "rank", self.rank) if self.rank else seed
+        data_rank, _ = parallel.layout.place(self.rank)
+        own = derive(seed, "rank", data_rank) if data_rank else seed
         return source(dataloader, seed=own, stream=stream, uneven=uneven, **options)
 
     def beginning(self, engine: Engine, settings: Callable[[], Mapping[str, object]]) -> Callable[[State], State]:

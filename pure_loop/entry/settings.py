@@ -368,9 +368,9 @@ class Settings(ModelSettings):
                     "it has found in algorithm_state: give the algorithm another name."
                 )
             parallel = self.parallel.parallel
-            if parallel is not None and parallel.kind == "shard":
+            if parallel is not None and parallel.in_parts:
                 raise ArgumentError(
-                    'microbatch_size="auto" with parallel="shard": ranks exchange parameters in every forward, so that '
+                    'microbatch_size="auto" with parameters in parts, parallel="shard" or parallelize=: ranks exchange parameters in every forward, so that '
                     "one that runs out of memory would leave the others waiting. Give a number, or write "
                     'parallel="replicate".'
                 )

@@ -13,7 +13,15 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from pure_loop._internal.tree_ops import are_sharded, from_local, is_sharded, local_tensor, map_local, sum_over_shards
+from pure_loop._internal.tree_ops import (
+    are_sharded,
+    from_local,
+    is_sharded,
+    local_tensor,
+    map_local,
+    of_one_sharding,
+    sum_over_shards,
+)
 from pure_loop._internal.tree_ops import norms as norms_of
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
@@ -119,8 +127,11 @@ def inner_product(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]
         return torch.zeros(())
     local = [(local_tensor(left), local_tensor(right)) for left, right in pairs]
     parts = [(_wide(left) * _wide(right).conj()).sum().real for left, right in local]
-    total = torch.stack([part.to(parts[0]) for part in parts]).sum()
-    return sum_over_shards(total, next((left for left, _ in pairs if is_sharded(left)), total))
+    lefts, total = [left for left, _ in pairs], torch.zeros_like(parts[0])
+    for places in of_one_sharding(lefts):
+        some = torch.stack([parts[place].to(parts[0]) for place in places]).sum()
+        total = total + sum_over_shards(some, lefts[places[0]])
+    return total
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -43,8 +43,10 @@ class Engine:
             batches.
         repeats: whether the current microbatch is a repeated one of weight 0, so that all ranks run equally many.
         in_parts: the fields of a State, besides its parameters, of which a rank holds shards. No graph takes them.
-        rank: of this process; part of every seed that must differ between ranks.
-        ranks: the number of ranks.
+        rank: the number of this rank's data; part of every seed that must differ between ranks with other data.
+        ranks: how many parts a batch has. Fewer than there are ranks, where several compute one model together.
+        global_rank: of this process.
+        world_size: the number of ranks.
         exchanges: whether batches, forwards, gradients and looks for NaN may wait for other ranks, so that all have to
             ask for them together.
         replicates: whether other ranks have the same parameters.
@@ -55,6 +57,8 @@ class Engine:
     in_parts: tuple[str, ...] = ()
     rank = 0
     ranks = 1
+    global_rank = 0
+    world_size = 1
     exchanges = False
     replicates = False
 
