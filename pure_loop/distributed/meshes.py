@@ -66,7 +66,7 @@ class Arrangement:
 
 _Key: TypeAlias = tuple[str, Arrangement]
 # For each kind of device and arrangement: the default process group in which the mesh was made (None once it is
-# broken), how many there have been, the timeout of its exchanges, and the mesh.
+# broken), its number among all that there have been, the timeout of its exchanges, and the mesh.
 _meshes: dict[_Key, tuple[ref[dist.ProcessGroup] | None, int, float, DeviceMesh]] = {}
 _NAMED = re.compile(r"pure_loop_[0-9]+_?")
 
@@ -79,9 +79,9 @@ def find_mesh(ranks: Ranks, arrangement: Arrangement | None = None) -> DeviceMes
     result, number, timeout, mesh = _meshes.get(key, (None, 0, 0.0, None))
     usable = result is not None and result() is world and timeout == ranks.timeout
     # A fault may have broken it on some ranks only.
-    by_rank = ranks.gather((usable, number))
-    if mesh is None or any(row != (True, number) for row in by_rank):
-        number = 1 + max(count for _, count in by_rank)
+    by_rank = ranks.gather((usable, number, max([count for _, count, *_ in _meshes.values()], default=0)))
+    if mesh is None or any(row[:2] != (True, number) for row in by_rank):
+        number = 1 + max(newest for *_, newest in by_rank)
         mesh = _made(ranks, arrangement, number)
         assert world is not None
         _meshes[key] = ref(world), number, ranks.timeout, mesh

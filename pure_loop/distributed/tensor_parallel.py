@@ -108,10 +108,11 @@ def _cuts_of(module: object, model: ModelDef, function: str) -> dict[str, Placem
         raise ModelError(f"parallelize={function} gave a {type(module).__name__}: return the module, or nothing.")
     cuts: dict[str, Placement] = {}
     for name, parameter in module.named_parameters():
-        cut = parameter.placements[0] if is_sharded(parameter) else Replicate()
+        tensor: Any = parameter
+        cut = tensor.placements[0] if is_sharded(tensor) else Replicate()
         if isinstance(cut, Shard):
             cut = Shard(cut.dim % parameter.ndim)
-            ranks = parameter.device_mesh.size()
+            ranks = tensor.device_mesh.size()
             if parameter.shape[cut.dim] % ranks:
                 raise ModelError(
                     f"parallelize={function} cuts {name!r} of shape {tuple(parameter.shape)} along dimension {cut.dim} "

@@ -370,8 +370,8 @@ class Settings(ModelSettings):
             parallel = self.parallel.parallel
             if parallel is not None and parallel.in_parts:
                 raise ArgumentError(
-                    'microbatch_size="auto" with parameters in parts, parallel="shard" or parallelize=: ranks exchange parameters in every forward, so that '
-                    "one that runs out of memory would leave the others waiting. Give a number, or write "
+                    'microbatch_size="auto" with parallel="shard" or parallelize=: ranks exchange in every forward, so '
+                    "that one that runs out of memory would leave the others waiting. Give a number, or write "
                     'parallel="replicate".'
                 )
         if self.precision.float8:
