@@ -63,14 +63,15 @@ def _difference(by_rank: Sequence[Mapping[str, str]], absent: str) -> tuple[int,
 
 def broadcast_state(talk: Ranks, state: State) -> State:
     """The State with the parameters and buffers of rank 0, whatever each rank's module began with."""
-    tensors = [*state.params.values(), *state.buffers.values()]
+    kept = {name: tensor for name, tensor in state.params.items() if is_sharded(tensor)}  # made alike on all ranks
+    tensors = [*(tensor for name, tensor in state.params.items() if name not in kept), *state.buffers.values()]
     copies = iter(
         [
             torch.empty_like(old).copy_(copy) if old.stride() != copy.stride() else copy
             for old, copy in zip(tensors, talk.broadcast(tensors), strict=True)
         ]
     )
-    params = FrozenDict((name, next(copies)) for name in state.params)
+    params = FrozenDict((name, kept[name] if name in kept else next(copies)) for name in state.params)
     return state.replace(params=params, buffers=FrozenDict((name, next(copies)) for name in state.buffers))
 
 

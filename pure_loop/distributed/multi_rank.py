@@ -37,6 +37,7 @@ from pure_loop.errors import DataError, DistributedError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
+from pure_loop.model.initial import initialised
 from pure_loop.stages.engine import Engine
 from pure_loop.stages.loss import map_loss
 from pure_loop.state import Loss, State, device_of, raw_params
@@ -117,9 +118,9 @@ class MultiRankEngine(Engine):
 
     # The beginning and the end.
 
-    def begin(self, state: State, settings: Mapping[str, object]) -> State:
+    def begin(self, state: State, settings: Mapping[str, object], *, empty: bool = False) -> State:
         self._meet(state, settings, fresh=True)
-        state = broadcast_state(self.talk, state)
+        state = self._initialised(state) if empty else broadcast_state(self.talk, state)
         self._begun = versions(state)
         return state
 
@@ -137,6 +138,10 @@ class MultiRankEngine(Engine):
             return broadcast_state(self.talk, state) if any(row[0] for row in changed) else state
         self.refuse_others(state, "resumes from another State than rank 0")
         return state
+
+    def _initialised(self, state: State) -> State:
+        """A State with numbers, which all ranks make alike."""
+        return initialised(state)
 
     def _keeps(self, mesh: DeviceMesh) -> bool:
         """Whether a State in parts over this mesh is taken as it is; if not, its tensors are gathered."""

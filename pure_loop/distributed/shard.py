@@ -33,6 +33,7 @@ from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.model.buffers import UNALTERED, Altered, alterations, put_slots, slot_of
+from pure_loop.model.initial import initialised
 from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import time_of_step
@@ -69,14 +70,21 @@ class ShardEngine(MultiRankEngine):
 
     def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
-        mesh = mesh_of(state)
-        if mesh is not None:
-            self._mesh = mesh
-            return state
-        # Each rank by itself: one that raises while another one waits for its answer breaks the connection.
-        refuse_scalars(state)
-        self._mesh = find_mesh(self.talk) if self.parallel.mesh is None else self.parallel.mesh
+        self._settle(state)
         return self._in_parts(state)
+
+    def _initialised(self, state: State) -> State:
+        self._settle(state)
+        return initialised(state, self._part)
+
+    def _settle(self, state: State) -> None:
+        """Choose the mesh over which the State is, or will be, in parts."""
+        mesh = mesh_of(state)
+        if mesh is None:
+            # Each rank by itself: one that raises while another one waits for its answer breaks the connection.
+            refuse_scalars(state)
+            mesh = find_mesh(self.talk) if self.parallel.mesh is None else self.parallel.mesh
+        self._mesh = mesh
 
     def failed(self, error: BaseException, event: Event, state: State | None) -> None:
         # After the loop, on all ranks, States are used sharded.
@@ -111,7 +119,9 @@ class ShardEngine(MultiRankEngine):
         return state.replace(**trees)
 
     def _part(self, name: str, tensor: Tensor) -> DTensor:
-        """This rank's part of a whole tensor, a parameter or what is kept of it."""
+        """This rank's part of a whole tensor, a parameter or what is kept of it; what is in parts stays as it is."""
+        if is_sharded(tensor):
+            return tensor
         part, placements = tensor.detach(), self._placements_of(name)
         for dim, placement in enumerate(placements):
             if isinstance(placement, Shard):

@@ -23,7 +23,6 @@ from pure_loop._internal.processes import compute_on_data_rank
 from pure_loop._internal.tree_ops import from_local, full_tensor, is_sharded, local_tensor
 from pure_loop.distributed.layout import TP
 from pure_loop.distributed.meshes import Arrangement, find_mesh
-from pure_loop.distributed.multi_rank import MultiRankEngine
 from pure_loop.distributed.shard import ShardEngine, refuse_scalars
 from pure_loop.errors import ModelError
 from pure_loop.model.model import ModelDef
@@ -38,18 +37,15 @@ class TensorParallelEngine(ShardEngine):
     # How the layers of each parameter are cut, by its name.
     _cuts: Mapping[str, Placement]
 
-    def begin(self, state: State, settings: Mapping[str, object]) -> State:
+    def _meet(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> None:
         compute_on_data_rank(self, self.rank)
-        return super().begin(state, settings)
+        super()._meet(state, settings, fresh=fresh)
 
-    def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
-        compute_on_data_rank(self, self.rank)
-        state = MultiRankEngine.start(self, state, settings, fresh=fresh)
+    def _settle(self, state: State) -> None:
         refuse_scalars(state)
         of_state, of_module = self._arrangements()
         self._mesh, self._module_mesh = find_mesh(self.talk, of_state), find_mesh(self.talk, of_module)
         self._build(state.model, state.frozen)
-        return self._in_parts(state)
 
     def _arrangements(self) -> tuple[Arrangement, Arrangement]:
         """The dimensions of the State's mesh, and of that of the module."""

@@ -27,6 +27,7 @@ from pure_loop.loop.driver import drive
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
+from pure_loop.model.initial import is_on_meta
 from pure_loop.observer import bind_callbacks
 from pure_loop.random.authors import is_users
 from pure_loop.random.guards import guard
@@ -114,7 +115,7 @@ def _fit(plan: Plan, boundary: LastBoundary) -> Fit:
         iteration_length=settings.iteration_length,
         clock=settings.clock,
         fresh=plan.fresh,
-        meet=settings.parallel.beginning(stages.engine, plan.described),
+        meet=settings.parallel.beginning(stages.engine, plan.described, empty=is_on_meta(settings.model_or_state)),
         prepare=start.preparation(plan.described, fresh=plan.fresh),
         counts_tokens=TimeUnit.TOKEN in units,
         # A count of the user's own may begin later.

@@ -22,6 +22,7 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.data.group import Share
 from pure_loop.distributed.parallel import Parallel, read_parallel, refuse_lone
 from pure_loop.errors import DistributedError, ResumeError
+from pure_loop.model.initial import initialised
 from pure_loop.random import derive
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.state import State
@@ -164,9 +165,14 @@ class Together:
         own = derive(seed, "rank", data_rank) if data_rank else seed
         return source(dataloader, seed=own, stream=stream, uneven=uneven, **options)
 
-    def beginning(self, engine: Engine, settings: Callable[[], Mapping[str, object]]) -> Callable[[State], State]:
-        """What the ranks of a fresh start do before INIT: see that they are about to do the same."""
-        return (lambda state: state) if self.parallel is None else (lambda state: engine.begin(state, settings()))
+    def beginning(
+        self, engine: Engine, settings: Callable[[], Mapping[str, object]], *, empty: bool
+    ) -> Callable[[State], State]:
+        """What a fresh start does before INIT: ranks see that they are about to do the same; ``empty``: of a State
+        without numbers, which are made."""
+        if self.parallel is None:
+            return initialised if empty else (lambda state: state)
+        return lambda state: engine.begin(state, settings(), empty=empty)
 
     def meeting(
         self, engine: Engine, data: Source, settings: Callable[[], Mapping[str, object]], fresh: bool

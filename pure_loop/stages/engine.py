@@ -269,8 +269,11 @@ class Engine:
 
     # What ranks exchange: that they do the same, their results, and that one of them failed.
 
-    def begin(self, state: State, settings: Mapping[str, object]) -> State:
-        """Wait for all ranks before INIT, and compare their settings with those of rank 0."""
+    def begin(self, state: State, settings: Mapping[str, object], *, empty: bool = False) -> State:
+        """Wait for all ranks before INIT, and compare their settings with those of rank 0.
+
+        ``empty``: the tensors of the State have no numbers, which this gives them.
+        """
         return state
 
     def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
