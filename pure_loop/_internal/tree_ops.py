@@ -198,10 +198,10 @@ def map_local(function: Callable[..., Iterable[Tensor]], *lists: Sequence[Tensor
     return [from_local(tensor, part) for tensor, part in zip(lists[0], parts, strict=True)]
 
 
-def sum_over_shards(values: Tensor, tensor: object, *, largest: bool = False) -> Tensor:
+def sum_over_shards(values: Tensor, tensor: object, *, largest: bool = False, along: int = 0) -> Tensor:
     """Values computed from the shard of ``tensor``, summed (or their largest) over the ranks that hold the others.
 
-    Of a tensor that is not sharded they are ``values``.
+    Of a tensor that is not sharded they are ``values``. ``along``: over shards along this dimension and later ones.
     """
     if not is_sharded(tensor):
         return values
@@ -210,7 +210,8 @@ def sum_over_shards(values: Tensor, tensor: object, *, largest: bool = False) ->
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     values = values.clone()
     for dimension, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # also of torch's _StridedShard
+        # Also of torch's _StridedShard, for which is_shard() is False.
+        if not placement.is_replicate() and getattr(placement, "dim", 0) >= along:
             dist.all_reduce(values, op=op, group=tensor.device_mesh.get_group(dimension))
     return values
 

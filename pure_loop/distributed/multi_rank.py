@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -37,8 +38,8 @@ from pure_loop.errors import DataError, DistributedError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
-from pure_loop.model.initial import initialised
 from pure_loop.stages.engine import Engine
+from pure_loop.stages.initial import initialised
 from pure_loop.stages.loss import map_loss
 from pure_loop.state import Loss, State, device_of, raw_params
 from pure_loop.task import Task
@@ -108,6 +109,8 @@ class MultiRankEngine(Engine):
         self._begun: list[tuple[int, Tensor]] | None = None
         # Of the whole batch: samples, and a checksum of their indices; and both summed over an evaluation.
         self._whole = (0, 0)
+        # A checksum of this rank's own data.
+        self._own = 0.0
         self._seen = [0, 0]
         self._agreed_buffers = Buffers(ranks)
 
@@ -198,7 +201,10 @@ class MultiRankEngine(Engine):
         batch, counted = part.batch, part.counts
         samples, tokens = (task.samples(batch), task.tokens(batch)) if counted else (0, 0)
         self._mine = (samples, tokens, 0.0 if batch is END else seconds())
+        # Ranks of one data rank pass equal data, which is compared where they load it by themselves.
+        own = source.uneven is not None and self.talk.layout.cut > 1 and counted
         self._whole = part.samples, part.order
+        self._own = float(_checksum(batch)) if own else 0.0
         if source.uneven is not None:
             batch = self._vote(state, batch, event, counted, source)
         outside = event is not Event.AFTER_DATALOADER
@@ -292,7 +298,7 @@ class MultiRankEngine(Engine):
         else:
             self._on_device = None
             own = math.fsum(mine) if all(weight >= 0 for weight in mine) else math.nan
-        numbers = (len(mine), own, *self._mine, self._signature, *self._whole)
+        numbers = (len(mine), own, *self._mine, self._signature, *self._whole, self._own)
         self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, *numbers)
         # The answer is not waited for before the backward is over, where what it says is not needed before: each
         # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks, and
@@ -320,7 +326,7 @@ class MultiRankEngine(Engine):
             return 0
         by_rank, self._asked = self._asked(), None
         self._refuse_others([row[5] for row in by_rank])
-        self._refuse_other_data([row[6:] for row in by_rank], f"in batch {self._batch}")
+        self._refuse_other_data([row[6:8] for row in by_rank], f"in batch {self._batch}")
         self._refuse_unequal(by_rank)
         by_rank = self.talk.layout.first_of(by_rank)
         self._weights = [row[1] for row in by_rank]
@@ -339,7 +345,7 @@ class MultiRankEngine(Engine):
             first = by_rank[ranks[0]]
             for rank in ranks[1:]:
                 row = by_rank[rank]
-                if (row[:4], row[7]) != (first[:4], first[7]):
+                if (row[:4], row[8]) != (first[:4], first[8]):
                     raise DistributedError(
                         f"in batch {self._batch} rank {rank} was given other samples than rank {ranks[0]}: both are "
                         f"data rank {data_rank}, and compute one model on one part of the batch, so they pass the same "
@@ -420,3 +426,18 @@ class MultiRankEngine(Engine):
                 )
             merged[metric.name] = map_tensors(to(device_of(state)), reduce(merge, parts))
         return merged
+
+
+def _checksum(batch: Batch) -> int:
+    """Of the numbers of those tensors of a batch that are in memory; exact in a float64."""
+    result = 0
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal result
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            result = zlib.crc32(numbers.numpy().data, result)
+        return tensor
+
+    map_tensors(add, batch)
+    return result

@@ -12,12 +12,13 @@ from torch import nn
 
 from pure_loop._internal.arguments import as_float, check_callable, check_choice, check_number, is_number
 from pure_loop._internal.processes import launched, rank, torch_distributed, world, world_size
-from pure_loop.distributed.layout import Layout, check_mesh
 from pure_loop.errors import ArgumentError, ArgumentTypeError
 from pure_loop.time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from pure_loop.distributed.layout import Layout
 
 _PARALLEL = "Parallel"  # in errors
 _ON_PURPOSE = "or parallel=False, if each is a run of its own on purpose"
@@ -68,7 +69,12 @@ class Parallel:
             ``"shard"``: every rank holds a shard of each parameter, gradient and tensor of the optimizer state (torch's
             ``fully_shard``). With a mesh of two dimensions, parameters are replicated and sharded.
         mesh: for ``"shard"``: a DeviceMesh of one dimension, or of two: replicated over the first and sharded over the
-            second (HSDP). None: one dimension, all ranks.
+            second (HSDP). None: one dimension, all ranks. With ``parallelize``, for both kinds: one of its dimensions is
+            called "tp", and those besides are the data's: none, one, or with ``"shard"`` two. Ranks that differ in "tp"
+            alone compute one model together, on the same samples.
+        parallelize: tensor parallelism: ``(module, mesh) -> module``, or None where it changes the module in place, as
+            torch's ``parallelize_module(module, mesh, plan)`` does; ``mesh`` is of one dimension, "tp". It is called
+            with a copy of the module on the meta device, after INIT.
         data: ``"split"``: every rank is given the same dataloader, and takes its part of each batch, so that
             ``batch_size`` is that of the whole batch and n ranks train as one does; ``"own"``: each rank passes a
             dataloader of its own samples. None: ``"own"`` for a DataLoader with a DistributedSampler, else ``"split"``.
@@ -87,7 +93,7 @@ class Parallel:
     Raises:
         ArgumentError, ArgumentTypeError: a value out of range, or of another type.
 
-    >>> Parallel(kind="shard", timeout="30s").seconds
+    >>> Parallel("shard", timeout="30s").seconds
     30.0
     """
 
@@ -115,6 +121,8 @@ class Parallel:
             wanted = "a function (module, mesh) that calls torch's parallelize_module, or None"
             check_callable("parallelize", self.parallelize, wanted, where=_PARALLEL)
         if self.mesh is not None or self.parallelize is not None:
+            from pure_loop.distributed.layout import check_mesh  # no other run needs it
+
             check_mesh(self.mesh, self.kind, is_cut=self.parallelize is not None)
         unused = ("bucket_cap_mb", "find_unused_parameters") if self.in_parts else ("mesh", "groups")
         kind = f"{self.kind!r}" if self.parallelize is None else f"{self.kind!r}, parallelize=..."
@@ -131,6 +139,8 @@ class Parallel:
     @property
     def layout(self) -> Layout:
         """Which ranks have the same data."""
+        from pure_loop.distributed.layout import Layout  # no run of one rank needs it
+
         return Layout.of(None if self.parallelize is None else self.mesh)
 
     @property

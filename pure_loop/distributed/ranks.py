@@ -29,7 +29,7 @@ from pure_loop.event import Event
 
 T = TypeVar("T")
 
-_NUMBERS = 8
+_NUMBERS = 9
 _EVENTS = tuple(Event)
 
 

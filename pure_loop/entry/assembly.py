@@ -27,7 +27,7 @@ from pure_loop.loop.driver import drive
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
-from pure_loop.model.initial import is_on_meta
+from pure_loop.model.checks import is_on_meta
 from pure_loop.observer import bind_callbacks
 from pure_loop.random.authors import is_users
 from pure_loop.random.guards import guard

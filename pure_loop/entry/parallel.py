@@ -22,7 +22,6 @@ from pure_loop.algorithm import Algorithm
 from pure_loop.data.group import Share
 from pure_loop.distributed.parallel import Parallel, read_parallel, refuse_lone
 from pure_loop.errors import DistributedError, ResumeError
-from pure_loop.model.initial import initialised
 from pure_loop.random import derive
 from pure_loop.stages.engine import ONE_RANK, Engine
 from pure_loop.state import State
@@ -170,9 +169,13 @@ class Together:
     ) -> Callable[[State], State]:
         """What a fresh start does before INIT: ranks see that they are about to do the same; ``empty``: of a State
         without numbers, which are made."""
-        if self.parallel is None:
-            return initialised if empty else (lambda state: state)
-        return lambda state: engine.begin(state, settings(), empty=empty)
+        if self.parallel is not None:
+            return lambda state: engine.begin(state, settings(), empty=empty)
+        if not empty:
+            return lambda state: state
+        from pure_loop.stages.initial import initialised  # no other run needs it
+
+        return initialised
 
     def meeting(
         self, engine: Engine, data: Source, settings: Callable[[], Mapping[str, object]], fresh: bool

@@ -228,6 +228,13 @@ def _unit_norm(tensor: Tensor) -> Tensor:
     return norm
 
 
+def _unit_norms(tensor: Tensor) -> Tensor:
+    """Of the units of which this rank holds a part, which may be cut as well (tensor parallelism)."""
+    norm = _unit_norm(local_tensor(tensor))
+    across = [item for item in getattr(tensor, "placements", ()) if item.is_shard() and item.dim > 0]
+    return sum_over_shards(norm.square(), tensor, along=1).sqrt() if across else norm
+
+
 @torch.no_grad()
 def clip_adaptively(
     grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor], clipping: float = 0.01, eps: float = 1e-3
@@ -251,7 +258,7 @@ def clip_adaptively(
         if name in norms:
             size, norm = norms[name]
         else:
-            size, norm = _unit_norm(local_tensor(params[name]).detach()), _unit_norm(local_tensor(gradient))
+            size, norm = _unit_norms(params[name].detach()), _unit_norms(gradient)
         limit = clipping * size.clamp(min=eps)
         clipped: Tensor = from_local(gradient, scale(local_tensor(gradient), norm, limit))
         return clipped

@@ -86,6 +86,16 @@ def refuse_untrainable(module: object) -> None:
         )
 
 
+def is_on_meta(module: object) -> bool:
+    """Whether this is a module of which all parameters are on the meta device.
+
+    >>> is_on_meta(nn.Linear(2, 1, device="meta"))
+    True
+    """
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    return bool(parameters) and all(parameter.is_meta for parameter in parameters) and not shapes_only.get()
+
+
 def _refuse_strange_tensors(module: nn.Module) -> None:
     """
     Raises:

@@ -23,16 +23,6 @@ from pure_loop.state import State
 Keep = Callable[[str, Tensor], Tensor]
 
 
-def is_on_meta(module: object) -> bool:
-    """Whether this is a module of which all parameters are on the meta device.
-
-    >>> is_on_meta(nn.Linear(2, 1, device="meta"))
-    True
-    """
-    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
-    return bool(parameters) and all(parameter.is_meta for parameter in parameters) and not shapes_only.get()
-
-
 def without_numbers(module: nn.Module, seed: int, device: torch.device) -> State:
     """The State of a module on the meta device, whose tensors have shapes, a device, and no memory.
 
