@@ -69,9 +69,9 @@ class Parallel:
             ``"shard"``: every rank holds a shard of each parameter, gradient and tensor of the optimizer state (torch's
             ``fully_shard``). With a mesh of two dimensions, parameters are replicated and sharded.
         mesh: for ``"shard"``: a DeviceMesh of one dimension, or of two: replicated over the first and sharded over the
-            second (HSDP). None: one dimension, all ranks. With ``parallelize``, for both kinds: one of its dimensions is
-            called "tp", and those besides are the data's: none, one, or with ``"shard"`` two. Ranks that differ in "tp"
-            alone compute one model together, on the same samples.
+            second (HSDP). None: one dimension, all ranks. With ``parallelize``, for both kinds: one dimension is called
+            "tp", and those besides are the data's: none, one, or with ``"shard"`` two. Ranks that differ in "tp" alone
+            compute one model together, on the same samples.
         parallelize: tensor parallelism: ``(module, mesh) -> module``, or None where it changes the module in place, as
             torch's ``parallelize_module(module, mesh, plan)`` does; ``mesh`` is of one dimension, "tp". It is called
             with a copy of the module on the meta device, after INIT.
