@@ -202,7 +202,7 @@ class MultiRankEngine(Engine):
         samples, tokens = (task.samples(batch), task.tokens(batch)) if counted else (0, 0)
         self._mine = (samples, tokens, 0.0 if batch is END else seconds())
         # Ranks of one data rank pass equal data, which is compared where they load it by themselves.
-        own = source.uneven is not None and self.talk.layout.cut > 1 and counted
+        own = source.uneven is not None and self.talk.layout.cut > 1 and event is Event.AFTER_DATALOADER and counted
         self._whole = part.samples, part.order
         self._own = float(_checksum(batch)) if own else 0.0
         if source.uneven is not None:
