@@ -149,6 +149,29 @@ def world_size() -> int:
     return world().size if dist is None else int(dist.get_world_size())
 
 
+# The stream that computes with ranks that have the same data, while it is open, and which data this rank has in it.
+_computing: list[tuple[object, int]] = []
+
+
+def compute_on_data_rank(stream: object, number: int | None) -> None:
+    """What :func:`data_rank` gives until the stream calls this with None."""
+    _computing[:] = [item for item in _computing if item[0] is not stream]
+    if number is not None:
+        _computing.append((stream, number))
+
+
+def data_rank() -> int:
+    """The number of this rank's data: part of every seed that must differ between ranks with other samples.
+
+    It is :func:`rank`, except under ``Parallel(parallelize=...)``, where ranks that compute one model together have one
+    number.
+
+    >>> data_rank()
+    0
+    """
+    return _computing[-1][1] if _computing else rank()
+
+
 def whereabouts(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[str, int | None]:
     """Which machine this is, and which of its processes, of a run with so many ranks; None: no launcher says so."""
     if ranks == 1:

@@ -396,7 +396,8 @@ def store_of(mesh: DeviceMesh) -> tuple[str, Any, int, int]:
     """The name of a mesh's process group, the store of the default one (None: ranks that are not there), rank, size."""
     import torch.distributed as dist
 
-    group = mesh.get_group()
+    group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    assert group is not None
     store = None if dist.get_backend(group) == "fake" else default_store()
     return group.group_name, store, group.rank(), group.size()
 

@@ -198,10 +198,10 @@ def map_local(function: Callable[..., Iterable[Tensor]], *lists: Sequence[Tensor
     return [from_local(tensor, part) for tensor, part in zip(lists[0], parts, strict=True)]
 
 
-def sum_over_shards(values: Tensor, tensor: object, *, largest: bool = False) -> Tensor:
+def sum_over_shards(values: Tensor, tensor: object, *, largest: bool = False, along: int = 0) -> Tensor:
     """Values computed from the shard of ``tensor``, summed (or their largest) over the ranks that hold the others.
 
-    Of a tensor that is not sharded they are ``values``.
+    Of a tensor that is not sharded they are ``values``. ``along``: over shards along this dimension and later ones.
     """
     if not is_sharded(tensor):
         return values
@@ -210,7 +210,8 @@ def sum_over_shards(values: Tensor, tensor: object, *, largest: bool = False) ->
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     values = values.clone()
     for dimension, placement in enumerate(tensor.placements):
-        if placement.is_shard():
+        # Also of torch's _StridedShard, for which is_shard() is False.
+        if not placement.is_replicate() and getattr(placement, "dim", 0) >= along:
             dist.all_reduce(values, op=op, group=tensor.device_mesh.get_group(dimension))
     return values
 
@@ -229,10 +230,25 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     parts = torch.stack(
         [torch.linalg.vector_norm(shard, order) if shard.numel() else shard.new_zeros(()) for shard in shards]
     )
-    sharded = next(filter(is_sharded, tensors))
-    if order == torch.inf:
-        return list(sum_over_shards(parts, sharded, largest=True).unbind())
-    return list((sum_over_shards(parts**order, sharded) ** (1.0 / order)).unbind())
+    largest = order == torch.inf
+    totals = parts if largest else parts**order
+    for places in of_one_sharding(tensors):
+        totals[places] = sum_over_shards(totals[places], tensors[places[0]], largest=largest)
+    return list((totals if largest else totals ** (1.0 / order)).unbind())
+
+
+def of_one_sharding(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of those tensors of which ranks hold shards over one set of ranks: each is one exchange.
+
+    >>> import torch
+    >>> of_one_sharding([torch.ones(1), torch.ones(2)])
+    [[0, 1]]
+    """
+    groups: dict[object, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        over = tuple([not item.is_replicate() for item in tensor.placements]) if is_sharded(tensor) else None
+        groups.setdefault(over, []).append(place)
+    return list(groups.values())
 
 
 def clone_all(tensors: list[Tensor]) -> list[Tensor]:

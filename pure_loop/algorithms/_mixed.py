@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal import pytree
-from pure_loop._internal.processes import rank
+from pure_loop._internal.processes import data_rank
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
@@ -70,7 +70,7 @@ def share(alpha: Strength, probability: Strength, name: str, state: State, count
     Returns:
         (count,) or 0-d, float64 on a CPU and else float32.
     """
-    place = () if count is None else (rank(),)
+    place = () if count is None else (data_rank(),)
     shape = () if count is None else (count,)
     dtype = torch.float64 if state.device.type == "cpu" else torch.float32
     with seeded(derive(state.seed, name, "share", state.timestamp.batch, *place), state.device):
@@ -86,7 +86,7 @@ def share(alpha: Strength, probability: Strength, name: str, state: State, count
 
 def partners(name: str, state: State, count: int) -> Tensor:
     """A permutation of the samples of this rank, (count,), int64."""
-    random = generator(state.seed, name, "partners", state.timestamp.batch, rank(), device=state.device)
+    random = generator(state.seed, name, "partners", state.timestamp.batch, data_rank(), device=state.device)
     return torch.randperm(count, generator=random, device=state.device)
 
 

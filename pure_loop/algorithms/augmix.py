@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import torch
 from torch import Tensor
 
-from pure_loop._internal.processes import rank
+from pure_loop._internal.processes import data_rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part, rows_of
 from pure_loop.algorithms._images import OPERATIONS, SAFE, Normalization, as_pixels, from_pixels, image_of, operated
@@ -184,7 +184,7 @@ def augmix(
         images = image_of(state.batch, input_key, "augmix")
         pixels = as_pixels(images, mean, std, "augmix", checks=not state.timestamp.batch)
         most = strength_at(severity, state.timestamp)
-        with seeded(derive(state.seed, name, state.timestamp.batch, rank()), state.device):
+        with seeded(derive(state.seed, name, state.timestamp.batch, data_rank()), state.device):
             drawn = [
                 from_pixels(_augmented(pixels, most, width, depth, alpha, names), images, mean, std, before=pixels)
                 for _ in range(1 if consistency is None else 2)

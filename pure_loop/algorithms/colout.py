@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from pure_loop._internal.processes import rank
+from pure_loop._internal.processes import data_rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._images import image_of
@@ -105,7 +105,7 @@ def colout(
                     f"colout: {line}={share:g} leaves none of the {length} {line} of images of shape "
                     f"{tuple(images.shape)}. Give a smaller share, or leave colout out."
                 )
-            path = (line, state.timestamp.batch, *((rank(),) if per_sample else ()))
+            path = (line, state.timestamp.batch, *((data_rank(),) if per_sample else ()))
             random = generator(state.seed, name, *path, device=images.device)
             shape = (len(images), length) if per_sample else (length,)
             drawn = torch.rand(shape, generator=random, device=images.device)

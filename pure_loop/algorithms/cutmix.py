@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from pure_loop._internal.processes import rank
+from pure_loop._internal.processes import data_rank
 from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._images import box_mask, centres, image_of
@@ -145,7 +145,7 @@ def _mask(state: State, name: str, height: int, width: int, area: Tensor, unifor
     """Boxes of drawn shares of an image, (height, width), or (n, height, width) of samples, which differ by rank."""
     side = area.sqrt()
     rows, columns = (height * side).long(), (width * side).long()
-    path = (state.timestamp.batch, *((rank(),) if area.ndim else ()))
+    path = (state.timestamp.batch, *((data_rank(),) if area.ndim else ()))
     shape = tuple(area.shape)
     row = centres((name, "row", *path), state, shape, height, rows, uniform)
     column = centres((name, "column", *path), state, shape, width, columns, uniform)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pure_loop._internal.arguments import check_number
-from pure_loop._internal.processes import rank
+from pure_loop._internal.processes import data_rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._images import box_mask, centres, image_of
@@ -122,7 +122,7 @@ def cutout(
                 )
         # Rounded down, but a product such as 0.29 * 100 is a little less than 29.
         side = (torch.zeros((), device=images.device) + share * shortest + 1e-4).long()
-        path = (state.timestamp.batch, *((rank(),) if per_sample else ()))
+        path = (state.timestamp.batch, *((data_rank(),) if per_sample else ()))
         shape = (len(images), holes) if per_sample else (holes,)
         row = centres((name, "row", *path), state, shape, height, side, uniform_sampling)
         column = centres((name, "column", *path), state, shape, width, side, uniform_sampling)

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from pure_loop._internal.processes import rank
+from pure_loop._internal.processes import data_rank
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
 from pure_loop.algorithms._images import OPERATIONS, SAFE, Normalization, as_pixels, from_pixels, image_of, operated
@@ -148,7 +148,7 @@ def randaugment(
     def augment(state: State) -> State:
         images = image_of(state.batch, input_key, "randaugment")
         pixels = as_pixels(images, mean, std, "randaugment", checks=not state.timestamp.batch)
-        path = (state.timestamp.batch, *((rank(),) if per_sample else ()))
+        path = (state.timestamp.batch, *((data_rank(),) if per_sample else ()))
         random = generator_of(state.seed, name, *path, device=images.device)
         level = strength_at(magnitude, state.timestamp) / (bins - 1)
         changed = _augmented(pixels, level, operations, names, signs == "random", per_sample, fill, random)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pure_loop._internal.processes import rank
+from pure_loop._internal.processes import data_rank
 from pure_loop._internal.pytree import Batch, Outputs
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part, rows_of
@@ -175,7 +175,7 @@ def selective_backprop(
         count = num_samples(state.batch)
         if share >= 1 or (interrupt and not (timestamp.batch_in_epoch + 1) % interrupt):
             return state
-        random = generator(state.seed, name, timestamp.batch, rank(), device=state.device)
+        random = generator(state.seed, name, timestamp.batch, data_rank(), device=state.device)
         chosen = hardest(losses_of(state, stages), share, random)
 
         return state.replace(batch=rows_of(state.batch, chosen, count))

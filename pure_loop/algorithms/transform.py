@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from pure_loop._internal.processes import rank
+from pure_loop._internal.processes import data_rank
 from pure_loop._internal.pytree import Batch
 from pure_loop.algorithm import Algorithm
 from pure_loop.algorithms._batches import by_part
@@ -71,7 +71,7 @@ def transform(
 
     @by_part
     def apply(state: State) -> State:
-        seed = derive(state.seed, name, state.timestamp.batch, rank())
+        seed = derive(state.seed, name, state.timestamp.batch, data_rank())
         if whole_batch:
             with seeded_all(seed):
                 return state.replace(batch=function(state.batch))

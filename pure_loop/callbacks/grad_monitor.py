@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from pure_loop import gradients as _gradients
-from pure_loop._internal.tree_ops import are_sharded, clone_all, local_tensor, map_local, sum_over_shards
+from pure_loop._internal.tree_ops import (
+    are_sharded,
+    clone_all,
+    local_tensor,
+    map_local,
+    of_one_sharding,
+    sum_over_shards,
+)
 from pure_loop.cadence import CadenceLike
 from pure_loop.callback import Callback, LoggerGroup
 from pure_loop.callbacks._intervals import measures_batch, read_interval
@@ -172,8 +179,10 @@ def _cosine(updates: Mapping[str, Tensor], grads: Mapping[str, Tensor], update_n
         update, dense = local_tensor(updates[name]), local_tensor(gradient)
         dense = dense.to_dense() if dense.is_sparse else dense
         products.append((update * dense.conj()).real.sum(dtype=update_norm.dtype))
-    product = torch.stack([product.to(update_norm.device) for product in products]).sum()
-    product = sum_over_shards(product, next(iter(grads.values())))
+    product, tensors = torch.zeros_like(update_norm), list(grads.values())
+    for places in of_one_sharding(tensors):
+        some = torch.stack([products[place].to(update_norm.device) for place in places]).sum()
+        product = product + sum_over_shards(some, tensors[places[0]])
     return product / (update_norm * _gradients.global_norm(grads)).clamp(min=_LEAST)
 
 

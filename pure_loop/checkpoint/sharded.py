@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
-from pure_loop._internal.tree_ops import empty_sharded, is_sharded, local_tensor
+from pure_loop._internal.tree_ops import empty_sharded, have_same_sharding, is_sharded, local_tensor
 from pure_loop.checkpoint import container
 from pure_loop.checkpoint.checkpoint import Checkpoint
 from pure_loop.checkpoint.coordination import Coordinator
@@ -193,8 +193,7 @@ class ShardedCheckpoint(Checkpoint):
         """The saved State, with the model and on the device of this one, and in parts if this one is."""
         self._empty(state.model, state, selection)
         assert self.document is not None
-        like = next((tensor for tensor in state.params.values() if is_sharded(tensor)), None)
-        tensors = {name: _template(stored, like) for name, stored in self.index.tensors.items()}
+        tensors = {name: _template(stored, _like(name, stored, state)) for name, stored in self.index.tensors.items()}
         fill(tensors, self.index, self.path)
         return self.document.state(state.model, tensors, state.device, self.path, start=state, selection=selection)
 
@@ -323,8 +322,19 @@ def _metadata(tensors: Mapping[str, Stored]) -> Metadata:
     )
 
 
+def _like(name: str, stored: Stored, state: State) -> Tensor | None:
+    """The parameter as which a tensor of a checkpoint is in parts: its own, or any, where all are in like parts."""
+    for place in range(name.count(".") + 1):
+        parameter = state.params.get(name.split(".", place)[-1])
+        if parameter is not None and stored.shape[: parameter.ndim] == parameter.shape:
+            return parameter
+    sharded = [tensor for tensor in state.params.values() if is_sharded(tensor)]
+    alike = all(have_same_sharding(tensor, sharded[0]) for tensor in sharded[1:])
+    return sharded[0] if sharded and alike else None
+
+
 def _template(stored: Stored, like: Tensor | None) -> Tensor:
     """A tensor to be filled: a part, on the device of ``like``, of what was in parts, or a whole one."""
-    if like is None or not stored.part:
+    if not is_sharded(like) or not stored.part:
         return torch.empty(stored.shape, dtype=stored.dtype)
     return empty_sharded(stored.shape, stored.dtype, like)

@@ -15,14 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pure_loop._internal.lazy import lazily as _lazily
-from pure_loop._internal.processes import rank, world_size
+from pure_loop._internal.processes import data_rank, rank, world_size
 from pure_loop._internal.tree_ops import shard_like
 from pure_loop.distributed.parallel import Parallel
 
 if TYPE_CHECKING:
     from pure_loop.distributed.scripts import mean
 
-__all__ = ["Parallel", "mean", "rank", "shard_like", "world_size"]
+__all__ = ["Parallel", "data_rank", "mean", "rank", "shard_like", "world_size"]
 
 
 __getattr__ = _lazily(__name__, {"scripts": ["mean"]})

@@ -20,7 +20,7 @@ from pure_loop.frozendict import FrozenDict
 from pure_loop.state import State
 
 # What ranks have to choose alike; the mesh is compared by its shape.
-_CHOICES = ("kind", "data", "uneven", "find_unused_parameters", "bucket_cap_mb", "groups", "mesh")
+_CHOICES = ("kind", "parallelize", "data", "uneven", "find_unused_parameters", "bucket_cap_mb", "groups", "mesh")
 
 
 def settings_of(state: State, settings: Mapping[str, object], parallel: Parallel, *, fresh: bool) -> dict[str, str]:
@@ -63,14 +63,15 @@ def _difference(by_rank: Sequence[Mapping[str, str]], absent: str) -> tuple[int,
 
 def broadcast_state(talk: Ranks, state: State) -> State:
     """The State with the parameters and buffers of rank 0, whatever each rank's module began with."""
-    tensors = [*state.params.values(), *state.buffers.values()]
+    kept = {name: tensor for name, tensor in state.params.items() if is_sharded(tensor)}  # made alike on all ranks
+    tensors = [*(tensor for name, tensor in state.params.items() if name not in kept), *state.buffers.values()]
     copies = iter(
         [
             torch.empty_like(old).copy_(copy) if old.stride() != copy.stride() else copy
             for old, copy in zip(tensors, talk.broadcast(tensors), strict=True)
         ]
     )
-    params = FrozenDict((name, next(copies)) for name in state.params)
+    params = FrozenDict((name, kept[name] if name in kept else next(copies)) for name in state.params)
     return state.replace(params=params, buffers=FrozenDict((name, next(copies)) for name in state.buffers))
 
 
@@ -173,7 +174,7 @@ class Buffers:
         if not names:
             return state
         everything = sum(weights)
-        share = weights[talk.rank] / everything if everything else 1.0 / talk.size
+        share = weights[talk.data_rank] / everything if everything else 1.0 / talk.data_ranks
         floats = [name for name in names if state.buffers[name].is_floating_point()]
         rest = [name for name in names if name not in floats]
         agreed: dict[str, Tensor] = {}
@@ -188,7 +189,8 @@ class Buffers:
             agreed |= zip(
                 alike, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)], strict=True
             )
-        source = next((rank for rank, weight in enumerate(weights) if weight > 0), 0)
+        first = talk.layout.first_of(range(talk.size))
+        source = next((first[data_rank] for data_rank, weight in enumerate(weights) if weight > 0), first[0])
         agreed |= zip(rest, talk.broadcast([state.buffers[name] for name in rest], source), strict=True)
         return state.replace(
             buffers=FrozenDict((name, agreed.get(name, tensor)) for name, tensor in state.buffers.items())

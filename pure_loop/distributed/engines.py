@@ -18,7 +18,11 @@ from pure_loop.errors import ArgumentError, DistributedError
 
 def engine_of(parallel: Parallel, device: torch.device) -> MultiRankEngine:
     """The engine; it meets the other ranks when it starts."""
-    ranks = Ranks(rank(), world_size(), device, parallel.seconds)
+    ranks = Ranks(rank(), world_size(), device, parallel.seconds, parallel.layout)
+    if parallel.parallelize is not None:
+        from pure_loop.distributed.tensor_parallel import TensorParallelEngine
+
+        return TensorParallelEngine(parallel, ranks)
     if parallel.kind == "shard":
         from pure_loop.distributed.shard import ShardEngine
 
@@ -61,6 +65,9 @@ def reads_its_own(parallel: Parallel, dataloader: Any, stream: str) -> bool:
     from pure_loop.data.copies import Private
 
     value: Literal["split", "own"] | None = parallel.data
+    layout = parallel.layout
+    ranks, mine = len(layout.ranks), layout.place(rank())[0]
+    kind = "rank" if layout.cut == 1 else "data rank"
     parts = [dataloader] if type(dataloader) in (list, tuple) else Private(dataloader, seeds=False).parts
     samplers = [part for part in parts if _divides(part)]
     if not samplers:
@@ -72,10 +79,10 @@ def reads_its_own(parallel: Parallel, dataloader: Any, stream: str) -> bool:
                 f"the {stream} dataloader has a {name}, which gives each rank its part, and Parallel(data='split') "
                 "would split that again: leave out one of the two."
             )
-        if (sampler.num_replicas, sampler.rank) != (world_size(), rank()):
+        if (sampler.num_replicas, sampler.rank) != (ranks, mine):
             raise ArgumentError(
                 f"the {stream} dataloader's {name} is that of rank {sampler.rank} of {sampler.num_replicas}, and this "
-                f"is rank {rank()} of {world_size()}."
+                f"is {kind} {mine} of {ranks}."
             )
         if stream != "train":
             owner = next((part for part in parts if _indexed_by(part) is sampler), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -10,6 +11,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.tree_ops import are_sharded, full_tensor
@@ -30,13 +32,15 @@ from pure_loop.distributed.agreement import (
     untouched,
     versions,
 )
+from pure_loop.distributed.meshes import map_state, mesh_of, on_usable_mesh
 from pure_loop.distributed.parallel import Parallel
-from pure_loop.distributed.ranks import Ranks, map_state, on_usable_mesh
+from pure_loop.distributed.ranks import Ranks
 from pure_loop.errors import DataError, DistributedError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
 from pure_loop.metrics import Metric
 from pure_loop.stages.engine import Engine
+from pure_loop.stages.initial import initialised
 from pure_loop.stages.loss import map_loss
 from pure_loop.state import Loss, State, device_of, raw_params
 from pure_loop.task import Task
@@ -83,7 +87,8 @@ class MultiRankEngine(Engine):
     def __init__(self, parallel: Parallel, ranks: Ranks) -> None:
         self.parallel = parallel
         self.talk = ranks
-        self.rank, self.ranks = ranks.rank, ranks.size
+        self.rank, self.ranks = ranks.data_rank, ranks.data_ranks
+        self.global_rank, self.world_size = ranks.rank, ranks.size
         # How many batches an evaluation or prediction has had.
         self._given = 0
         # What this rank has to say of the last batch, which has to be the same on all.
@@ -105,6 +110,8 @@ class MultiRankEngine(Engine):
         self._begun: list[tuple[int, Tensor]] | None = None
         # Of the whole batch: samples, and a checksum of their indices; and both summed over an evaluation.
         self._whole = (0, 0)
+        # A checksum of this rank's own data.
+        self._own = 0.0
         self._seen = [0, 0]
         self._agreed_buffers = Buffers(ranks)
         # Whether data of the ranks' own may have positions.
@@ -117,9 +124,9 @@ class MultiRankEngine(Engine):
 
     # The beginning and the end.
 
-    def begin(self, state: State, settings: Mapping[str, object]) -> State:
+    def begin(self, state: State, settings: Mapping[str, object], *, empty: bool = False) -> State:
         self._meet(state, settings, fresh=True)
-        state = broadcast_state(self.talk, state)
+        state = self._initialised(state) if empty else broadcast_state(self.talk, state)
         self._begun = versions(state)
         return state
 
@@ -127,8 +134,9 @@ class MultiRankEngine(Engine):
         self._meet(state, settings, fresh=fresh)
         if are_sharded(state.params):
             state = on_usable_mesh(state, self.talk)
-        if are_sharded(state.params) and self.parallel.kind == "replicate":
-            state = map_state(full_tensor, state)
+            mesh = mesh_of(state)
+            if mesh is not None and not self._keeps(mesh):
+                state = map_state(full_tensor, state)
         if fresh:
             # What INIT changed, such as layers that were put in, each rank may have initialised for itself.
             begun, self._begun = self._begun, None
@@ -136,6 +144,14 @@ class MultiRankEngine(Engine):
             return broadcast_state(self.talk, state) if any(row[0] for row in changed) else state
         self.refuse_others(state, "resumes from another State than rank 0")
         return state
+
+    def _initialised(self, state: State) -> State:
+        """A State with numbers, which all ranks make alike."""
+        return initialised(state)
+
+    def _keeps(self, mesh: DeviceMesh) -> bool:
+        """Whether a State in parts over this mesh is taken as it is; if not, its tensors are gathered."""
+        return False
 
     def _meet(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> None:
         """Connect, and refuse ranks that are about to do something else than the first."""
@@ -188,7 +204,10 @@ class MultiRankEngine(Engine):
         batch, counted = part.batch, part.counts
         samples, tokens = (task.samples(batch), task.tokens(batch)) if counted else (0, 0)
         self._mine = (samples, tokens, 0.0 if batch is END else seconds())
+        # Ranks of one data rank pass equal data, which is compared where they load it by themselves.
+        own = source.uneven is not None and self.talk.layout.cut > 1 and event is Event.AFTER_DATALOADER and counted
         self._whole = part.samples, part.order
+        self._own = float(_checksum(batch)) if own else 0.0
         if source.uneven is not None:
             batch = self._vote(state, batch, event, counted, source)
         outside = event is not Event.AFTER_DATALOADER
@@ -266,7 +285,7 @@ class MultiRankEngine(Engine):
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         lengths = [item for item in self.talk.gather(length) if item is not None]
-        if len(lengths) < self.ranks:
+        if len(lengths) < self.world_size:
             return None
         # Of data that is split they are equal.
         return max(lengths) if uneven == "pad" else min(lengths)
@@ -278,7 +297,7 @@ class MultiRankEngine(Engine):
         self, weights: Sequence[float | Tensor], state: State, *, split: bool, summed: bool
     ) -> tuple[Weights, int]:
         self._batch, self._summed = state.timestamp.batch, summed
-        what = f"a microbatch of batch {self._batch} on rank {self.rank}"
+        what = f"a microbatch of batch {self._batch} on rank {self.global_rank}"
         mine: list[float | Tensor] = (
             [0] * len(weights) if self.padding else [read_weight(weight, what) for weight in weights]
         )
@@ -290,7 +309,7 @@ class MultiRankEngine(Engine):
         else:
             self._on_device = None
             own = math.fsum(mine) if all(weight >= 0 for weight in mine) else math.nan
-        numbers = (len(mine), own, *self._mine, self._signature, *self._whole)
+        numbers = (len(mine), own, *self._mine, self._signature, *self._whole, self._own)
         self._asked = self.talk.ask(Event.BEFORE_FORWARD, self._batch, *numbers)
         # The answer is not waited for before the backward is over, where what it says is not needed before: each
         # gradient is multiplied by its weight over a power of two, which only has to be the same on all ranks, and
@@ -318,12 +337,31 @@ class MultiRankEngine(Engine):
             return 0
         by_rank, self._asked = self._asked(), None
         self._refuse_others([row[5] for row in by_rank])
-        self._refuse_other_data([row[6:] for row in by_rank], f"in batch {self._batch}")
+        self._refuse_other_data([row[6:8] for row in by_rank], f"in batch {self._batch}")
+        self._refuse_unequal(by_rank)
+        by_rank = self.talk.layout.first_of(by_rank)
         self._weights = [row[1] for row in by_rank]
         self._total = sum(self._weights) if self._on_device is None else self._on_device
         # Seconds are those of rank 0.
         self._counts = int(sum(row[2] for row in by_rank)), int(sum(row[3] for row in by_rank)), by_rank[0][4]
         return int(max(row[0] for row in by_rank))
+
+    def _refuse_unequal(self, by_rank: list[tuple[float, ...]]) -> None:
+        """Refuse ranks of one data rank that were given other data.
+
+        Raises:
+            DistributedError: names two of them.
+        """
+        for data_rank, ranks in enumerate(self.talk.layout.ranks):
+            first = by_rank[ranks[0]]
+            for rank in ranks[1:]:
+                row = by_rank[rank]
+                if (row[:4], row[8]) != (first[:4], first[8]):
+                    raise DistributedError(
+                        f"in batch {self._batch} rank {rank} was given other samples than rank {ranks[0]}: both are "
+                        f"data rank {data_rank}, and compute one model on one part of the batch, so they pass the same "
+                        "data, in the same order: that of pl.distributed.data_rank()."
+                    )
 
     def divisor(self, weights: Weights) -> float | Tensor:
         self._answered()
@@ -387,7 +425,7 @@ class MultiRankEngine(Engine):
         def to(device: torch.device | str) -> Callable[[Tensor], Tensor]:
             return lambda tensor: tensor.detach().to(device)
 
-        by_rank = self.talk.gather(map_tensors(to("cpu"), accumulated))
+        by_rank = self.talk.layout.first_of(self.talk.gather(map_tensors(to("cpu"), accumulated)))
         merged = {}
         for metric in metrics:
             parts = [row[metric.name] for row in by_rank if row]
@@ -399,3 +437,18 @@ class MultiRankEngine(Engine):
                 )
             merged[metric.name] = map_tensors(to(device_of(state)), reduce(merge, parts))
         return merged
+
+
+def _checksum(batch: Batch) -> int:
+    """Of the numbers of those tensors of a batch that are in memory; exact in a float64."""
+    result = 0
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal result
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            result = zlib.crc32(numbers.numpy().data, result)
+        return tensor
+
+    map_tensors(add, batch)
+    return result

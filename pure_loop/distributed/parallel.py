@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import attrs
 from torch import nn
@@ -17,6 +17,8 @@ from pure_loop.time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from pure_loop.distributed.layout import Layout
 
 _PARALLEL = "Parallel"  # in errors
 _ON_PURPOSE = "or parallel=False, if each is a run of its own on purpose"
@@ -55,7 +57,7 @@ def refuse_lone(parallel: Parallel | None) -> None:
         _ = world().address
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Parallel:
     """How several ranks train one model: ``fit(..., parallel=Parallel(...))``, started by a launcher.
 
@@ -66,7 +68,12 @@ class Parallel:
             ``"shard"``: every rank holds a shard of each parameter, gradient and tensor of the optimizer state (torch's
             ``fully_shard``). With a mesh of two dimensions, parameters are replicated and sharded.
         mesh: for ``"shard"``: a DeviceMesh of one dimension, or of two: replicated over the first and sharded over the
-            second (HSDP). None: one dimension, all ranks.
+            second (HSDP). None: one dimension, all ranks. With ``parallelize``, for both kinds: one dimension is called
+            "tp", and those besides are the data's: none, one, or with ``"shard"`` two. Ranks that differ in "tp" alone
+            compute one model together, on the same samples.
+        parallelize: tensor parallelism: ``(module, mesh) -> module``, or None where it changes the module in place, as
+            torch's ``parallelize_module(module, mesh, plan)`` does; ``mesh`` is of one dimension, "tp". It is called
+            with a copy of the module on the meta device, after INIT.
         data: ``"split"``: every rank is given the same dataloader, and takes its part of each batch, so that
             ``batch_size`` is that of the whole batch and n ranks train as one does; ``"own"``: each rank passes a
             dataloader of its own samples. None: ``"own"`` for a DataLoader with a DistributedSampler, else ``"split"``.
@@ -85,18 +92,19 @@ class Parallel:
     Raises:
         ArgumentError, ArgumentTypeError: a value out of range, or of another type.
 
-    >>> Parallel(kind="shard", timeout="30s").seconds
+    >>> Parallel("shard", timeout="30s").seconds
     30.0
     """
 
     kind: Literal["replicate", "shard"] = "replicate"
-    mesh: DeviceMesh | None = None
-    data: Literal["split", "own"] | None = None
-    uneven: Literal["stop", "pad"] = "stop"
-    timeout: str | float = "5m"
-    find_unused_parameters: bool | None = None
-    bucket_cap_mb: float | None = None
-    groups: Callable[[str, nn.Module], bool] | None = None
+    mesh: DeviceMesh | None = attrs.field(default=None, kw_only=True)
+    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module | None] | None = attrs.field(default=None, kw_only=True)
+    data: Literal["split", "own"] | None = attrs.field(default=None, kw_only=True)
+    uneven: Literal["stop", "pad"] = attrs.field(default="stop", kw_only=True)
+    timeout: str | float = attrs.field(default="5m", kw_only=True)
+    find_unused_parameters: bool | None = attrs.field(default=None, kw_only=True)
+    bucket_cap_mb: float | None = attrs.field(default=None, kw_only=True)
+    groups: Callable[[str, nn.Module], bool] | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         check_choice("kind", self.kind, ("replicate", "shard"), where=_PARALLEL)
@@ -108,13 +116,31 @@ class Parallel:
         if self.bucket_cap_mb is not None:
             wanted = "a number above 0, or None"
             check_number("bucket_cap_mb", self.bucket_cap_mb, where=_PARALLEL, above=0, wanted=wanted)
-        if self.mesh is not None:
-            _check_mesh(self.mesh, self.kind)
-        unused = ("mesh", "groups") if self.kind == "replicate" else ("bucket_cap_mb", "find_unused_parameters")
+        if self.parallelize is not None:
+            wanted = "a function (module, mesh) that calls torch's parallelize_module, or None"
+            check_callable("parallelize", self.parallelize, wanted, where=_PARALLEL)
+        if self.mesh is not None or self.parallelize is not None:
+            from pure_loop.distributed.layout import check_mesh  # no other run needs it
+
+            check_mesh(self.mesh, self.kind, is_cut=self.parallelize is not None)
+        unused = ("bucket_cap_mb", "find_unused_parameters") if self.in_parts else ("mesh", "groups")
+        kind = f"{self.kind!r}" if self.parallelize is None else f"{self.kind!r}, parallelize=..."
         for name in unused:
             if getattr(self, name) is not None:
-                raise ArgumentError(f"Parallel(kind={self.kind!r}, {name}=...): {self.kind!r} has no use for {name}.")
+                raise ArgumentError(f"Parallel({kind}, {name}=...): {kind} has no use for {name}.")
         _ = self.seconds
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a rank holds parts of parameters: of all of them, or of the layers that are cut."""
+        return self.kind == "shard" or self.parallelize is not None
+
+    @property
+    def layout(self) -> Layout:
+        """Which ranks have the same data."""
+        from pure_loop.distributed.layout import Layout  # no run of one rank needs it
+
+        return Layout.of(None if self.parallelize is None else self.mesh)
 
     @property
     def seconds(self) -> float:
@@ -133,21 +159,6 @@ class Parallel:
         if not 0 < seconds < math.inf:
             raise ArgumentError(f'Parallel(timeout={argument!r}): give seconds above 0, or a text such as "5m".')
         return seconds
-
-
-def _check_mesh(mesh: Any, kind: str) -> None:
-    if not hasattr(mesh, "ndim") or not hasattr(mesh, "get_group"):
-        raise ArgumentTypeError(
-            f"Parallel(mesh={mesh!r}): give a DeviceMesh, torch.distributed.init_device_mesh('cuda', (2, 4))."
-        )
-    if mesh.ndim not in (1, 2) or (kind == "replicate" and mesh.ndim == 2):
-        raise ArgumentError(
-            f"Parallel(kind={kind!r}) with a mesh of {mesh.ndim} dimensions: sharding takes one dimension, or two, of "
-            'which the first is replicated over: Parallel(kind="shard", mesh=init_device_mesh("cuda", (2, 4))).'
-        )
-    size = world_size()
-    if mesh.size() != size:
-        raise ArgumentError(f"Parallel(mesh=...): the mesh has {mesh.size()} ranks, and there are {size}.")
 
 
 def read_parallel(value: object) -> Parallel | None:

@@ -10,30 +10,26 @@ import atexit
 import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import NoReturn, TypeVar, cast
-from weakref import ref
+from typing import NoReturn, TypeVar
 
-import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from pure_loop._internal.processes import here
-from pure_loop._internal.pytree import NAMESPACE, PyTree
-from pure_loop._internal.torch_private import broadcast_coalesced, drop_groups_of_mesh
-from pure_loop._internal.tree_ops import is_sharded, longest_wait, on_mesh
+from pure_loop._internal.torch_private import broadcast_coalesced
+from pure_loop._internal.tree_ops import longest_wait
 from pure_loop.distributed._rendezvous import Rendezvous, first_line, named, within
+from pure_loop.distributed.layout import Layout
 from pure_loop.errors import DistributedError
 from pure_loop.event import Event
-from pure_loop.state import State, raw_params
 
 T = TypeVar("T")
 
-_NUMBERS = 8
+_NUMBERS = 9
 _EVENTS = tuple(Event)
 
 
@@ -51,15 +47,22 @@ class Ranks:
         rank, size: this process among how many.
         device: where tensors are that ranks exchange.
         timeout: seconds until a rank that doesn't answer is an error.
+        layout: which ranks have the same data.
 
     Attributes:
+        data_rank, data_ranks: the number of this rank's data, and how many there are.
         group: the process group for tensors on the device; None before :meth:`connect` and after :meth:`close`.
         fake: whether the other ranks are not there, and answer nothing.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, timeout: float, layout: Layout) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.layout = layout
+        self.data_rank, self._part = layout.place(rank)
+        self.data_ranks = len(layout.ranks)
         self.group: dist.ProcessGroup | None = None
+        # Those that have this rank's part of the model, and other data.
+        self._over_data: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None
         self._owns = False
@@ -108,7 +111,8 @@ class Ranks:
             # Numbers that Python has to read don't wait for a device.
             apart = self.backend == "nccl" and not self.fake
             control = dist.new_group(timeout=patience, backend="gloo") if apart else group
-        self.group, self._control = group, control
+            over_data = group if self.layout.cut == 1 else self.new_groups(zip(*self.layout.ranks, strict=True))
+        self.group, self._control, self._over_data = group, control, over_data
         if self._left:
             self.close()
 
@@ -117,11 +121,18 @@ class Ranks:
         """What tensors on the device are exchanged with."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def new_group(self) -> dist.ProcessGroup:
-        """A process group of all ranks, with our timeout."""
+    def new_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """A process group of these ranks, or of all, with our timeout; all ranks make it."""
         backend = None if self.fake else self.backend
-        group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
+        group: dist.ProcessGroup = dist.new_group(
+            None if ranks is None else list(ranks), timeout=timedelta(seconds=self.timeout), backend=backend
+        )
         return group
+
+    def new_groups(self, rows: Iterable[Sequence[int]]) -> dist.ProcessGroup:
+        """A process group of each of these sets of ranks; returns that with this rank."""
+        made = [(row, self.new_group(row)) for row in rows]
+        return next(group for row, group in made if self.rank in row)
 
     def keep(self) -> None:
         """Leave the process group that was made here to the end of the process: States still use it."""
@@ -174,8 +185,8 @@ class Ranks:
         return values
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, written into ``tensor``, which is contiguous."""
-        dist.all_reduce(tensor, group=self.group)
+        """The sum over all data, written into ``tensor``, which is contiguous."""
+        dist.all_reduce(tensor, group=self._over_data)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
@@ -184,7 +195,7 @@ class Ranks:
         return tensor
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> list[Tensor]:
-        """Copies that hold what they hold on rank ``source``."""
+        """Copies that hold what they hold on global rank ``source``."""
         copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
         if copies and not self.fake:
             broadcast_coalesced(self.group, copies, 250 << 20, source)
@@ -227,8 +238,8 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the others; nothing is left behind."""
-        groups = {id(group): group for group in (self.group, self._control) if group is not None}
-        self.group = self._control = self._rendezvous = None
+        groups = {id(group): group for group in (self.group, self._control, self._over_data) if group is not None}
+        self.group = self._control = self._over_data = self._rendezvous = None
         self._left = True
         while groups:
             _, group = groups.popitem()
@@ -296,79 +307,3 @@ def _is_lost(error: BaseException) -> bool:
 
 # The last is gloo's for a rank that it has waited for in vain, where nothing else in the message says so.
 _OF_BACKENDS = ("gloo", "Gloo", "NCCL", "ProcessGroup", "pair closure")
-
-
-# The mesh over which States are sharded where none was passed: one for a kind of device, and another after a fault. It
-# belongs to the process's default group, not to a stream: the States that are left after a stream still refer to it. A
-# rank that fails breaks it, so that ranks that wait in the middle of a forward wake up. States that were kept are then
-# sharded over a mesh that can't exchange any more, and training resumes from them over the next one.
-
-# For each kind of device: the default process group in which the mesh was made (None once it is broken), how many there
-# have been, the timeout of its exchanges, and the mesh.
-_meshes: dict[str, tuple[ref[dist.ProcessGroup] | None, int, float, DeviceMesh]] = {}
-_NAME = "pure_loop_"
-
-
-def find_mesh(ranks: Ranks) -> DeviceMesh:
-    """A mesh of all ranks, on which all ranks can exchange within the timeout; all ask for it."""
-    kind = ranks.device.type
-    world = dist.group.WORLD
-    result, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
-    usable = result is not None and result() is world and timeout == ranks.timeout
-    # A fault may have broken it on some ranks only.
-    by_rank = ranks.gather((usable, number))
-    if mesh is None or any(row != (True, number) for row in by_rank):
-        number = 1 + max(count for _, count in by_rank)
-        # Of a name of its own: torch remembers what it found out for a mesh, and takes equal ones for the same.
-        mesh = DeviceMesh.from_group(ranks.new_group(), kind, mesh_dim_names=(f"{_NAME}{number}",))
-        assert world is not None
-        _meshes[kind] = ref(world), number, ranks.timeout, mesh
-        ranks.keep()
-    return mesh
-
-
-def break_mesh(ranks: Ranks) -> None:
-    """Break the connections on which other ranks may be waiting."""
-    kind = ranks.device.type
-    result, number, timeout, mesh = _meshes.get(kind, (None, 0, 0.0, None))
-    if mesh is not None and result is not None and result() is dist.group.WORLD:
-        dist.destroy_process_group(mesh.get_group())
-        drop_groups_of_mesh(mesh)
-        _meshes[kind] = None, number, timeout, mesh
-
-
-def on_usable_mesh(state: State, ranks: Ranks) -> State:
-    """A State in parts, over a mesh on which ranks can exchange; all ask for it, with the same State.
-
-    Raises:
-        DistributedError: there were more ranks, or fewer, when it was put into parts.
-    """
-    before = mesh_of(state)
-    if before is None or not _is_ours(before):
-        return state
-    mesh = find_mesh(ranks)
-    if before is mesh:
-        return state
-    if before.size() != mesh.size():
-        raise DistributedError(
-            f"this State is in parts of {before.size()} ranks, and there are {mesh.size()} now: load it from "
-            "a checkpoint, which any number of ranks can read."
-        )
-    return map_state(lambda leaf: on_mesh(leaf, mesh) if is_sharded(leaf) else leaf, state)
-
-
-def map_state(function: Callable[[Tensor], object], state: State) -> State:
-    """The State with the function of each leaf."""
-    tree: PyTree = state
-    return cast("State", optree.tree_map(function, tree, namespace=NAMESPACE))
-
-
-def mesh_of(state: State) -> DeviceMesh | None:
-    """The mesh over which the parameters of a State are sharded; None where they are not."""
-    meshes = (getattr(tensor, "device_mesh", None) for tensor in raw_params(state).values() if is_sharded(tensor))
-    return next(meshes, None)
-
-
-def _is_ours(mesh: DeviceMesh) -> bool:
-    names = mesh.mesh_dim_names
-    return names is not None and names[0].startswith(_NAME)

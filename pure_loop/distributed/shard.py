@@ -26,9 +26,9 @@ from pure_loop._internal.pytree import NAMESPACE, Batch, Outputs, PyTree
 from pure_loop._internal.torch_private import drop_groups_of_fsdp
 from pure_loop._internal.tree_ops import from_local, full_tensor, is_sharded, local_tensor
 from pure_loop.data.batch import map_tensors
+from pure_loop.distributed.meshes import break_mesh, find_mesh, is_cut, mesh_of
 from pure_loop.distributed.multi_rank import Gradients, MultiRankEngine, no_parameters, register_hook
 from pure_loop.distributed.parameters import LazyLeaves, UnshardedParameters, origin_of
-from pure_loop.distributed.ranks import break_mesh, find_mesh, mesh_of
 from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
@@ -36,6 +36,7 @@ from pure_loop.model.buffers import UNALTERED, Altered, alterations, put_slots, 
 from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import time_of_step
+from pure_loop.stages.initial import initialised
 from pure_loop.state import State, raw_opt_state, raw_outputs, raw_params, with_fields
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ Path: TypeAlias = tuple[str, ...]
 class ShardEngine(MultiRankEngine):
     """Parameters in parts, gathered by ``fully_shard`` where they are needed, or all of them for graphs."""
 
+    _way = "parallel='shard'"  # in errors
     _mesh: DeviceMesh
     in_parts = ("opt_state", "algorithm_state")
     _meets_before_forwards = True
@@ -68,14 +70,21 @@ class ShardEngine(MultiRankEngine):
 
     def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:
         state = super().start(state, settings, fresh=fresh)
-        mesh = mesh_of(state)
-        if mesh is not None:
-            self._mesh = mesh
-            return state
-        # Each rank by itself: one that raises while another one waits for its answer breaks the connection.
-        _refuse_scalars(state)
-        self._mesh = find_mesh(self.talk) if self.parallel.mesh is None else self.parallel.mesh
+        self._settle(state)
         return self._in_parts(state)
+
+    def _initialised(self, state: State) -> State:
+        self._settle(state)
+        return initialised(state, self._part)
+
+    def _settle(self, state: State) -> None:
+        """Choose the mesh over which the State is, or will be, in parts."""
+        mesh = mesh_of(state)
+        if mesh is None:
+            # Each rank by itself: one that raises while another one waits for its answer breaks the connection.
+            refuse_scalars(state)
+            mesh = find_mesh(self.talk) if self.parallel.mesh is None else self.parallel.mesh
+        self._mesh = mesh
 
     def failed(self, error: BaseException, event: Event, state: State | None) -> None:
         # After the loop, on all ranks, States are used sharded.
@@ -86,8 +95,11 @@ class ShardEngine(MultiRankEngine):
             break_mesh(self.talk)
         super().failed(error, event, state)
 
-    @property
-    def _placements(self) -> tuple[Placement, ...]:
+    def _keeps(self, mesh: DeviceMesh) -> bool:
+        return not is_cut(mesh)
+
+    def _placements_of(self, name: str) -> tuple[Placement, ...]:
+        """How ranks hold the parameter of this name."""
         return (Shard(0),) if self._mesh.ndim == 1 else (Replicate(), Shard(0))
 
     def _in_parts(self, state: State) -> State:
@@ -98,7 +110,7 @@ class ShardEngine(MultiRankEngine):
             name = next((key for key in path if key in shapes), None)
             if name is None or not isinstance(leaf, Tensor) or leaf.shape != shapes[name] or not leaf.ndim:
                 return leaf
-            return self._part(leaf)
+            return self._part(name, leaf)
 
         fields = ("params", "opt_state", "algorithm_state")
         trees: dict[str, Any] = {
@@ -106,20 +118,23 @@ class ShardEngine(MultiRankEngine):
         }
         return state.replace(**trees)
 
-    def _part(self, tensor: Tensor) -> DTensor:
-        """This rank's part of a whole tensor."""
-        place = self._mesh.get_local_rank(self._mesh.ndim - 1)
-        size = self._mesh.size(self._mesh.ndim - 1)
-        chunks = tensor.detach().chunk(size, 0)
-        part = chunks[place] if place < len(chunks) else tensor.detach()[:0]
+    def _part(self, name: str, tensor: Tensor) -> DTensor:
+        """This rank's part of a whole tensor, a parameter or what is kept of it; what is in parts stays as it is."""
+        if is_sharded(tensor):
+            return tensor
+        part, placements = tensor.detach(), self._placements_of(name)
+        for dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                chunks, place = part.chunk(self._mesh.size(dim), placement.dim), self._mesh.get_local_rank(dim)
+                part = chunks[place] if place < len(chunks) else part.narrow(placement.dim, 0, 0)
         part = part.clone(memory_format=torch.contiguous_format)
         shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
-        like = DTensor.from_local(part, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
+        like = DTensor.from_local(part, self._mesh, placements, run_check=False, shape=shape, stride=stride)
         return cast("DTensor", from_local(like, part))  # the one above has a view of it
 
-    def _as_part(self, tensor: Tensor) -> Tensor:
+    def _as_part(self, name: str, tensor: Tensor) -> Tensor:
         """A parameter in parts: an algorithm may have made others of the whole ones that it was shown in a forward."""
-        return tensor if is_sharded(tensor) else self._part(tensor)
+        return tensor if is_sharded(tensor) else self._part(name, tensor)
 
     # Forward and backward.
 
@@ -171,8 +186,7 @@ class ShardEngine(MultiRankEngine):
             for group in self._groups:
                 group.reshard()  # what an evaluation gathered stays gathered, for there is no backward to free it
             with torch.set_grad_enabled(False):
-                value = [params[name] for name in self._held]
-                mine = [local_tensor(self._as_part(item)) for item in value]
+                mine = [local_tensor(self._as_part(name, params[name])) for name in self._held]
                 torch._foreach_copy_([local_tensor(held) for held in self._held.values()], mine)
             self._copied = ref(params)
         if self._module.training is not training:
@@ -232,7 +246,7 @@ class ShardEngine(MultiRankEngine):
             return None
         self._added_up = 0
         held = {name: self._held[name] for name in state.model.differentiated(state.frozen)}
-        result = {name: parameter.grad for name, parameter in held.items()}
+        result = {name: self._placed(name, leaves.origin[name], parameter.grad) for name, parameter in held.items()}
         for parameter in held.values():
             parameter.grad = None
         # fully_shard puts the gradients that there are one after the other, whichever they are.
@@ -241,15 +255,19 @@ class ShardEngine(MultiRankEngine):
         penalties, self._penalties = self._penalties, {}
         for name in result:
             if name in penalties:
-                result[name] = self._with_penalty(raw_params(state)[name], result[name], penalties[name])
+                result[name] = self._with_penalty(name, raw_params(state)[name], result[name], penalties[name])
         return tuple(result.values())
+
+    def _placed(self, name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """A gradient of fully_shard's, held by ranks as the State's parameter is."""
+        return gradient
 
     # What graphs do between two exchanges.
 
     def unsharded(self, state: State) -> State:
         params = raw_params(state)
         if not all(map(is_sharded, params.values())):
-            params = FrozenDict((name, self._as_part(param)) for name, param in params.items())
+            params = FrozenDict((name, self._as_part(name, param)) for name, param in params.items())
         of = state.model, state.frozen
         if self._unsharded is None or self._unsharded_of != of:
             self._unsharded, self._unsharded_of = UnshardedParameters(params, state.model.differentiated(of[1])), of
@@ -266,7 +284,9 @@ class ShardEngine(MultiRankEngine):
         names = tuple(grads)
         self._drop(state.model)
         result = wholes.scatter(grads)
-        parts = (from_local(self._as_part(params[name]), result[name]) if name in result else None for name in names)
+        parts = (
+            from_local(self._as_part(name, params[name]), result[name]) if name in result else None for name in names
+        )
         return with_fields(state, _grads=FrozenDict(zip(names, parts, strict=True)))
 
     def next_batch(self, state: State, *rest: Any) -> tuple[Batch, int, int] | None:
@@ -281,17 +301,18 @@ class ShardEngine(MultiRankEngine):
             self._unsharded.drop()
             model.unbind()
 
-    def _with_penalty(self, parameter: Tensor, gradient: Tensor | None, penalty: Tensor | None) -> Tensor:
+    def _with_penalty(self, name: str, parameter: Tensor, gradient: Tensor | None, penalty: Tensor | None) -> Tensor:
         """The gradient of one parameter, with what came to it by way of ``state.params``; all ranks looked at it."""
         total = torch.zeros_like(parameter) if penalty is None else penalty.contiguous()
-        part = self._part(self.talk.sum(total) / self.ranks)
+        part = self._part(name, self.talk.sum(total) / self.ranks)
         return part if gradient is None else gradient + part
 
     def _build(self, model: ModelDef, frozen: frozenset[str]) -> None:
         self._forget_module()
-        module = model.copied()
+        module = self._copied_module(model)
+        trained = set(model.differentiated(frozen))
         for name, parameter in module.named_parameters():
-            if name in frozen:
+            if name not in trained:
                 parameter.requires_grad_(False)  # fully_shard reduces no gradient of it
         groups = self.parallel.groups
         chosen = (
@@ -302,7 +323,7 @@ class ShardEngine(MultiRankEngine):
         # Inner ones first.
         for item in (*reversed(chosen), module):
             item.register_forward_hook(_without_views)
-            fully_shard(item, mesh=self._mesh)
+            fully_shard(item, mesh=self._mesh_of_module)
         module.to_empty(device=self.talk.device)
         self._module, self._model, self._frozen = module, model, frozen
         self._groups = [layer for layer in module.modules() if isinstance(layer, FSDPModule)]
@@ -317,12 +338,20 @@ class ShardEngine(MultiRankEngine):
                 "Parallel(kind='shard', groups=lambda name, module: ...)."
             )
 
+    @property
+    def _mesh_of_module(self) -> DeviceMesh:
+        return self._mesh
+
+    def _copied_module(self, model: ModelDef) -> nn.Module:
+        """The module to which fully_shard is applied, on the meta device."""
+        return model.copied()
+
     # The update.
 
     def init_opt_state(self, optimizer: Optimizer, trained: FrozenDict[str, Tensor]) -> PyTree:
         if not optimizer.elementwise:
             raise ArgumentError(
-                f"optimizer {optimizer.name!r} may need whole parameters, and with parallel='shard' a rank holds a "
+                f"optimizer {optimizer.name!r} may need whole parameters, and with {self._way} a rank holds a "
                 "shard of each: use one whose update is elementwise (adamw, adam, sgd, ...; one of your own is "
                 "declared by Optimizer(..., elementwise=True)), or parallel='replicate'."
             )
@@ -424,7 +453,7 @@ def _without_views(module: nn.Module, args: object, outputs: Outputs) -> Outputs
     return map_tensors(apart, outputs)
 
 
-def _refuse_scalars(state: State) -> None:
+def refuse_scalars(state: State) -> None:
     """
     Raises:
         ModelError: a parameter has no first dimension.

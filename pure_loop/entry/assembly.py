@@ -27,6 +27,7 @@ from pure_loop.loop.driver import drive
 from pure_loop.loop.order_2021 import script_of
 from pure_loop.loop.stream import Stream
 from pure_loop.loop.strict import Strict
+from pure_loop.model.checks import is_on_meta
 from pure_loop.observer import bind_callbacks
 from pure_loop.random.authors import is_users
 from pure_loop.random.guards import guard
@@ -73,7 +74,7 @@ def _bound(plan: Plan, boundary: LastBoundary) -> BoundRun:
         order=settings.order,
         max_duration=settings.max_duration,
         iteration_length=settings.iteration_length,
-        ranks=stages.engine.ranks,
+        ranks=stages.engine.world_size,
         task=stages.task,
         precision=settings.precision.name,
         microbatch_size=settings.fixed_size,
@@ -114,7 +115,7 @@ def _fit(plan: Plan, boundary: LastBoundary) -> Fit:
         iteration_length=settings.iteration_length,
         clock=settings.clock,
         fresh=plan.fresh,
-        meet=settings.parallel.beginning(stages.engine, plan.described),
+        meet=settings.parallel.beginning(stages.engine, plan.described, empty=is_on_meta(settings.model_or_state)),
         prepare=start.preparation(plan.described, fresh=plan.fresh),
         counts_tokens=TimeUnit.TOKEN in units,
         # A count of the user's own may begin later.

@@ -204,13 +204,13 @@ def _stream(
         settings.loggers,
         MemberRecorder() if count else Recorder(),
         settings.parallel.rank,
-        engine.ranks,
+        engine.world_size,
     )
     run = Run(
         function="predict" if evaluators is None else "evaluate",
         callbacks=objects,
         metrics={evaluator.label: evaluator.metrics for evaluator in evaluators or ()},
-        ranks=engine.ranks,
+        ranks=engine.world_size,
         precision=settings.precision.name,
         sources=tuple(sources),
         members=count,

@@ -35,6 +35,7 @@ from pure_loop.state import State, model_in_words
 
 if TYPE_CHECKING:
     from pure_loop.checkpoint.checkpoint import Checkpoint
+    from pure_loop.stages.engine import Engine
 
 _WIDTH = 100
 _MARGIN = 17
@@ -130,10 +131,11 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "data", _data(settings.train_dataloader, plan.source.length, settings.batches_per_step)
     end = state.timestamp.max_duration
     assert end is not None
-    if stages.engine.ranks > 1:
+    if stages.engine.world_size > 1:
         yield (
             "ranks",
-            f"{stages.engine.ranks}, of which this is number {stages.engine.rank}; each has its part of a batch",
+            f"{stages.engine.world_size}, of which this is number {stages.engine.global_rank}; "
+            + _shared(stages.engine),
         )
     yield "duration", _words.duration(end)
     if settings.iteration_length is not None:
@@ -175,6 +177,13 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "verify", f"{_words.how_often(Cadence(settings.verify))} one is computed twice, and compared bit by bit"
     if settings.order != "current":
         yield "order", f"that of {settings.order}"
+
+
+def _shared(engine: Engine) -> str:
+    if engine.ranks == engine.world_size:
+        return "each has its part of a batch"
+    cut = engine.world_size // engine.ranks
+    return f"{cut} hold one model together, and have one of {engine.ranks} parts of a batch"
 
 
 def _donate(plan: Plan) -> str:

@@ -155,16 +155,27 @@ class Together:
         from pure_loop.distributed.engines import reads_its_own
 
         if not reads_its_own(parallel, dataloader, stream):
-            share = Share(self.rank, world_size(), task.samples, task.split)
+            layout = parallel.layout
+            share = Share(layout.place(self.rank)[0], len(layout.ranks), task.samples, task.split)
             return source(dataloader, seed=seed, stream=stream, share=share, **options)
         # In an evaluation every sample counts, so none is left out.
         uneven = parallel.uneven if stream == "train" else "pad"
-        own = derive(seed, "rank", self.rank) if self.rank else seed
+        data_rank, _ = parallel.layout.place(self.rank)
+        own = derive(seed, "rank", data_rank) if data_rank else seed
         return source(dataloader, seed=own, stream=stream, uneven=uneven, **options)
 
-    def beginning(self, engine: Engine, settings: Callable[[], Mapping[str, object]]) -> Callable[[State], State]:
-        """What the ranks of a fresh start do before INIT: see that they are about to do the same."""
-        return (lambda state: state) if self.parallel is None else (lambda state: engine.begin(state, settings()))
+    def beginning(
+        self, engine: Engine, settings: Callable[[], Mapping[str, object]], *, empty: bool
+    ) -> Callable[[State], State]:
+        """What a fresh start does before INIT: ranks see that they are about to do the same; ``empty``: of a State
+        without numbers, which are made."""
+        if self.parallel is not None:
+            return lambda state: engine.begin(state, settings(), empty=empty)
+        if not empty:
+            return lambda state: state
+        from pure_loop.stages.initial import initialised  # no other run needs it
+
+        return initialised
 
     def meeting(
         self, engine: Engine, data: Source, settings: Callable[[], Mapping[str, object]], fresh: bool

@@ -299,6 +299,21 @@ class ModelSettings(StreamSettings):
     )
     parallel: Together = _read_by(Together.of)
 
+    def __attrs_post_init__(self) -> None:
+        """
+        Raises:
+            ArgumentError: two arguments that contradict each other.
+        """
+        parallel = self.parallel.parallel
+        if parallel is None or parallel.parallelize is None or not self.compile:
+            return
+        if self.compile is True:
+            raise ArgumentError(
+                "compile=True with Parallel(parallelize=...): a graph of a step can't hold the exchanges inside of "
+                'layers that are cut: leave out one of the two, or write compile="where possible", which is not here.'
+            )
+        object.__setattr__(self, "compile", False)
+
     @property
     def seeds(self) -> tuple[int, list[int] | None]:
         """That of the run, and those of members where ``seed=pl.each(...)`` gives each its own: it is the default."""
@@ -347,6 +362,7 @@ class Settings(ModelSettings):
         Raises:
             ArgumentError: two arguments that contradict each other.
         """
+        super().__attrs_post_init__()
         steps, order = self.steps_per_call, self.order
         saver: Any = self.autoresume  # a folder, or a callback that has one
         if not (saver is None or is_path(saver)):
@@ -368,10 +384,10 @@ class Settings(ModelSettings):
                     "it has found in algorithm_state: give the algorithm another name."
                 )
             parallel = self.parallel.parallel
-            if parallel is not None and parallel.kind == "shard":
+            if parallel is not None and parallel.in_parts:
                 raise ArgumentError(
-                    'microbatch_size="auto" with parallel="shard": ranks exchange parameters in every forward, so that '
-                    "one that runs out of memory would leave the others waiting. Give a number, or write "
+                    'microbatch_size="auto" with parallel="shard" or parallelize=: ranks exchange in every forward, so '
+                    "that one that runs out of memory would leave the others waiting. Give a number, or write "
                     'parallel="replicate".'
                 )
         if self.precision.float8:

@@ -30,7 +30,7 @@ from pure_loop.errors import ArgumentError, ResumeError
 from pure_loop.event import Event
 from pure_loop.members.ensemble import Ensemble
 from pure_loop.members.stacking import over_members
-from pure_loop.model.checks import refuse_untrainable
+from pure_loop.model.checks import is_on_meta, refuse_untrainable
 from pure_loop.model.names import completed
 from pure_loop.optim import Optimizer
 from pure_loop.precision import LossScale, Precision
@@ -53,6 +53,10 @@ def first_state(
     if isinstance(model_or_state, Ensemble):
         return model_or_state.state(seed, wanted, seeds), True
     if not isinstance(model_or_state, State):
+        if is_on_meta(model_or_state):
+            from pure_loop.stages.initial import without_numbers  # no other run needs it
+
+            return without_numbers(model_or_state, seed, wanted or torch.get_default_device()), True
         refuse_untrainable(model_or_state)
         return State.create(model_or_state, seed=seed, device=wanted), True
     state = model_or_state

@@ -13,7 +13,15 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from pure_loop._internal.tree_ops import are_sharded, from_local, is_sharded, local_tensor, map_local, sum_over_shards
+from pure_loop._internal.tree_ops import (
+    are_sharded,
+    from_local,
+    is_sharded,
+    local_tensor,
+    map_local,
+    of_one_sharding,
+    sum_over_shards,
+)
 from pure_loop._internal.tree_ops import norms as norms_of
 from pure_loop.errors import ArgumentTypeError
 from pure_loop.frozendict import FrozenDict
@@ -119,8 +127,11 @@ def inner_product(a: Mapping[str, Tensor | None], b: Mapping[str, Tensor | None]
         return torch.zeros(())
     local = [(local_tensor(left), local_tensor(right)) for left, right in pairs]
     parts = [(_wide(left) * _wide(right).conj()).sum().real for left, right in local]
-    total = torch.stack([part.to(parts[0]) for part in parts]).sum()
-    return sum_over_shards(total, next((left for left, _ in pairs if is_sharded(left)), total))
+    lefts, total = [left for left, _ in pairs], torch.zeros_like(parts[0])
+    for places in of_one_sharding(lefts):
+        some = torch.stack([parts[place].to(parts[0]) for place in places]).sum()
+        total = total + sum_over_shards(some, lefts[places[0]])
+    return total
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -217,6 +228,13 @@ def _unit_norm(tensor: Tensor) -> Tensor:
     return norm
 
 
+def _unit_norms(tensor: Tensor) -> Tensor:
+    """Of the units of which this rank holds a part, which may be cut as well (tensor parallelism)."""
+    norm = _unit_norm(local_tensor(tensor))
+    across = [item for item in getattr(tensor, "placements", ()) if item.is_shard() and item.dim > 0]
+    return sum_over_shards(norm.square(), tensor, along=1).sqrt() if across else norm
+
+
 @torch.no_grad()
 def clip_adaptively(
     grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor], clipping: float = 0.01, eps: float = 1e-3
@@ -240,7 +258,7 @@ def clip_adaptively(
         if name in norms:
             size, norm = norms[name]
         else:
-            size, norm = _unit_norm(local_tensor(params[name]).detach()), _unit_norm(local_tensor(gradient))
+            size, norm = _unit_norms(params[name].detach()), _unit_norms(gradient)
         limit = clipping * size.clamp(min=eps)
         clipped: Tensor = from_local(gradient, scale(local_tensor(gradient), norm, limit))
         return clipped

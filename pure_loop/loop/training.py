@@ -192,7 +192,7 @@ def next_epoch(state: State) -> State:
 def end(state: State, fit: Fit, first: int) -> Script:
     """The last event, once all ranks have come to it; what was trained are the batches from the ``first`` on."""
     fit.stages.engine.barrier(state, Event.FIT_END)
-    if state.timestamp.batch == first and fit.stages.engine.rank == 0:
+    if state.timestamp.batch == first and fit.stages.engine.global_rank == 0:
         further = "state.replace(stop=False)" if state.stop else "a longer max_duration"
         text = "nothing to train: training had ended before this call, at batch %d (%s); %s trains on"
         _log.warning(text, first, state.why_ended(), further)

@@ -86,6 +86,16 @@ def refuse_untrainable(module: object) -> None:
         )
 
 
+def is_on_meta(module: object) -> bool:
+    """Whether this is a module of which all parameters are on the meta device.
+
+    >>> is_on_meta(nn.Linear(2, 1, device="meta"))
+    True
+    """
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    return bool(parameters) and all(parameter.is_meta for parameter in parameters) and not shapes_only.get()
+
+
 def _refuse_strange_tensors(module: nn.Module) -> None:
     """
     Raises:
@@ -103,12 +113,15 @@ def _refuse_strange_tensors(module: nn.Module) -> None:
             raise ModelError(
                 f"{kind} {name!r} is a DTensor, as parallelize_module and distribute_tensor make them, and a State "
                 "holds whole tensors, or shards that it cuts itself: give the module as it was before, and "
-                'parallel="shard" where it is too large for one device. Tensor parallelism is not supported.'
+                'parallel="shard", or the function that cuts it: parallel=pl.distributed.Parallel("shard", '
+                "parallelize=lambda module, mesh: parallelize_module(module, mesh, plan), mesh=mesh), where mesh has a "
+                'dimension "tp".'
             )
         if tensor.is_meta and kind == "parameter" and not shapes_only.get():  # a buffer there may be unread
             raise ModelError(
                 f"parameter {name!r} is on the meta device and has no numbers: write model.to_empty(device=...) and "
-                "initialise it, or load its numbers, first."
+                "initialise it, or load its numbers, first. Where all parameters are, fit initialises them itself, by "
+                "the reset_parameters() of their modules."
             )
         problem = _what_is_strange(tensor, kind)
         if problem is not None:

@@ -44,8 +44,10 @@ class Engine:
             batches.
         repeats: whether the current microbatch is a repeated one of weight 0, so that all ranks run equally many.
         in_parts: the fields of a State, besides its parameters, of which a rank holds shards. No graph takes them.
-        rank: of this process; part of every seed that must differ between ranks.
-        ranks: the number of ranks.
+        rank: the number of this rank's data; part of every seed that must differ between ranks with other data.
+        ranks: how many parts a batch has. Fewer than there are ranks, where several compute one model together.
+        global_rank: of this process.
+        world_size: the number of ranks.
         exchanges: whether batches, forwards, gradients and looks for NaN may wait for other ranks, so that all have to
             ask for them together.
         replicates: whether other ranks have the same parameters.
@@ -56,6 +58,8 @@ class Engine:
     in_parts: tuple[str, ...] = ()
     rank = 0
     ranks = 1
+    global_rank = 0
+    world_size = 1
     exchanges = False
     replicates = False
 
@@ -270,8 +274,11 @@ class Engine:
 
     # What ranks exchange: that they do the same, their results, and that one of them failed.
 
-    def begin(self, state: State, settings: Mapping[str, object]) -> State:
-        """Wait for all ranks before INIT, and compare their settings with those of rank 0."""
+    def begin(self, state: State, settings: Mapping[str, object], *, empty: bool = False) -> State:
+        """Wait for all ranks before INIT, and compare their settings with those of rank 0.
+
+        ``empty``: the tensors of the State have no numbers, which this gives them.
+        """
         return state
 
     def start(self, state: State, settings: Mapping[str, object], *, fresh: bool) -> State:

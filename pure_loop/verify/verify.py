@@ -233,7 +233,7 @@ class Verified(Eager):
         third = self._again(state, script(), None)
         agrees: tuple[bool, bool] = (_are_equal(first, third), _are_equal(second, third))
         answers = engine.gather((divergence, agrees))
-        raise verification_error(answers, timestamp, engine.rank)
+        raise verification_error(answers, timestamp, engine.global_rank)
 
 
 def _are_equal(a: Outcome, b: Outcome) -> bool:

@@ -233,6 +233,7 @@ QUERIES = {
     "distributed": ["DDP", "FSDP", "multi-gpu", "distributed training", "sharding"],
     "evaluation": ["validation", "inference"],
     "how-to/another_number_of_ranks": ["elastic training"],
+    "how-to/tensor_parallel": ["tensor parallelism"],
     "how-to/confusion_matrix": ["confusion matrix"],
     "how-to/debugging_nan": ["nan", "NaN loss", "exploding gradients", "debugging"],
     "how-to/detection": ["object detection"],
