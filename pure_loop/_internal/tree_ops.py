@@ -198,6 +198,13 @@ def map_local(function: Callable[..., Iterable[Tensor]], *lists: Sequence[Tensor
     return [from_local(tensor, part) for tensor, part in zip(lists[0], parts, strict=True)]
 
 
+def is_sharded_along(tensor: object, first: int) -> bool:
+    """Whether a tensor is sharded along this dimension, or a later one."""
+    return is_sharded(tensor) and any(
+        not placement.is_replicate() and getattr(placement, "dim", 0) >= first for placement in tensor.placements
+    )
+
+
 def sum_over_shards(values: Tensor, tensor: object, *, largest: bool = False, along: int = 0) -> Tensor:
     """Values computed from the shard of ``tensor``, summed (or their largest) over the ranks that hold the others.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from itertools import islice
 from types import GeneratorType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
 import attrs
@@ -15,8 +15,10 @@ import attrs
 from pure_loop._internal.torch_private import end_workers
 from pure_loop.data.copies import Private
 from pure_loop.data.group import END, steps
-from pure_loop.data.position import Counts, Position
 from pure_loop.errors import DataError
+
+if TYPE_CHECKING:
+    from pure_loop.data.position import Counts, Position
 
 T = TypeVar("T")
 

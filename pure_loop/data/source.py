@@ -19,17 +19,19 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import islice
 from types import FrameType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pure_loop._internal.closing import closing
 from pure_loop._internal.frames import callers, variable
 from pure_loop._internal.pytree import Batch
 from pure_loop._internal.torch_private import default_collate_functions
 from pure_loop.data.group import END, Share, grouped, joined, steps
-from pure_loop.data.position import REPLAY, Position
 from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.authors import runs_users_code
 from pure_loop.random.seeds import derive, seeded_all, seeded_torch
+
+if TYPE_CHECKING:
+    from pure_loop.data.position import Position
 
 Batches: TypeAlias = Generator[Batch, None, None]
 
@@ -164,6 +166,8 @@ class Source(ABC):
         Raises:
             ResumeError: the position is another source's.
         """
+        from pure_loop.data.position import REPLAY
+
         raise ResumeError(
             f"state.data is a position of {at.source}, and the {self._stream} dataloader is a "
             f"{type(self._loader).__name__}: give the data of the run. {REPLAY}"

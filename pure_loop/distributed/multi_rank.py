@@ -38,9 +38,9 @@ from pure_loop.distributed.ranks import Ranks
 from pure_loop.errors import DataError, DistributedError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.initial import initialised
 from pure_loop.metrics import Metric
 from pure_loop.stages.engine import Engine
-from pure_loop.stages.initial import initialised
 from pure_loop.stages.loss import map_loss
 from pure_loop.state import Loss, State, device_of, raw_params
 from pure_loop.task import Task

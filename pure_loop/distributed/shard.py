@@ -32,11 +32,11 @@ from pure_loop.distributed.parameters import LazyLeaves, UnshardedParameters, or
 from pure_loop.errors import ArgumentError, DistributedError, ModelError
 from pure_loop.event import Event
 from pure_loop.frozendict import FrozenDict
+from pure_loop.initial import initialised
 from pure_loop.model.buffers import UNALTERED, Altered, alterations, put_slots, slot_of
 from pure_loop.model.model import ModelDef
 from pure_loop.optim import Optimizer
 from pure_loop.optim.optimizer import time_of_step
-from pure_loop.stages.initial import initialised
 from pure_loop.state import State, raw_opt_state, raw_outputs, raw_params, with_fields
 
 T = TypeVar("T")

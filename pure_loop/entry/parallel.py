@@ -173,7 +173,7 @@ class Together:
             return lambda state: engine.begin(state, settings(), empty=empty)
         if not empty:
             return lambda state: state
-        from pure_loop.stages.initial import initialised  # no other run needs it
+        from pure_loop.initial import initialised  # no other run needs it
 
         return initialised
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -18,7 +19,6 @@ from pure_loop._internal.logs import get_logger
 from pure_loop._internal.pytree import PyTree
 from pure_loop._internal.tree_ops import are_sharded
 from pure_loop.algorithm import Algorithm
-from pure_loop.data.position import Position
 from pure_loop.data.source import Source
 from pure_loop.entry.algorithm_states import (
     map_tensors,
@@ -41,6 +41,9 @@ from pure_loop.state import POSITIONS, State, refuse_misfit, sort_by_model
 from pure_loop.task import Task
 from pure_loop.time import Time, TimestampFields
 
+if TYPE_CHECKING:
+    from pure_loop.data.position import Position
+
 
 def first_state(
     model_or_state: nn.Module | State | Ensemble,
@@ -54,7 +57,7 @@ def first_state(
         return model_or_state.state(seed, wanted, seeds), True
     if not isinstance(model_or_state, State):
         if is_on_meta(model_or_state):
-            from pure_loop.stages.initial import without_numbers  # no other run needs it
+            from pure_loop.initial import without_numbers  # no other run needs it
 
             return without_numbers(model_or_state, seed, wanted or torch.get_default_device()), True
         refuse_untrainable(model_or_state)

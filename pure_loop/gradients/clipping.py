@@ -17,6 +17,7 @@ from pure_loop._internal.tree_ops import (
     are_sharded,
     from_local,
     is_sharded,
+    is_sharded_along,
     local_tensor,
     map_local,
     of_one_sharding,
@@ -231,8 +232,7 @@ def _unit_norm(tensor: Tensor) -> Tensor:
 def _unit_norms(tensor: Tensor) -> Tensor:
     """Of the units of which this rank holds a part, which may be cut as well (tensor parallelism)."""
     norm = _unit_norm(local_tensor(tensor))
-    across = [item for item in getattr(tensor, "placements", ()) if item.is_shard() and item.dim > 0]
-    return sum_over_shards(norm.square(), tensor, along=1).sqrt() if across else norm
+    return sum_over_shards(norm.square(), tensor, along=1).sqrt() if is_sharded_along(tensor, 1) else norm
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ FLOORS = (
     {"data", "model", "order", "ranges"},
     {"membership"},
     {"schedules", "state", "task"},
-    {"cadence", "gradients", "hooks", "metrics", "optim"},
+    {"cadence", "gradients", "hooks", "initial", "metrics", "optim"},
     {"algorithm", "evaluator"},
     {"callback", "stages"},
     {"members"},
