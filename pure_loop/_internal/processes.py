@@ -222,11 +222,7 @@ def _is_of_ray(environ: Mapping[str, str]) -> bool:
 
 
 def machines(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """What says that others were started as this was, with ``torchrun`` or without: that, and what is to be done.
-
-    >>> [says for says, _ in machines({"PMI_RANK": "0", "PMI_SIZE": "2"})]
-    ['mpiexec started 2 processes']
-    """
+    """What says that others were started as this was, with ``torchrun`` or without: that, and what is to be done."""
     launch = launched(environ)
     if launch.size > 1:
         yield (

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pure_loop._internal.pytree import NAMESPACE
 from pure_loop._internal.reprs import shape_and_dtype
 from pure_loop._internal.tree_ops import is_sharded
+from pure_loop.distributed._rendezvous import named
 from pure_loop.distributed.parallel import Parallel
 from pure_loop.distributed.ranks import Ranks
 from pure_loop.errors import DistributedError, ModelError
@@ -145,6 +146,53 @@ def _without_addresses(value: object) -> str:
 
 def _short(value: str) -> str:
     return value if len(value) <= 200 else f"{value[:200]} ..."
+
+
+def refuse_other_data(talk: Ranks, by_rank: list[tuple[float, ...]], where: str, *counted: str) -> None:
+    """Refuse unequal data on ranks that each take their part of it.
+
+    Args:
+        by_rank: for each rank some counts, then the samples of whole batches, and a checksum of their indices.
+        where: the place, for the error.
+        counted: formats of the counts.
+
+    Raises:
+        DistributedError: they differ; names the ranks, and the two numbers.
+    """
+    if all(row == by_rank[0] for row in by_rank):
+        return
+    texts = (*counted, "{} samples")
+    for column, text in enumerate(texts):
+        numbers = [int(row[column]) for row in by_rank]
+        if len(set(numbers)) > 1:
+            stand = talk.stand([f"given {text.format(number)}" for number in numbers], ("was", "were"))
+            break
+    else:
+        unlike = [rank for rank, row in enumerate(by_rank) if row != by_rank[0]]
+        stand = f"{named(unlike)} took other samples than rank 0 from the dataset, or in another order"
+    raise DistributedError(
+        f"{where} the data differs between ranks: {stand}. Each batch is split over the ranks, so every rank needs "
+        "the same data, in the same order; where each has data of its own, write "
+        "parallel=pl.distributed.Parallel(data='own')."
+    )
+
+
+def refuse_unequal_data(talk: Ranks, by_rank: list[tuple[float, ...]], batch: int) -> None:
+    """Refuse ranks of one data rank that were given other data.
+
+    Raises:
+        DistributedError: names two of them.
+    """
+    for data_rank, ranks in enumerate(talk.layout.ranks):
+        first = by_rank[ranks[0]]
+        for rank in ranks[1:]:
+            row = by_rank[rank]
+            if (row[:4], row[8]) != (first[:4], first[8]):
+                raise DistributedError(
+                    f"in batch {batch} rank {rank} was given other samples than rank {ranks[0]}: both are "
+                    f"data rank {data_rank}, and compute one model on one part of the batch, so they pass the same "
+                    "data, in the same order: that of pl.distributed.data_rank()."
+                )
 
 
 class Buffers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -18,16 +17,17 @@ from pure_loop._internal.tree_ops import are_sharded, full_tensor
 from pure_loop._internal.weights import WEIGHTS_ARE, Weights, power_of_two, read_weight
 from pure_loop.data.batch import map_tensors, to_device
 from pure_loop.data.group import END, Part
-from pure_loop.data.position import Position
+from pure_loop.data.position import Position, digest_of
 from pure_loop.data.source import Source
-from pure_loop.distributed._rendezvous import named
 from pure_loop.distributed.agreement import (
     Buffers,
     broadcast_state,
     compare,
     digests,
     is_wide,
+    refuse_other_data,
     refuse_sparse,
+    refuse_unequal_data,
     settings_of,
     untouched,
     versions,
@@ -207,7 +207,7 @@ class MultiRankEngine(Engine):
         # Ranks of one data rank pass equal data, which is compared where they load it by themselves.
         own = source.uneven is not None and self.talk.layout.cut > 1 and event is Event.AFTER_DATALOADER and counted
         self._whole = part.samples, part.order
-        self._own = float(_checksum(batch)) if own else 0.0
+        self._own = float(digest_of(batch)) if own else 0.0
         if source.uneven is not None:
             batch = self._vote(state, batch, event, counted, source)
         outside = event is not Event.AFTER_DATALOADER
@@ -216,7 +216,7 @@ class MultiRankEngine(Engine):
             self._given = 0
             # Of an evaluation these are sums: its batches are not compared one by one.
             by_rank = self.talk.exchange(_ENDS[event], state.timestamp.batch, *seen)
-            self._refuse_other_data(by_rank, f"before {_ENDS[event].name}", "{} batches")
+            refuse_other_data(self.talk, by_rank, f"before {_ENDS[event].name}", "{} batches")
             return None
         if outside:
             self._given += 1
@@ -230,34 +230,6 @@ class MultiRankEngine(Engine):
         # A rank with fewer microbatches repeats its last one, and one without samples has padding.
         self.repeats = index >= pieces
         return not (self.padding or self.repeats)
-
-    def _refuse_other_data(self, by_rank: list[tuple[float, ...]], where: str, *counted: str) -> None:
-        """Refuse unequal data on ranks that each take their part of it.
-
-        Args:
-            by_rank: for each rank some counts, then the samples of whole batches, and a checksum of their indices.
-            where: the place, for the error.
-            counted: formats of the counts.
-
-        Raises:
-            DistributedError: they differ; names the ranks, and the two numbers.
-        """
-        if all(row == by_rank[0] for row in by_rank):
-            return
-        texts = (*counted, "{} samples")
-        for column, text in enumerate(texts):
-            numbers = [int(row[column]) for row in by_rank]
-            if len(set(numbers)) > 1:
-                stand = self.talk.stand([f"given {text.format(number)}" for number in numbers], ("was", "were"))
-                break
-        else:
-            unlike = [rank for rank, row in enumerate(by_rank) if row != by_rank[0]]
-            stand = f"{named(unlike)} took other samples than rank 0 from the dataset, or in another order"
-        raise DistributedError(
-            f"{where} the data differs between ranks: {stand}. Each batch is split over the ranks, so every rank needs "
-            "the same data, in the same order; where each has data of its own, write "
-            "parallel=pl.distributed.Parallel(data='own')."
-        )
 
     def _vote(self, state: State, batch: Batch, event: Event, counted: bool, source: Source) -> Batch:
         """The batch that this rank trains with, where each has data of its own; END comes for all at once."""
@@ -278,7 +250,7 @@ class MultiRankEngine(Engine):
     def positions(self, position: Position | None) -> PyTree:
         if not self._positions:
             return None
-        by_rank = tuple(self.talk.gather(position))
+        by_rank = tuple(self.talk.layout.first_of(self.talk.gather(position)))
         # Data with indices has none in any batch.
         self._positions = any(by_rank)
         return by_rank if self._positions else None
@@ -337,31 +309,14 @@ class MultiRankEngine(Engine):
             return 0
         by_rank, self._asked = self._asked(), None
         self._refuse_others([row[5] for row in by_rank])
-        self._refuse_other_data([row[6:8] for row in by_rank], f"in batch {self._batch}")
-        self._refuse_unequal(by_rank)
+        refuse_other_data(self.talk, [row[6:8] for row in by_rank], f"in batch {self._batch}")
+        refuse_unequal_data(self.talk, by_rank, self._batch)
         by_rank = self.talk.layout.first_of(by_rank)
         self._weights = [row[1] for row in by_rank]
         self._total = sum(self._weights) if self._on_device is None else self._on_device
         # Seconds are those of rank 0.
         self._counts = int(sum(row[2] for row in by_rank)), int(sum(row[3] for row in by_rank)), by_rank[0][4]
         return int(max(row[0] for row in by_rank))
-
-    def _refuse_unequal(self, by_rank: list[tuple[float, ...]]) -> None:
-        """Refuse ranks of one data rank that were given other data.
-
-        Raises:
-            DistributedError: names two of them.
-        """
-        for data_rank, ranks in enumerate(self.talk.layout.ranks):
-            first = by_rank[ranks[0]]
-            for rank in ranks[1:]:
-                row = by_rank[rank]
-                if (row[:4], row[8]) != (first[:4], first[8]):
-                    raise DistributedError(
-                        f"in batch {self._batch} rank {rank} was given other samples than rank {ranks[0]}: both are "
-                        f"data rank {data_rank}, and compute one model on one part of the batch, so they pass the same "
-                        "data, in the same order: that of pl.distributed.data_rank()."
-                    )
 
     def divisor(self, weights: Weights) -> float | Tensor:
         self._answered()
@@ -438,17 +393,3 @@ class MultiRankEngine(Engine):
             merged[metric.name] = map_tensors(to(device_of(state)), reduce(merge, parts))
         return merged
 
-
-def _checksum(batch: Batch) -> int:
-    """Of the numbers of those tensors of a batch that are in memory; exact in a float64."""
-    result = 0
-
-    def add(tensor: Tensor) -> Tensor:
-        nonlocal result
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
-            numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            result = zlib.crc32(numbers.numpy().data, result)
-        return tensor
-
-    map_tensors(add, batch)
-    return result

@@ -32,6 +32,7 @@ from pure_loop.state import State
 class TensorParallelEngine(ShardEngine):
     """Layers that are cut, and all parameters replicated or sharded over the data."""
 
+    cuts_layers = True
     _way = "parallelize="
     _module_mesh: DeviceMesh
     # How the layers of each parameter are cut, by its name.

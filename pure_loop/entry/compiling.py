@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from pure_loop._internal.torch_private import import_compiler
-from pure_loop.errors import CompileError
+from pure_loop.errors import ArgumentError, CompileError
 from pure_loop.evaluator import BoundEvaluator, measure_loss
 from pure_loop.event import Event
 
@@ -36,6 +36,7 @@ def compiler(
     """
     if not settings.compile:
         return None
+    _refuse_cut_layers(stages)
     import_compiler()
     from pure_loop.compile.compiler import Compiler
 
@@ -66,6 +67,18 @@ def member_steps(
     )
 
 
+def _refuse_cut_layers(stages: LoopStages) -> None:
+    """
+    Raises:
+        ArgumentError: layers are cut over ranks.
+    """
+    if stages.engine.cuts_layers:
+        raise ArgumentError(
+            "compile= with Parallel(parallelize=...): a graph of a step can't hold the exchanges inside of layers that "
+            "are cut: leave out one of the two."
+        )
+
+
 def _observed(settings: Settings, observers: Mapping[Event, object]) -> frozenset[Event]:
     everything = settings.watch is None or settings.strict
     attached = {event for event, bound in observers.items() if bound}
@@ -82,6 +95,7 @@ def evaluating(
     """The stages of an evaluation or a prediction, compiled where that is asked for; ``mapped``: over members."""
     if not compile and not mapped:
         return stages
+    _refuse_cut_layers(stages)
     import_compiler()
     from pure_loop.compile.evaluation import CompiledEvaluation
     from pure_loop.compile.replay import Recorders

@@ -299,21 +299,6 @@ class ModelSettings(StreamSettings):
     )
     parallel: Together = _read_by(Together.of)
 
-    def __attrs_post_init__(self) -> None:
-        """
-        Raises:
-            ArgumentError: two arguments that contradict each other.
-        """
-        parallel = self.parallel.parallel
-        if parallel is None or parallel.parallelize is None or not self.compile:
-            return
-        if self.compile is True:
-            raise ArgumentError(
-                "compile=True with Parallel(parallelize=...): a graph of a step can't hold the exchanges inside of "
-                'layers that are cut: leave out one of the two, or write compile="where possible", which is not here.'
-            )
-        object.__setattr__(self, "compile", False)
-
     @property
     def seeds(self) -> tuple[int, list[int] | None]:
         """That of the run, and those of members where ``seed=pl.each(...)`` gives each its own: it is the default."""
@@ -362,7 +347,6 @@ class Settings(ModelSettings):
         Raises:
             ArgumentError: two arguments that contradict each other.
         """
-        super().__attrs_post_init__()
         steps, order = self.steps_per_call, self.order
         saver: Any = self.autoresume  # a folder, or a callback that has one
         if not (saver is None or is_path(saver)):

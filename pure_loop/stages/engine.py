@@ -50,6 +50,7 @@ class Engine:
         world_size: the number of ranks.
         exchanges: whether batches, forwards, gradients and looks for NaN may wait for other ranks, so that all have to
             ask for them together.
+        cuts_layers: whether layers are cut over ranks, which then exchange inside of them.
         replicates: whether other ranks have the same parameters.
     """
 
@@ -61,6 +62,7 @@ class Engine:
     global_rank = 0
     world_size = 1
     exchanges = False
+    cuts_layers = False
     replicates = False
 
     # Data: the batches of a rank, and their counts over all ranks.
