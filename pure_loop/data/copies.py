@@ -174,9 +174,8 @@ class Private(Generic[T]):
 
     def keeps(self, batches: Iterator[object] | None) -> bool:
         """Whether an iterator is used again: its loader's workers stay."""
-        return any(
-            isinstance(part, DataLoader) and iterator_of_loader(part) is batches is not None for part in self.parts
-        )
+        loaders = (part for part in self.parts if isinstance(part, DataLoader) and part.persistent_workers)
+        return any(iterator_of_loader(loader) is batches is not None for loader in loaders)
 
     def _unseeded_items(self) -> list[object]:
         seeded = set(map(id, self._generators))
@@ -268,6 +267,9 @@ class Private(Generic[T]):
         if has_attributes(value) and not hasattr(type(value), "__del__"):
             with suppress(*_UNCOPYABLE):
                 result = copy.copy(value)
+                # Some hand out their very attributes to be pickled, which the copy then has, too.
+                if getattr(result, "__dict__", None) is getattr(value, "__dict__", self):
+                    result.__dict__ = dict(vars(value))
         if result is None:
             if has_epochs(value):
                 self._uncopied.append(value)

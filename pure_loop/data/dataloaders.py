@@ -86,13 +86,21 @@ def _as_torchs(loader: object) -> object:
         return loader
     if isinstance(loader.dataset, IterableDataset):
         return loader
-    sampler: Any = loader.sampler
-    batch_sampler: Any = loader.batch_sampler
-    if type(sampler).__module__.startswith("torchdata."):
-        sampler = RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
-    options: dict[str, Any] = {"batch_sampler": batch_sampler}
-    if batch_sampler is None or type(batch_sampler).__module__.startswith("torchdata."):
-        options = {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": loader.drop_last}
+    samplers = sys.modules["torchdata.stateful_dataloader.sampler"]
+
+    def torchs(sampler: Any) -> Any:
+        if type(sampler) is samplers.RandomSampler:
+            return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
+        if type(sampler) is samplers.BatchSampler:
+            return BatchSampler(torchs(sampler.sampler), sampler.batch_size, sampler.drop_last)
+        return sampler
+
+    options: dict[str, Any] = {"batch_sampler": torchs(loader.batch_sampler)}
+    if loader.batch_sampler is None or (
+        loader.batch_size is not None and type(loader.batch_sampler) is samplers.BatchSampler
+    ):
+        sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        options = {"sampler": torchs(loader.sampler), **sizes}
     for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"):
         options[name] = getattr(loader, name)
     options |= {"prefetch_factor": loader.prefetch_factor, "persistent_workers": loader.persistent_workers}

@@ -98,28 +98,48 @@ class Passes(Generic[T]):
         assert walk is not None
         return {"passes": walk.passes, "items": walk.taken, "ending": walk.cut_short}
 
-    def go_to(self, at: Position, run: Callable[[Private[Any]], Iterator[T]], *, ended: bool) -> None:
+    def go_to(
+        self,
+        at: Position,
+        run: Callable[[Private[Any]], Iterator[T]],
+        *,
+        ended: bool,
+        compare: Callable[[T], None],
+    ) -> None:
         """Stand where a run stood after the batch of a position; the next epoch goes on from there.
 
         Args:
             at: the position.
             run: ``copy -> items`` of the pass in which that batch was, after it.
             ended: whether it was the last one of an epoch.
+            compare: called with the first batch of the next pass, where that was given, too.
         """
-        walk = _Walk[T](self._fresh(), at.passes, taken=at.items, cut_short=at.ending, gone=at.item + 1)
+        passes = at.passes if self.continues else at.number
+        walk = _Walk[T](self._fresh(), passes, taken=at.items, cut_short=at.ending, gone=at.item + 1)
         walk.items = run(walk.copy)
-        if (at.passes > at.number) if self.continues else ended:
-            # What the loader was asked for after the last step: mostly the end of the pass.
-            limit = None if self.continues or self._limit is None else self._limit - walk.gone
-            for _ in islice(walk.items, limit):
-                pass
-            walk.close()
-            walk.passes = at.number + 1
+        if at.first is not None:
+            self._finish(walk, at.number)
+            walk.items = self._run(walk.copy, walk.passes)
+            compare(next(walk.items, END))
+            walk.gone, walk.taken = 1, at.items + 1
+        if (ended and not self.continues) or (at.first is None and at.passes > at.number):
+            self._finish(walk, walk.passes if at.first is not None else at.number)
         self._idle = walk
+
+    def _finish(self, walk: _Walk[T], number: int) -> None:
+        """Ask a pass for what it was asked for after the last step of an epoch: mostly its end."""
+        limit = None if self.continues or self._limit is None else self._limit - walk.gone
+        for _ in islice(walk.items or (), limit):
+            pass
+        walk.close()
+        walk.passes, walk.gone = number + 1, 0
 
     def close(self) -> None:
         """End a pass that is in progress."""
         self._walk = None
+        self._end_idle()
+
+    def _end_idle(self) -> None:
         if self._idle is not None:
             self._idle.close()
             self._idle = None
@@ -161,7 +181,7 @@ class Passes(Generic[T]):
                     break
                 yield item
         finally:
-            self.close()
+            self._end_idle()
             self._idle = walk
 
     def _next(self, walk: _Walk[T]) -> T:

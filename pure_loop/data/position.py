@@ -10,15 +10,16 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import attrs
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop._internal.torch_private import checksum
-from pure_loop.data.batch import INDIVISIBLE, describe, is_array, is_texts, leaves
+from pure_loop.data.batch import INDIVISIBLE, describe, is_array, is_graphs, is_texts, leaves, size_of_unit
 from pure_loop.errors import DataError, ResumeError
 
 
@@ -42,10 +43,12 @@ class Position:
         epoch, batch: the epoch, and the number in the run, of the last batch that was handed over.
         source: the class that has the token, and the version of its package: ``"StatefulDataLoader 0.11.0"``.
         token: what the source gave before it read that batch: numbers, texts, bytes, tensors, and containers of them.
-            Of the first batch of a pass after it, because some say only then that another pass has begun.
-        digest: a checksum of that batch (:func:`digest_of`); None where the token is that after it.
+        digest: a checksum of that batch (:func:`digest_of`).
         seed: the seed of the source, from which the random numbers of each batch come.
         number, item: the pass over the source in which that batch was, and its number in the pass.
+        per_step: how many batches a step had.
+        first: a checksum of one batch more, the first of the next pass, of which there is no token before it: most
+            sources say only then that another pass has begun. None: there was none.
         passes, items, ending: the passes that had ended after it, the batches read in all of them, and how many these
             were when a pass ended with a step of fewer batches.
 
@@ -57,10 +60,12 @@ class Position:
     batch: int
     source: str
     token: PyTree = attrs.field(eq=False, repr=False)
-    digest: int | None = attrs.field(eq=False, repr=False)
+    digest: int = attrs.field(eq=False, repr=False)
     seed: int = attrs.field(eq=False, repr=False)
     number: int = attrs.field(eq=False, repr=False)
     item: int = attrs.field(eq=False, repr=False)
+    per_step: int = attrs.field(default=1, eq=False, repr=False)
+    first: int | None = attrs.field(default=None, eq=False, repr=False)
     passes: int = attrs.field(default=0, eq=False, repr=False)
     items: int = attrs.field(default=0, eq=False, repr=False)
     ending: int = attrs.field(default=-1, eq=False, repr=False)
@@ -68,26 +73,21 @@ class Position:
     @property
     def is_valid(self) -> bool:
         """Whether its fields are of the types that they have; one that was read from a file may have others."""
-        names = ("epoch", "batch", "seed", "number", "item", "passes", "items", "ending")
-        of_texts = type(self.source) is str and (self.digest is None or type(self.digest) is int)
+        names = ("epoch", "batch", "digest", "seed", "number", "item", "per_step", "passes", "items", "ending")
+        of_texts = type(self.source) is str and (self.first is None or type(self.first) is int)
         return of_texts and all(type(getattr(self, name)) is int for name in names)
-
-    @property
-    def next_item(self) -> int:
-        """The number in the pass of the batch to which the token leads."""
-        return self.item + (self.digest is None)
 
     def is_of(self, epoch: int, in_epoch: int, batch: int) -> bool:
         """Whether its batch is the last one of a run with so many finished epochs, batches in this one, and batches."""
         return batch == self.batch + 1 and epoch == self.epoch + (in_epoch == 0)
 
-    def compare(self, batch: Batch, stream: str) -> None:
-        """Refuse another batch than the one that was recorded.
+    def compare(self, batch: Batch, stream: str, digest: int) -> None:
+        """Refuse another batch than the one that was recorded, with this digest.
 
         Raises:
             ResumeError: the token has led to another batch.
         """
-        if digest_of(batch) != self.digest:
+        if digest_of(batch) != digest:
             read = "nothing" if batch is None else describe(batch)
             raise ResumeError(
                 f"the {stream} dataloader went to batch {self.batch} (epoch {self.epoch}) by the position in state.data"
@@ -113,22 +113,34 @@ def digest_of(batch: Batch) -> int:
     """
     result = 0
     for path, leaf in leaves(batch):
-        if isinstance(leaf, Tensor):
-            text = f"{path} {leaf.dtype} {tuple(leaf.shape)} {checksum(_sample(leaf))}"
-        elif is_array(leaf):
-            text = f"{path} {leaf.dtype} {leaf.shape} {zlib.crc32(leaf.tobytes())}"
-        else:
-            # The repr of other objects may have their addresses.
-            text = f"{path} {leaf!r}" if isinstance(leaf, INDIVISIBLE) or is_texts(leaf) else f"{path} {type(leaf)}"
-        result = zlib.crc32(text.encode(), result)
+        result = zlib.crc32(f"{path} {_text(leaf)}".encode(), result)
     return result
 
 
+def _text(leaf: Any) -> str:
+    """What tells a leaf of a batch from another one."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)} {checksum(_sample(leaf))}"
+    if is_array(leaf):
+        return f"{leaf.dtype} {leaf.shape} {zlib.crc32(leaf.tobytes())}"
+    if isinstance(leaf, PackedSequence):
+        return f"{_text(leaf.data)} {_text(leaf.batch_sizes)}"
+    if is_graphs(leaf):
+        return " ".join(f"{key} {_text(leaf[key])}" for key in leaf.keys())  # type: ignore[index]  # noqa: SIM118
+    if size_of_unit(leaf) is not None and callable(getattr(leaf, "items", None)):
+        return " ".join(f"{key} {_text(item)}" for key, item in leaf.items())
+    # The repr of other objects may have their addresses.
+    return repr(leaf) if isinstance(leaf, INDIVISIBLE) or is_texts(leaf) else str(type(leaf))
+
+
 def _sample(tensor: Tensor) -> Tensor:
-    """A tensor, or some numbers of a large one."""
-    if tensor.numel() * tensor.element_size() <= _SMALL or tensor.layout is not torch.strided:
+    """A plain tensor with the numbers of this one, or some of a large one."""
+    tensor = tensor.detach()
+    tensor = (tensor if tensor.layout is torch.strided else tensor.to_dense()).as_subclass(Tensor)
+    if tensor.numel() * tensor.element_size() <= _SMALL:
         return tensor
-    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // _SAMPLED)]
+    # An odd step, so that it meets every column of a power of two.
+    return tensor.reshape(-1)[:: -(-tensor.numel() // _SAMPLED) | 1]
 
 
 _LEAVES = (type(None), bool, int, float, str, bytes)

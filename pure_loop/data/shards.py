@@ -6,6 +6,7 @@ samples have to keep nothing from one sample to the next: a pipeline that shuffl
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -60,11 +61,13 @@ class Pipeline:
 
     Attributes:
         dataset: a ``DataPipeline``, such as a ``WebDataset``.
+        number: of the pass.
         shard, offset: the number of the shard at hand, and how many samples it has given.
         kept: these two before the sample that is kept for the next batch; None: none is.
     """
 
     dataset: Any
+    number: int = 0
     shard: int = 0
     offset: int = 0
     kept: tuple[int, int] | None = None
@@ -100,16 +103,21 @@ class Pipeline:
             )
         return None
 
-    def begin(self, token: Mapping[str, Any] | None) -> None:
-        """Let the next pass go to a token, or begin, and count from there."""
+    def begin(self, token: Mapping[str, Any] | int) -> None:
+        """Let the next pass go to a token, or begin as that of a number, and count from there."""
         stages = self.stages
         names = list(map(_name, stages))
         opening = next(i for i, name in enumerate(names) if name in _OPENING)
         sampling = next(i for i, name in enumerate(names) if name in _SAMPLING)
         batching = names.index(_BATCHED) if _BATCHED in names else len(names)
-        first, skipped = (0, 0) if token is None else (token["shard"], token["offset"])
-        for stage, epoch in zip(self._counting(), [] if token is None else token["epochs"], strict=False):
-            stage.epoch = epoch - 1  # it counts the pass when that begins
+        if isinstance(token, int):
+            token = {"shard": 0, "offset": 0, "pass": token}
+        first, skipped, self.number = token["shard"], token["offset"], token["pass"]
+        for place, stage in enumerate(stages):
+            if type(getattr(stage, "epoch", None)) is int:
+                # It counts the pass when that begins.
+                stages[place] = copy.copy(stage)
+                stages[place].epoch = self.number - 1
         self.shard, self.offset, self.kept = first - 1, 0, None
         self.dataset.pipeline = [
             *stages[:opening],
@@ -121,15 +129,10 @@ class Pipeline:
             *stages[batching:],
         ]
 
-    def _counting(self) -> list[Any]:
-        """The stages that order shards by the number of the pass."""
-        return [stage for stage in self.stages if type(getattr(stage, "epoch", None)) is int]
-
     def token(self) -> dict[str, Any]:
         """Where the pass stands."""
         shard, offset = (self.shard, self.offset) if self.kept is None else self.kept
-        epochs = [stage.epoch for stage in self._counting()]
-        return {"shard": max(shard, 0), "offset": offset, "epochs": epochs}
+        return {"shard": max(shard, 0), "offset": offset, "pass": self.number}
 
     def _keeping(self, samples: Iterable[Any]) -> Iterator[Any]:
         before = None

@@ -47,7 +47,7 @@ class Source(ABC):
     # What a rank keeps company with, when its own data has ended and that of others has not.
     last_batch: Batch = END
     # ``(epoch, batch) -> position`` of the batch that was given last; None: the numbers of the timestamp are enough.
-    position: Callable[[int, int], Position] | None = None
+    position: Callable[[int, int], Position | None] | None = None
 
     def __init__(
         self, loader: Any, seed: int, stream: str, limit: int | None, share: Share | None, per_step: int = 1
@@ -166,6 +166,8 @@ class Source(ABC):
         Raises:
             ResumeError: the position is another source's.
         """
+        if not start:
+            return False  # the epoch was over, and there is nothing to go on with
         from pure_loop.data.position import REPLAY
 
         raise ResumeError(

@@ -12,7 +12,11 @@ from functools import cached_property, partial
 from itertools import count, islice
 from typing import Any
 
+import attrs
+
 from pure_loop._internal.closing import closing
+from pure_loop._internal.equality import equal as same
+from pure_loop._internal.logs import get_logger
 from pure_loop._internal.pytree import Batch, PyTree
 from pure_loop.data.batch import are_alike
 from pure_loop.data.changes import has_epochs
@@ -25,6 +29,18 @@ from pure_loop.data.tokens import Tokens, name_of, tokens_of
 from pure_loop.errors import DataError, ResumeError
 from pure_loop.random.seeds import derive, seeded_all
 
+_log = get_logger("pure_loop.data")
+
+
+@attrs.frozen
+class _Last:
+    """Where a batch stands: its pass, its number in it, the token before it, and its digest."""
+
+    number: int
+    item: int
+    token: PyTree
+    digest: int
+
 
 class _Unindexed(Source):
     """Batches without indices: what was seen is drawn and dropped."""
@@ -33,8 +49,11 @@ class _Unindexed(Source):
     _made: tuple[tuple[int, int], int, Callable[[Batch], int]] | None = None
     # The epoch and the batch from which it resumes by a position.
     _at: tuple[tuple[int, int], Position] | None = None
-    # The pass and the number of the last batch, and the token before it with the digest of the batch.
-    _last: tuple[int, int, Callable[[], tuple[PyTree, int | None]]]
+    # Where the last batch stands, and the last position that was asked for.
+    _last: _Last | None = None
+    _given: Position | None = None
+    # Why there are no positions, once that is known.
+    why_not: str | None = None
 
     @property
     def replays(self) -> bool:
@@ -45,12 +64,19 @@ class _Unindexed(Source):
         return name_of(self._loader)
 
     def goes_on(self, at: Position, epoch: int, start: int, seen: int) -> bool:
-        if at.source != self._name:
+        if at.source != self._name and start:
             raise ResumeError(
                 f"state.data is a position of {at.source}, and the {self._stream} dataloader is that of {self._name}: "
                 f"a token is read by the class and the version that wrote it. {REPLAY}"
             )
-        if tokens_of(self._loader) is None or at.seed != self._seed or not at.is_of(epoch, start, seen):
+        if at.per_step != self._per_step and start:
+            raise ResumeError(
+                f"state.data is a position in an epoch of steps of {at.per_step} batches, and batches_per_step is "
+                f"{self._per_step}: resume with {at.per_step}, or from a State at an epoch's end."
+            )
+        unlike = at.source != self._name or at.per_step != self._per_step or at.seed != self._seed
+        if unlike or tokens_of(self._loader) is None or not at.is_of(epoch, start, seen):
+            _log.info("the %s dataloader does not go on from %r: it is read again", self._stream, at)
             return False
         self._at = (epoch, start * self._per_step), at
         return True
@@ -63,26 +89,64 @@ class _Unindexed(Source):
         # An epoch that had all its batches is not opened again; the next one is.
         return at if place == (epoch, start) or (start == 0 and epoch == at.epoch + 1) else None
 
-    def _note(self, number: int, item: int, tokens: Tokens, token: PyTree, batch: Batch) -> None:
-        """Remember where a batch stands that is about to be given."""
-        before = settled(token, self._name), digest_of(batch)
-        self._last = number, item, (lambda: before) if item else (lambda: (settled(tokens.token(), self._name), None))
-        self.position = self._position
+    def _tokens(self, loader: Any) -> Tokens | None:
+        """How it tells where it stands; None: it doesn't, or nothing resumes it: an evaluation, a prediction."""
+        return tokens_of(loader) if self._stream == "train" and self.why_not is None else None
 
-    def _position(self, epoch: int, batch: int) -> Position:
-        number, item, told = self._last
-        token, digest = told()
-        return Position(
+    def _note(self, number: int, item: int, tokens: Tokens, token: PyTree, batch: Batch) -> bool:
+        """Remember where a batch stands that is about to be given; whether it has a position."""
+        try:
+            token = settled(token, self._name)
+        except DataError as error:
+            if tokens.is_registered:
+                raise
+            return self._has_none(str(error))
+        last = self._last
+        if item and last is not None and (last.number, last.item) == (number, item - 1) and same(last.token, token):
+            return self._has_none(f"the state of {self._name} is the same after a batch as before it")
+        self._last = _Last(number, item, token, digest_of(batch))
+        self.position = self._position
+        return True
+
+    def _has_none(self, reason: str) -> bool:
+        self.why_not, self.position = reason, None
+        _log.info("a run that resumes reads the %s dataloader again: %s", self._stream, reason)
+        return False
+
+    def _position(self, epoch: int, batch: int) -> Position | None:
+        last, before = self._last, self._given
+        assert last is not None
+        if not last.item:  # the first batch of a pass, after the last one of another
+            if before is None or before.batch != batch - 1 or before.first is not None:
+                return None
+            return attrs.evolve(before, epoch=epoch, batch=batch, first=last.digest)
+        self._given = Position(
             epoch=epoch,
             batch=batch,
             source=self._name,
-            token=token,
-            digest=digest,
+            token=last.token,
+            digest=last.digest,
             seed=self._seed,
-            number=number,
-            item=item,
+            number=last.number,
+            item=last.item,
+            per_step=self._per_step,
             **self._counts(),
         )
+        return self._given
+
+    def _token(self, tokens: Tokens) -> PyTree:
+        """Where it stands; what only has methods of these names has no position."""
+        try:
+            return tokens.token()
+        except Exception as error:
+            if tokens.is_registered:
+                raise
+            self._has_none(f"state_dict() of {self._name} raises {type(error).__name__}: {error}")
+            return None
+
+    def _compare(self, at: Position, digest: int | None, batch: Batch) -> None:
+        assert digest is not None
+        at.compare(None if batch is END else batch, self._stream, digest)
 
     def _counts(self) -> Counts:
         """What a position says of all passes."""
@@ -108,7 +172,9 @@ class Iterated(_Unindexed):
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
         resumed, at = self._take_made(epoch, start), self._take_position(epoch, start)
         if at is not None:
-            self._passes.go_to(at, partial(self._pass, number=at.number, at=at), ended=start == 0)
+            run = partial(self._pass, number=at.number, at=at)
+            self._passes.go_to(at, run, ended=start == 0, compare=partial(self._compare, at, at.first))
+            self._given = at
         if resumed is None or at is not None:
             yield from self._passes.epoch(epoch, start, seen)
             return
@@ -161,23 +227,31 @@ class Iterated(_Unindexed):
         try:
             with seeded_all(derive(self._seed, seed_pass, "iter")):
                 loader = self._for_pass(copy, number, seed_pass)
-                tokens = tokens_of(loader)
-                batches = iter(loader) if tokens is None else tokens.begin(at and at.token, at=at is not None)
-            if tokens is not None and not tokens.tells:
-                tokens = None
+                tokens = self._tokens(loader)
+                if tokens is None:
+                    batches = iter(loader)
+                else:
+                    batches = tokens.begin(at and at.token, number, at=at is not None)
+                    tokens = tokens if tokens.tells and seed_pass == number else None
             iterator_made(batches)
             guard = nullcontext if self._in_workers else self._guard_of([batches])
-            for item in count(0 if at is None else at.next_item):
-                token = None if tokens is None else tokens.token()
+            # Some have taken the token over only when they have given a batch.
+            token = None if at is None else at.token
+            for item in count(0 if at is None else at.item):
+                if tokens is not None and (at is None or item > at.item):
+                    token = self._token(tokens)
+                    tokens = None if self.why_not else tokens
                 with guard(derive(self._seed, seed_pass, item)):
                     batch = next(batches, END)
                 if at is not None and item == at.item:
-                    at.compare(None if batch is END else batch, self._stream)
+                    self._compare(at, at.digest, batch)
+                    if tokens is not None:
+                        self._note(number, item, tokens, token, batch)
                     continue
                 if batch is END:
                     return
-                if tokens is not None:
-                    self._note(number, item, tokens, token, batch)
+                if tokens is not None and not self._note(number, item, tokens, token, batch):
+                    tokens = None
                 yield batch
                 del batch
         finally:
@@ -249,13 +323,13 @@ class OneShot(_Unindexed):
         return {"items": self._taken}
 
     def _batches(self, epoch: int, start: int, seen: int) -> Batches:
-        at, tokens = self._take_position(epoch, start), tokens_of(self._loader)
+        at, tokens = self._take_position(epoch, start), self._tokens(self._loader)
         if tokens is not None:
-            tokens.begin(at and at.token, at=at is not None)
+            tokens.begin(at and at.token, 0, at=at is not None)
             tokens = tokens if tokens.tells else None
+        token: PyTree = None
         if at is not None:
-            self._made, self._taken = None, at.items - 1 + (at.digest is None)
-            at = None if at.digest is None else at
+            self._made, self._taken, token, self._given = None, at.items - 1, at.token, at
         if self._taken > seen:
             raise DataError(
                 f"the {self._stream} iterator has already yielded {self._taken} batches and can't go back to batch "
@@ -270,19 +344,21 @@ class OneShot(_Unindexed):
                     why = "An iterator has no indices by which samples could be skipped."
                     raise self._refuse_other_sizes(epoch, start, resumed[0], samples, why)
                 resumed = None
-            token = None if tokens is None else tokens.token()
+            if tokens is not None and at is None:
+                token = self._token(tokens)
+                tokens = None if self.why_not else tokens
             with guard(derive(self._seed, "item", self._taken)):
                 batch = next(self._loader, END)
             if at is not None:
-                at.compare(None if batch is END else batch, self._stream)
+                self._compare(at, at.digest, batch)
                 at, self._taken = None, self._taken + 1
                 continue
             if batch is END:
                 break
             self._taken += 1
             if self._taken > seen:
-                if tokens is not None:
-                    self._note(0, self._taken - 1, tokens, token, batch)
+                if tokens is not None and not self._note(0, self._taken - 1, tokens, token, batch):
+                    tokens = None
                 yield batch
             elif resumed is not None and self._taken > seen - start:
                 samples += resumed[1](batch)

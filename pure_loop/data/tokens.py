@@ -81,7 +81,8 @@ class Tokens:
         loader: what is iterated over.
         owner: what has the token: the loader, its dataset, or None: its iterator.
         get, put: how.
-        begins: whether ``put`` is called with None where a pass begins.
+        begins: whether ``put`` is called with the number of the pass where one begins.
+        is_registered: whether the class was registered.
         by_iterator: whether ``get`` takes the iterator, too.
         iterator: of the pass, once it has begun.
     """
@@ -91,19 +92,24 @@ class Tokens:
     get: Get
     put: Put
     begins: bool = False
+    is_registered: bool = False
     by_iterator: bool = False
     iterator: Any = None
 
-    def begin(self, token: PyTree, *, at: bool) -> Iterator[Any]:
-        """Begin the pass: from its beginning, or ``at`` a token."""
+    def begin(self, token: PyTree, number: int, *, at: bool) -> Iterator[Any]:
+        """Begin the pass of a number: from its beginning, or ``at`` a token."""
+        result = None
         if self.owner is not None and (at or self.begins):
-            result = self.put(self.owner, token if at else None)
-            if result is not None and self.owner is self.loader:
-                self.iterator = result
-                return result  # type: ignore[no-any-return]
-            if result is not None:
-                vars(self.loader)["dataset"] = result
-        self.iterator = iter(self.loader)
+            result = self.put(self.owner, token if at else number)
+        if result is None:
+            self.iterator = iter(self.loader)
+        elif self.owner is self.loader:
+            self.iterator = result
+        else:
+            dataset = self.loader.dataset
+            vars(self.loader)["dataset"] = result  # for this pass
+            self.iterator = iter(self.loader)
+            vars(self.loader)["dataset"] = dataset
         if self.owner is None:
             methods = methods_of(self.iterator)
             if methods is None:
@@ -132,6 +138,8 @@ class Tokens:
 
 
 _NOTHING: Any = object()
+# Libraries whose tokens are of a version. What the program itself has it changes when it likes.
+_LIBRARIES = frozenset({"datasets", "grain", "torchdata", "webdataset"})
 
 
 def name_of(loader: Any) -> str:
@@ -139,10 +147,9 @@ def name_of(loader: Any) -> str:
     owner = loader.dataset if type(loader) is DataLoader else loader
     cls = type(owner)
     package = cls.__module__.partition(".")[0]
-    try:
-        return f"{cls.__qualname__} {metadata.version(package)}"
-    except (metadata.PackageNotFoundError, ValueError):  # a program's own
+    if package not in _LIBRARIES:
         return cls.__qualname__
+    return f"{cls.__qualname__} {metadata.version(package)}"
 
 
 def tokens_of(loader: Any) -> Tokens | None:
@@ -153,7 +160,9 @@ def tokens_of(loader: Any) -> Tokens | None:
     for cls in type(owner).__mro__:
         if cls in _registered:
             functions = _registered[cls]
-            return None if functions is None else Tokens(loader, owner, *functions, by_iterator=_takes(functions[0], 2))
+            if functions is None:
+                return None
+            return Tokens(loader, owner, *functions, is_registered=True, by_iterator=_takes(functions[0], 2))
     pipeline = pipeline_of(owner)
     if pipeline is not None:
         get, put = lambda _: pipeline.token(), lambda _, token: pipeline.begin(token)

@@ -247,13 +247,13 @@ class MultiRankEngine(Engine):
             source.last_batch = batch
         return batch
 
-    def positions(self, position: Position | None) -> PyTree:
+    def positions(self, position: Position | None, tells: bool) -> PyTree:
         if not self._positions:
             return None
-        by_rank = tuple(self.talk.layout.first_of(self.talk.gather(position)))
+        by_rank = self.talk.layout.first_of(self.talk.gather((position, tells)))
         # Data with indices has none in any batch.
-        self._positions = any(by_rank)
-        return by_rank if self._positions else None
+        self._positions = any(tells for _, tells in by_rank)
+        return tuple(position for position, _ in by_rank) if any(position for position, _ in by_rank) else None
 
     def length(self, length: int | None, uneven: str | None) -> int | None:
         lengths = [item for item in self.talk.gather(length) if item is not None]
@@ -392,4 +392,3 @@ class MultiRankEngine(Engine):
                 )
             merged[metric.name] = map_tensors(to(device_of(state)), reduce(merge, parts))
         return merged
-

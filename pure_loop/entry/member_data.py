@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -21,6 +21,9 @@ from pure_loop.stages.engine import Engine
 from pure_loop.stages.notes import noting
 from pure_loop.state import State
 from pure_loop.task import Task
+
+if TYPE_CHECKING:
+    from pure_loop.data.position import Position
 
 
 def seed_of_data(state: State) -> int:
@@ -75,6 +78,9 @@ class MemberSource(Source):
                 yield PerMember(stacked)
         finally:
             call_all([stream.close for stream in streams], None, "while closing: ")
+
+    def goes_on(self, at: Position, epoch: int, start: int, seen: int) -> bool:
+        return False  # it is that of data which members shared, or one of them had
 
     def resume(self, epoch: int, start: int, samples: int, count: Callable[[Batch], int], *, changed: bool) -> int:
         starts = [source.resume(epoch, start, samples, count, changed=changed) for source in self._sources]

@@ -26,7 +26,7 @@ from pure_loop.entry.algorithm_states import (
     refuse_tensors_without_members,
 )
 from pure_loop.entry.parallel import Together
-from pure_loop.errors import ArgumentError, ResumeError
+from pure_loop.errors import ArgumentError, ArgumentTypeError, ResumeError
 from pure_loop.event import Event
 from pure_loop.members.ensemble import Ensemble
 from pure_loop.members.stacking import over_members
@@ -213,8 +213,17 @@ class Start:
 
     def _own_position(self, data: PyTree) -> Position | None:
         """The position of this rank's data."""
+        if data is None:
+            return None
+        from pure_loop.data.position import Position  # which most runs have not
+
         by_rank, own = type(data) is tuple, self.source.uneven is not None
-        if data is None or not (by_rank or own):
+        if not all(item is None or isinstance(item, Position) for item in (data if by_rank else (data,))):
+            raise ArgumentTypeError(
+                f"state.data is where the data stands, which the loop writes, and is {data!r:.60} of type "
+                f"{type(data).__name__}: state.replace(data=None) lets training read the epoch again."
+            )
+        if not (by_rank or own):
             return data  # type: ignore[no-any-return]
         if by_rank and own and len(data) == self.engine.ranks:
             return data[self.engine.rank]  # type: ignore[no-any-return]

@@ -264,7 +264,7 @@ def _load(state: State, fit: Fit, batches: Feed, stopwatch: Stopwatch) -> tuple[
     source, t = fit.source, state.timestamp
     data: PyTree = source.position and source.position(t.epoch, t.batch)
     if source.uneven is not None:
-        data = fit.stages.engine.positions(data)
+        data = fit.stages.engine.positions(data, source.position is not None)
     return _loaded[type(state)](state, batch, data), samples, tokens
 
 

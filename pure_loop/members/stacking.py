@@ -115,7 +115,8 @@ def stacked(states: Sequence[S], like: S | None = None, before: Sequence[S] = ()
         None if known is None else known.fallback,
     )
     seed = newest.seed if like is None else like.seed
-    return with_fields(newest, **fields, ensemble=record, seed=seed, stop=None not in record.stopped)
+    data = newest.data if all(equal(state.data, newest.data) for state in states) else None
+    return with_fields(newest, **fields, data=data, ensemble=record, seed=seed, stop=None not in record.stopped)
 
 
 def _refuse_misfit(first: State, number: int, state: State) -> None:

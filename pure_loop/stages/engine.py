@@ -87,8 +87,8 @@ class Engine:
         # Where it comes from: on the device a count of numbers would wait for the batches before.
         return batch, task.samples(loaded), task.tokens(loaded)
 
-    def positions(self, position: Position | None) -> PyTree:
-        """Where the data of each rank's own stands after a batch."""
+    def positions(self, position: Position | None, tells: bool) -> PyTree:
+        """Where the data of each rank's own stands after a batch; ``tells``: whether this rank's can say it."""
         return position
 
     def length(self, length: int | None, uneven: str | None) -> int | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,7 +20,7 @@ from torch.utils.data import DataLoader
 import pure_loop as pl
 from pure_loop import Event
 from pure_loop.data import tokens
-from pure_loop.data.position import Position
+from pure_loop.data.position import Position, digest_of
 from pure_loop.errors import ArgumentError, ArgumentTypeError, DataError, ResumeError
 from pure_loop.testing import CheckFailed, check_positions
 from tests.conftest import THOROUGH
@@ -67,10 +69,14 @@ def linear() -> nn.Module:
 # The law.
 
 
-@pytest.mark.parametrize("options", [{}, {"batches_per_epoch": 7, "epochs": 3}, {"batches_per_step": 4}], ids=str)
+OPTIONS = [{}, {"batches_per_epoch": 7, "epochs": 3}, {"batches_per_step": 4}]
+OPTIONS += [{"batches_per_epoch": 3, "batches_per_step": 4, "epochs": 4}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", [name for name in EVERY if THOROUGH or "workers" not in name])
 def test_resuming_from_any_batch_gives_what_followed(name: str, options: dict[str, int]) -> None:
-    if name == "iterator" and "epochs" not in options:
+    if name == "iterator":
         options = {**options, "epochs": 1}
     assert check_positions(EVERY[name], max_examples=STOPS, **options).ok
 
@@ -152,6 +158,23 @@ class Buffered(Stateful):
         yield from buffer
 
 
+class OfTheEpoch(Stateful):
+    """Its state says in which pass it is, and not where in it."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+class Failing(Stateful):
+    """Has methods of these names, which serve another purpose."""
+
+    def state_dict(self) -> Any:
+        raise AttributeError("no state here")
+
+
 class OfTheTime(Stateful):
     """Another order in each process."""
 
@@ -175,9 +198,10 @@ def loader(dataset: type[Any]) -> Callable[[], DataLoader[Any]]:
 WRONG = {
     "ahead": (loader(Ahead), "resumption", "does not give what followed"),
     "repeating": (loader(Repeating), "resumption", "does not give what followed"),
-    "buffered": (loader(Buffered), "resumption", "does not give what followed"),
+    "buffered": (loader(Buffered), "has_position", "is the same after a batch as before it"),
+    "of the epoch": (loader(OfTheEpoch), "has_position", "is the same after a batch as before it"),
     "of the time": (loader(OfTheTime), "repeats", "a second dataloader is another one"),
-    "unwritable": (loader(Unwritable), "is_value", r"token\['file'\], a tuple_iterator"),
+    "unwritable": (loader(Unwritable), "has_position", r"token\['file'\], a tuple_iterator"),
     "no state": (loader(Lines), "has_position", r"Lines has no state_dict\(\)"),
     "workers": (
         lambda: DataLoader(Stateful(), BATCH, collate_fn=collate, num_workers=1, multiprocessing_context="fork"),
@@ -201,21 +225,48 @@ def test_a_source_that_breaks_a_law_is_found_by_name(name: str) -> None:
 
 
 def test_a_library_that_goes_to_another_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = tokens.Tokens.begin
     monkeypatch.setattr(Position, "compare", lambda *_: None)
-    monkeypatch.setattr(Position, "next_item", property(lambda at: at.item + 1))
+    monkeypatch.setattr(tokens.Tokens, "begin", lambda self, token, number, *, at: begin(self, None, number, at=False))
     with pytest.raises(CheckFailed, match=r"[1-9]\d* of those before\s+come\s+again") as failed:
         check_positions(loader(Stateful))
     assert [outcome.law for outcome in failed.value.report.failures] == ["resumption"]
 
 
-@pytest.mark.parametrize("name", ["no state", "hugging face", "webdataset"])
+NONE = ["no state", "hugging face", "webdataset", "of the epoch", "unwritable", "failing"]
+
+
+@pytest.mark.parametrize("name", NONE)
 def test_data_without_a_position_is_read_again(name: str) -> None:
-    make = WRONG[name][0]
+    make = loader(Failing) if name == "failing" else WRONG[name][0]
     seen, kept, last = training(linear(), make())
-    assert kept[9].data is None
-    rest, _, resumed = training(kept[9], make())
-    assert rest == seen[9:]
-    assert_same(resumed, last, name)
+    for batch in (1, 9, A_PASS + 1):
+        assert kept[batch].data is None
+        rest, _, resumed = training(kept[batch], make())
+        assert rest == seen[batch:]
+        assert_same(resumed, last, name)
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if not {"workers", "iterator", "loader"} & {*name.split()}])
+def test_the_data_itself_stays_as_it_was_and_a_run_that_resumed_resumes(name: str) -> None:
+    data = EVERY[name]()
+    seen, kept, last = training(linear(), data)
+    stops = [1, 9, A_PASS - 1, A_PASS, A_PASS + 1]
+    for stop, following in itertools.pairwise(stops):
+        rest, again, resumed = training(kept[stop], data)
+        assert rest == seen[stop:]
+        assert_same(resumed, last, name)
+        rest, _, resumed = training(again[following], data)
+        assert rest == seen[following:]
+        assert_same(resumed, last, name)
+    assert training(linear(), data)[0] == seen
+
+
+def test_a_registered_state_that_is_no_value_is_refused() -> None:
+    pl.data.register_position(Lines, get=lambda lines: iter(()), put=lambda lines, token: None)
+    with pytest.raises(CheckFailed, match=r"Lines has token, a\s+tuple_iterator") as failed:
+        check_positions(loader(Lines))
+    assert [outcome.law for outcome in failed.value.report.failures] == ["is_value"]
 
 
 # Where a position is not believed.
@@ -228,6 +279,12 @@ def test_a_token_of_another_source_or_version_is_refused() -> None:
             ResumeError, match=rf"a position of Stateful, and the train dataloader is .*{name}.*data=None"
         ):
             training(kept[9], data)
+    end = training(linear(), loader(Stateful)(), "1ep")[2]
+    assert len(training(end, [(torch.ones(1, 1), torch.ones(1, 1))])[0]) == 1  # the epoch was over
+    with pytest.raises(ArgumentTypeError, match=r"state\.data is where the data stands"):
+        training(kept[9].replace(data="batch 9"), loader(Stateful)())
+    with pytest.raises(ResumeError, match="steps of 1 batches, and batches_per_step is 2"):
+        training(kept[9], loader(Stateful)(), batches_per_step=2)
     older = kept[9].replace(data=attrs.evolve(kept[9].data, source="Stateful 0.1"))
     with pytest.raises(ResumeError, match=r"a position of Stateful 0\.1.*the version that wrote it"):
         training(older, loader(Stateful)())
@@ -246,6 +303,38 @@ def test_data_that_has_changed_is_refused_and_read_again_where_that_is_asked_for
     _, kept, _ = training(linear(), loader(Stateful)())
     with pytest.raises(ResumeError, match="the batch size or the collate function has changed"):
         training(kept[9], sizes)
+
+
+def sizes(make: Callable[[], Any]) -> list[int]:
+    return [len(batch) for batch in training(linear(), make(), "1ep")[0]]
+
+
+def test_samplers_of_a_stateful_dataloader_stay_what_they_are() -> None:
+    module = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+    table = sources.Table()
+    batches = lambda sampler: module.BatchSampler(sampler, 7, True)  # noqa: E731
+    for sampler, kind in ((module.RandomSampler(table), module.RandomSampler), (range(SAMPLES), range)):
+        stateful = partial(sources.torchdata, sources.Table, batch_size=1, batch_sampler=batches(sampler))
+        assert sizes(stateful) == [7] * (SAMPLES // 7), kind
+        assert sizes(partial(sources.torchdata, sources.Table, sampler=sampler)) == [BATCH] * A_PASS
+
+
+UNLIKE = {
+    "a border": lambda i: torch.nn.functional.pad(torch.full((256, 3, 62, 62), float(i)), (1, 1, 1, 1)),
+    "equal first tokens": lambda i: torch.cat([torch.ones(1024, 1), torch.full((1024, 1023), 1.0 + i)], 1),
+    "packed": lambda i: nn.utils.rnn.pack_sequence([torch.full((3,), float(i)), torch.ones(2)]),
+    "a subclass": lambda i: torch.full((3,), float(i)).as_subclass(type("Image", (torch.Tensor,), {})),
+    "sparse": lambda i: torch.eye(3).mul(i + 1).to_sparse(),
+    "texts": lambda i: ["a", str(i)],
+    "arrays": lambda i: {"x": torch.full((2,), i).numpy()},
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_digest_tells_unlike_batches_apart(name: str) -> None:
+    make = UNLIKE[name]
+    assert digest_of(make(0)) == digest_of(make(0))
+    assert digest_of(make(0)) != digest_of(make(1))
 
 
 def test_another_seed_reads_the_epoch_again_in_its_own_way() -> None:
@@ -317,10 +406,9 @@ def test_an_error_of_the_state_says_where_it_comes_from() -> None:
     with pytest.raises(KeyError) as failed:
         training(linear(), Numbered())
     assert "where Numbered stands, from which fit resumes" in failed.value.__notes__[0]
+    pl.data.register_position(Unwritable, get=Unwritable.state_dict, put=Unwritable.load_state_dict)
     with pytest.raises(DataError, match=r"the position of Unwritable has token\['file'\]"):
         training(linear(), loader(Unwritable)())
-    pl.data.register_position(Unwritable, get=None, put=None)
-    training(linear(), loader(Unwritable)(), "3ba")
 
 
 def test_state_dicts_that_take_arguments_are_another_protocol() -> None:

@@ -281,9 +281,7 @@ def test_what_cannot_be_cut_is_refused(four):
             ),
             "gave a int": of((2, 2), two, parallelize=lambda module, mesh: 3),
             "changes the names of parameters": of((2, 2), two, parallelize=lambda module, mesh: nn.Sequential(module)),
-            "compile=True with Parallel(parallelize=...)": told(
-                lambda: train(parallel=cut_over("shard"), compile=True)
-            ),
+            "compile= with Parallel(parallelize=...)": told(lambda: train(parallel=cut_over("shard"), compile=True)),
             "optimizer 'lamb' may need whole parameters, and with parallelize=": told(
                 lambda: train(parallel=cut_over("shard"), optimizer=pl.optim.lamb(lr=0.1))
             ),

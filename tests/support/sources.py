@@ -74,7 +74,7 @@ class Noisy(Stateful):
 
 def torchdata(dataset: Any = Stateful, **options: Any) -> Any:
     module = pytest.importorskip("torchdata.stateful_dataloader")
-    return module.StatefulDataLoader(dataset(), batch_size=BATCH, collate_fn=collate, **options)
+    return module.StatefulDataLoader(dataset(), **{"batch_size": BATCH, "collate_fn": collate, **options})
 
 
 def _rows(shards: int = 3) -> Any:
