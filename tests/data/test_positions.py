@@ -94,7 +94,7 @@ IN_PROCESS = sorted(SOURCES.keys() - IN_WORKERS - READ_AHEAD)
 @given(
     st.sampled_from(IN_PROCESS),
     st.integers(1, 2 * A_PASS - 1),
-    st.sampled_from([{}, {"batches_per_epoch": 7}, {"batches_per_step": 2}]),
+    st.sampled_from([{}, {"batches_per_epoch": 7}, {"batches_per_step": 4}]),
 )
 def test_a_run_that_resumes_from_a_file_reads_what_is_needed(
     tmp_path_factory: pytest.TempPathFactory, name: str, stop: int, options: dict[str, int]
