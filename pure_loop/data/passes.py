@@ -122,7 +122,7 @@ class Passes(Generic[T]):
             walk.items = self._run(walk.copy, walk.passes)
             compare(next(walk.items, END))
             walk.gone, walk.taken = 1, at.items + 1
-        if (ended and not self.continues) or (at.first is None and at.passes > at.number):
+        if (at.first is None and at.passes > at.number) if self.continues else ended:
             self._finish(walk, walk.passes if at.first is not None else at.number)
         self._idle = walk
 
