@@ -231,6 +231,14 @@ class Bare(nn.Module):
         self.layers = [nn.Linear(4, 3)]
 
 
+class Unset(nn.Module):
+    """It says not how its weight begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+
 class Twice(nn.Module):
     """Its weight stands in a plain list too, where no other tensor is put in its place."""
 
@@ -265,7 +273,6 @@ MODELS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (Bare, ModelError, "plain list"),
     (lambda: net().requires_grad_(False), ModelError, "requires_grad_(True)"),
     (lambda: nn.LazyLinear(3), ModelError, "'weight' of a lazy module"),
-    (lambda: nn.Linear(4, 3, device="meta"), ModelError, "to_empty"),
     (lambda: nn.Embedding(3, 3, max_norm=1.0), ModelError, "torch.renorm"),
     (lambda: nn.Sequential(Twice()), ModelError, "model.0.decayed holds '0.layer.weight'"),
     (hooked, ModelError, "parameter 'weight' has a hook"),
@@ -397,6 +404,14 @@ def test_models_that_would_train_wrongly_are_refused_at_each_door() -> None:
         for door in doors:
             check(Refusal(says, lambda door=door, model=model: door(model), error, (says,)))
         assert Watched.drawn == 0
+
+
+def test_a_model_without_numbers_is_taken_by_fit_alone_and_where_it_can_be_initialised() -> None:
+    meta = nn.Linear(4, 3, device="meta")
+    for door in (lambda: pl.evaluate(meta, DATA, loss=functional.cross_entropy), lambda: pl.State.create(meta)):
+        check(Refusal("to_empty", door, ModelError, ("to_empty",)))
+    unset = nn.Sequential(nn.Linear(4, 3), Unset()).to("meta")
+    check(Refusal("reset", lambda: fit(unset), ModelError, ("1 is a Unset on the meta device", "reset_parameters()")))
 
 
 def test_mappings_of_a_state_are_not_written_to() -> None:
