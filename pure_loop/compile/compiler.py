@@ -255,7 +255,7 @@ class Compiler(Segments):
                     stopwatch.last -= seconds  # the next lap has them, too
                     break
                 calls.append(call)
-                previous, timestamp, data = timestamp, after, position or data
+                previous, timestamp, data = timestamp, after, position
             state, stopped = segment.again(state, calls)
             if stopped is not None:
                 number, report = stopped
